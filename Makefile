@@ -1,0 +1,49 @@
+# Every target sets up what it needs, from nothing. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 0
+# Where the CPU build of torch comes from, if your index would give you the CUDA one: TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One process runs the tests and its Dask workers bring their own threads.
+TEST_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: $(STAMP) ## make .venv with exactly the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Libra needs Python 3.11 or newer; type e.g. make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): a few minutes"
+	$(PIP) install -qq --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: setup ## watch a small model learn to use a tool, on this machine (SEED=0)
+	$(BIN)/libra run configs/quickstart.yaml run.seed=$(SEED)
+
+test: setup ## run all tests (PYTEST_ARGS="-k name")
+	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup ## make the generated files again: docs/configuration.md, docs/cli.md, docker/dask.yaml
+	$(BIN)/python -m libra.config.reference docs/configuration.md
+	$(BIN)/python -m libra.cli.reference docs/cli.md
+	$(BIN)/libra doctor --settings > docker/dask.yaml
+
+clean: ## remove .venv and caches; runs/ is left alone
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,218 @@
+"""What every benchmark prints, and how two sides are compared.
+
+The last line of a benchmark is one JSON object::
+
+    {"benchmark": NAME, "figures": {figure: {"value": x, "unit": "...", "better": "higher|lower", "goal": y}},
+     "command": "...", "machine": "..."}
+
+Two sides are compared in pairs within one run, A B A B ..., never in one block after the other: on a shared machine the
+speed drifts by more than the differences of interest, and a pair sees the same drift on both of its sides.
+
+Invariants
+----------
+1. Every value and goal is a finite number, so that the line is JSON everywhere (NaN is not).
+2. A comparison rests on at least ``MIN_PAIRS`` pairs, and its ratio is the median of the pairs' own ratios.
+3. The machine's description names no host, user or path.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+from libra.errors import ConfigError
+
+MIN_PAIRS = 5
+"""Fewest pairs a comparison may rest on; below it a median of ratios is one lucky pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number with the direction in which it is good.
+
+    Attributes
+    ----------
+    value : float
+        Finite.
+    unit : str
+        ``"ratio"``, ``"us"``, ``"tokens"``, ...
+    better : "higher" or "lower"
+    goal : float or None
+        The value to reach; None where the figure is only reported.
+
+    Raises
+    ------
+    ValueError
+        A number is not finite, or ``better`` is neither word.
+    """
+
+    value: float
+    unit: str
+    better: Literal["higher", "lower"]
+    goal: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.better not in ("higher", "lower"):
+            raise ValueError(f"Figure.better: got {self.better!r}; allowed are 'higher' and 'lower'")
+        for name, number in (("value", self.value), ("goal", self.goal)):
+            if number is not None and not math.isfinite(number):
+                raise ValueError(f"Figure.{name}: got {number}; a figure is a finite number, or it was not measured")
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is reached; None where there is none."""
+        if self.goal is None:
+            return None
+        return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Seconds (or any positive quantity) of two sides, measured in turns.
+
+    Attributes
+    ----------
+    first, second : tuple of float
+        Same length; entry i of both belongs to pair i.
+    """
+
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.first) != len(self.second):
+            raise ValueError(f"Pairs: {len(self.first)} values of the first side, {len(self.second)} of the second")
+        if len(self.first) < MIN_PAIRS:
+            raise _too_few(len(self.first))
+        for value in (*self.first, *self.second):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"Pairs: got {value}; a measured side is a positive finite number")
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """first / second of each pair."""
+        return tuple(a / b for a, b in zip(self.first, self.second, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """Median of the pairs' ratios (not the ratio of the two medians, which would mix different moments)."""
+        return statistics.median(self.ratios)
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        """Median of each side."""
+        return statistics.median(self.first), statistics.median(self.second)
+
+
+def _too_few(pairs: int) -> ConfigError:
+    return ConfigError(
+        f"pairs: got {pairs}; a comparison rests on at least {MIN_PAIRS} pairs, type --pairs {MIN_PAIRS}"
+    )
+
+
+def alternate(
+    first: Callable[[], float],
+    second: Callable[[], float],
+    *,
+    pairs: int,
+    after_pair: Callable[[int, float, float], None] | None = None,
+) -> Pairs:
+    """Measure two sides in turns: first, second, first, second, ...
+
+    Parameters
+    ----------
+    first, second : callable
+        Does its side's work once and returns the measured quantity; whatever is left running must be idle.
+    pairs : int
+        At least ``MIN_PAIRS``, checked before anything runs.
+    after_pair : callable, optional
+        Called with (pair index, first, second), e.g. to show progress.
+
+    Raises
+    ------
+    ConfigError
+        Too few pairs.
+    """
+    if pairs < MIN_PAIRS:
+        raise _too_few(pairs)
+    firsts: list[float] = []
+    seconds: list[float] = []
+    for index in range(pairs):
+        firsts.append(first())
+        seconds.append(second())
+        if after_pair is not None:
+            after_pair(index, firsts[-1], seconds[-1])
+    return Pairs(tuple(firsts), tuple(seconds))
+
+
+def machine() -> str:
+    """The machine in words: cores we may use, CPU model, memory, versions of Python and torch. Names no host or path."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    torch = importlib.metadata.version("torch")
+    return (
+        f"{cores} cores, {_cpu_model()}, {memory_bytes / 2**30:.0f} GiB, {platform.system()}, "
+        f"Python {platform.python_version()}, torch {torch}"
+    )
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def command_line(benchmark: str, arguments: Sequence[str]) -> str:
+    """What to type to run it again, e.g. ``python -m benchmarks.vs_trl --json``."""
+    return shlex.join(["python", "-m", f"benchmarks.{benchmark}", *arguments])
+
+
+def emit(
+    benchmark: str,
+    figures: Mapping[str, Figure],
+    *,
+    arguments: Sequence[str] | None = None,
+    as_json: bool,
+    stream: TextIO | None = None,
+) -> None:
+    """Print the figures, one readable line each, and with ``as_json`` the JSON object as the last line.
+
+    Parameters
+    ----------
+    benchmark : str
+        Module name inside ``benchmarks``.
+    figures : mapping of name to Figure
+    arguments : sequence of str, optional
+        Command-line arguments as typed; None takes those of this process.
+    as_json : bool
+    stream : text stream, optional
+        None is standard output.
+    """
+    out = sys.stdout if stream is None else stream
+    for name, figure in figures.items():
+        goal = "" if figure.goal is None else f" (goal {figure.goal:g}, {'reached' if figure.reached else 'missed'})"
+        print(f"{benchmark}.{name} = {figure.value:.4g} {figure.unit}, {figure.better} is better{goal}", file=out)
+    if as_json:
+        report = {
+            "benchmark": benchmark,
+            "figures": {
+                name: {"value": figure.value, "unit": figure.unit, "better": figure.better, "goal": figure.goal}
+                for name, figure in figures.items()
+            },
+            "command": command_line(benchmark, sys.argv[1:] if arguments is None else arguments),
+            "machine": machine(),
+        }
+        print(json.dumps(report, allow_nan=False), file=out, flush=True)

@@ -1,0 +1,221 @@
+"""What Libra's machinery costs a rollout: tokens/s through Dask over tokens/s of the same turns fed straight to the engine.
+
+64 concurrent trajectories of 4 turns, every turn of exactly ``--tokens`` tokens (end-of-turn ignored), a tool action
+between turns. Both sides use the same engine object in the same worker process, with the same prompts, seeds and
+observations:
+
+* *Libra*: the trajectories of an iteration graph on real worker processes; quanta are parked and dispatched by the
+  scheduler's plugin, actions run on a tool worker, every quantum is written to the journal and the event log. Seconds are
+  from the first dispatch to the last quantum's report, read from the event log; grading and storing come after.
+* *bare*: in the rollout worker, one coroutine per trajectory calls ``engine.generate`` for turn after turn, and appends the
+  same observation tokens at once.
+
+Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``, ``throughput_ratio_256``,
+``break_even_tokens`` (turn length at which the ratio falls below 0.90, interpolated between measured lengths), and
+``scheduler_us_per_quantum`` (CPU of the thread that runs scheduler and client, event log on, over generation and action
+quanta of all runs at 16 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import even_words as task
+from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, emit
+from libra.config import config_from_dict
+from libra.graph.driver import Session
+from libra.graph.host import host_name
+from libra.graph.iteration import iteration_graph
+from libra.store.event_log import read_events
+
+LENGTHS = (4, 8, 16, 32, 64, 256)
+GOAL, KEPT = 0.97, 0.90
+SPECIAL = {64: "throughput_ratio", 16: "throughput_ratio_16", 256: "throughput_ratio_256"}
+RUNS_PER_SESSION = 1000
+
+
+class Side:
+    """A started run whose iterations are only generated, never trained on; a context manager."""
+
+    def __init__(self, model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace) -> None:
+        self.tokens, self.options = tokens, options
+        self.k = 0
+        config = config_from_dict(
+            {
+                "run": {"name": f"overhead_{tokens}", "dir": str(runs_dir), "iterations": 1, "eta": RUNS_PER_SESSION},
+                "model": {"path": str(model_dir)},
+                "environment": {"name": "libra.testing:FixedTurns", "args": {"inline": options.inline}},
+                "rollout": {
+                    "slots": options.concurrent,
+                    "max_new_tokens": tokens,
+                    "max_turns": options.turns,
+                    "max_context_tokens": 64 + options.turns * (tokens + 64),
+                    "ignore_eos": True,
+                },
+                "trainer": {"prompts": options.concurrent, "group_size": 1, "normalize_std": False},
+                "cluster": {"threads": options.threads, "dashboard_port": 0},
+                "observe": {"progress": False, "tensorboard": False},
+            }
+        )
+        self.session = Session(config)
+        self.quanta = 0
+        self.scheduler_s = 0.0
+
+    def __enter__(self) -> Self:
+        self.session.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.session.__exit__(*error)
+
+    def libra_s(self) -> float:
+        """One iteration's trajectories through Libra."""
+        session, k = self.session, self.k
+        assert session.client is not None
+        began_s = session.client.run_on_scheduler(thread_seconds)
+        graph = iteration_graph(session.spec, k)
+        futures = session.client.compute(graph.groups, optimize_graph=False)
+        session.client.gather(futures)
+        self.scheduler_s += session.client.run_on_scheduler(thread_seconds) - began_s
+        del futures
+        self.k += 1
+        session.client.run_on_scheduler(flush_events)
+        mine = [
+            e
+            for e in read_events(session.directory / "events.jsonl").events
+            if str(e.get("key", "")).startswith(f"trajectory-train-{k}-")
+        ]
+        finished = [e for e in mine if e["name"] == "quantum_finished"]
+        assert sum(e["tokens"] for e in finished) == self.options.concurrent * self.options.turns * self.tokens
+        self.quanta += len(finished)
+        return float(max(e["t_s"] for e in finished) - min(e["t_s"] for e in mine if e["name"] == "quantum_dispatched"))
+
+    def bare_s(self) -> float:
+        """The same trajectories straight on the engine, in its process."""
+        session = self.session
+        assert session.client is not None
+        (seconds,) = session.client.run(
+            feed, session.spec.run, self.options.concurrent, self.options.turns, self.k, workers=["rollout-0"]
+        ).values()
+        return float(seconds)
+
+
+def thread_seconds(dask_scheduler: Any) -> float:
+    """CPU seconds of the thread that runs the scheduler."""
+    return time.thread_time()
+
+
+def flush_events(dask_scheduler: Any) -> None:
+    """Bring the event log up to date."""
+    for state in dask_scheduler.plugins["libra"].runs.values():
+        state.log.flush()
+
+
+async def feed(run: str, concurrent: int, turns: int, k: int, dask_worker: Any) -> float:
+    """Turns of ``concurrent`` trajectories, each as soon as the one before is there; wall seconds."""
+    import asyncio
+
+    import numpy as np
+
+    from libra.types import TrajectoryId, TurnRequest
+
+    host = dask_worker.plugins[host_name(run)]
+    rollout = host.spec.config.rollout
+    first = {
+        g: host.chat.prompt_ids(list(host.environment.prompt("train", k * concurrent + g).messages))
+        for g in range(concurrent)
+    }
+    observation = host.chat.observation_ids(["y" * host.environment.payload_chars], ended=False)
+
+    async def one(g: int) -> None:
+        context = first[g]
+        name = f"bare-{k}-{g}"
+        for turn in range(turns):
+            seed = host.spec.turn_seed(TrajectoryId(k, g, 0), turn)
+            output = await host.engine.generate(
+                TurnRequest(name, turn, context, rollout.max_new_tokens, temperature=rollout.temperature, seed=seed)
+            )
+            context = np.concatenate([context, output.token_ids, observation])
+        host.engine.forget(name)
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(one(g) for g in range(concurrent)))
+    return time.perf_counter() - began_s
+
+
+def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
+    """Turn length below which the ratio is under ``kept``, linear in log length between the two measured around it.
+
+    The shortest measured length where every ratio is at least ``kept``; NaN-free: the longest where none is.
+    """
+    lengths = sorted(ratios)
+    below = [n for n in lengths if ratios[n] < kept]
+    if not below:
+        return float(lengths[0])
+    low = max(below)
+    above = [n for n in lengths if n > low]
+    if not above:
+        return float(low)
+    high = min(above)
+    share = (kept - ratios[low]) / (ratios[high] - ratios[low])
+    return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+
+
+def measure(model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace) -> tuple[Pairs, float, int]:
+    """Pairs at one turn length, and scheduler CPU seconds and quanta of them."""
+    with Side(model_dir, runs_dir, tokens, options) as side:
+        side.bare_s(), side.libra_s()
+        side.quanta, side.scheduler_s = 0, 0.0
+        measured = alternate(side.libra_s, side.bare_s, pairs=options.pairs)
+        return measured, side.scheduler_s, side.quanta
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rollout_overhead", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    parser.add_argument("--pairs", type=int, default=7, help=f"pairs per turn length, at least {MIN_PAIRS} (default 7)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="tokens per turn to measure")
+    parser.add_argument("--concurrent", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="torch threads of the engine (default: cores)"
+    )
+    parser.add_argument("--inline", action="store_true", help="run the tool within the generation quantum")
+    options = parser.parse_args(arguments)
+    ratios: dict[int, float] = {}
+    figures: dict[str, Figure] = {}
+    with tempfile.TemporaryDirectory(prefix="rollout_overhead-") as name:
+        task.save_model(Path(name) / "model")
+        for tokens in options.tokens:
+            measured, scheduler_s, quanta = measure(Path(name) / "model", Path(name) / "runs", tokens, options)
+            libra_s, bare_s = measured.medians
+            total = options.concurrent * options.turns * tokens
+            # The ratio of each pair is Libra's seconds over bare ones; throughput is its inverse.
+            ratios[tokens] = statistics.median(
+                bare / libra for libra, bare in zip(measured.first, measured.second, strict=True)
+            )
+            print(
+                f"{tokens:4d} tokens per turn: Libra {total / libra_s:7,.0f} tok/s, bare {total / bare_s:7,.0f} tok/s, "
+                f"ratio {ratios[tokens]:.3f}; scheduler {scheduler_s / quanta * 1e6:.0f} us per quantum",
+                flush=True,
+            )
+            if tokens in SPECIAL:
+                figures[SPECIAL[tokens]] = Figure(ratios[tokens], "ratio", "higher", GOAL)
+            if tokens == 16 or len(options.tokens) == 1:
+                figures["scheduler_us_per_quantum"] = Figure(scheduler_s / quanta * 1e6, "us", "lower", 200)
+    figures["break_even_tokens"] = Figure(break_even(ratios), "tokens", "lower", 64)
+    emit("rollout_overhead", figures, arguments=arguments, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

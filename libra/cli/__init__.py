@@ -1,0 +1,1 @@
+"""The command line: ``libra run | config | inspect | doctor``."""

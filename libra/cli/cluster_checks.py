@@ -1,0 +1,86 @@
+"""Checks of a running Dask cluster: reachable, same versions, the right settings, and workers for every role."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from libra.cli.checks import Check
+from libra.cluster.checks import NEEDED, resource_problems
+from libra.cluster.settings import cluster_setting_problems
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+CONNECT_TIMEOUT_S = 10
+PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
+"""Compared beside those that Dask itself compares; results of one are read by another."""
+
+
+def cluster_checks(address: str) -> Iterator[Check]:
+    """Every check of the cluster whose scheduler is at ``address``."""
+    from distributed import Client
+
+    try:
+        client = Client(address, timeout=CONNECT_TIMEOUT_S, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, TimeoutError, ValueError) as error:
+        yield Check("scheduler", "fail", f"{address} does not answer: {error}", "dask scheduler --port 8786")
+        return
+    with client:
+        yield Check("scheduler", "ok", f"{address}; dashboard {client.dashboard_link}")
+        yield from version_checks(client.get_versions(packages=PACKAGES))
+        yield from setting_checks(client)
+        yield from role_checks(client.scheduler_info()["workers"], address)
+
+
+def version_checks(found: Any) -> Iterator[Check]:
+    """The client, the scheduler and all workers run the same versions.
+
+    Parameters
+    ----------
+    found : nested mappings
+        What ``Client.get_versions(packages=PACKAGES)`` returns.
+    """
+    places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
+    differing = False
+    for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):
+        by_version: dict[str, list[str]] = defaultdict(list)
+        for place, versions in places.items():
+            by_version[str(versions["packages"].get(package))].append(place)
+        if len(by_version) > 1:
+            differing = True
+            shown = "; ".join(f"{version} on {', '.join(where)}" for version, where in by_version.items())
+            advice = "pip install -c constraints.txt -e . on every machine"
+            yield Check(f"versions of {package}", "fail", shown, advice)
+    if not differing:
+        yield Check("versions", "ok", f"the same on client, scheduler and {len(found['workers'])} workers")
+
+
+def setting_checks(client: Client) -> Iterator[Check]:
+    """Dask's settings there are those Libra needs."""
+    problems = cluster_setting_problems(client)
+    for problem in problems:
+        detail, _, advice = problem.message.partition("; type ")
+        yield Check(problem.setting.key, "fail" if problem.setting.breaks else "warn", detail, advice)
+    if not problems:
+        yield Check("Dask settings", "ok", "as Libra needs them")
+
+
+def role_checks(workers: Mapping[str, Mapping[str, Any]], address: str) -> Iterator[Check]:
+    """There are workers for every resource, one committer, one replica, and threads for every slot.
+
+    Parameters
+    ----------
+    workers : mapping
+        ``Client.scheduler_info()["workers"]``.
+    """
+    problems = resource_problems(workers, address)
+    for problem in problems:
+        detail, _, advice = problem.partition("; type: ")
+        yield Check("workers", "fail", detail, advice)
+    if not problems:
+        supply = (
+            f"{resource} {sum(w['resources'].get(resource, 0) for w in workers.values()):g}" for resource in NEEDED
+        )
+        yield Check("workers", "ok", f"{len(workers)} with {', '.join(supply)}")

@@ -1,0 +1,50 @@
+"""`libra doctor`: what a run needs, what is wrong, and what to type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from libra.cli.checks import Check
+from libra.cli.cluster_checks import cluster_checks
+from libra.cli.machine_checks import machine_checks
+from libra.cluster.settings import SETTINGS
+from libra.config import RunConfig
+
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
+    """Every check of this machine and, where there is an address, of the cluster behind it."""
+    checks = list(machine_checks(config, local_cluster=scheduler is None))
+    if scheduler is not None:
+        return [*checks, *cluster_checks(scheduler)]
+    detail = f"a run makes its own local cluster and sets the {len(SETTINGS)} settings it needs"
+    return [*checks, Check("Dask settings", "ok", detail)]
+
+
+def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | None = None) -> None:
+    """Print checks as a table with a closing line, or as a JSON list."""
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=1))
+        return
+    console = console or Console()
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        style = _STYLE[check.state]
+        table.add_row(Text(check.state, style), Text(check.name), Text(check.detail))
+        if check.advice:
+            table.add_row("", "", Text.assemble("type: ", (check.advice, "bold")))
+    console.print(table)
+    count = {state: sum(check.state == state for check in checks) for state in _STYLE}
+    worst = next(state for state in ("fail", "warn", "ok") if count[state] or state == "ok")
+    console.print(Text(f"{count['ok']} ok, {count['warn']} to know about, {count['fail']} to mend", _STYLE[worst]))

@@ -1,0 +1,173 @@
+"""The ``libra`` command. Torch, dask and pydantic are imported by the command that needs them, so ``--help`` is quick.
+
+This is the boundary where Libra's own errors become one message and an exit code: 2 for a `LibraError`, 130 for Ctrl-C. With
+``LIBRA_TRACEBACK=1`` they are raised with their traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from libra.errors import LibraError
+
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+def installed_version() -> str:
+    """Version of the installed package, or "unknown" where Libra runs from a tree that was not installed."""
+    try:
+        return version("libra-rl")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(installed_version(), prog_name="libra")
+def cli() -> None:
+    """Train language models with agentic reinforcement learning, as Dask graphs.
+
+    \b
+    Begin with:  libra run libra/quickstart
+    """
+
+
+_CONFIG = click.argument("config", metavar="CONFIG")
+_OVERRIDES = click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
+_SCHEDULER = click.option(
+    "--scheduler", metavar="ADDR", help="Address of a running Dask scheduler, e.g. tcp://HOST:8786."
+)
+
+
+@cli.command()
+@_CONFIG
+@_OVERRIDES
+@_SCHEDULER
+@click.option("-v", "--verbose", is_flag=True, help="Show every decision on standard error as it is taken.")
+def run(config: str, overrides: tuple[str, ...], scheduler: str | None, verbose: bool) -> None:
+    """Run what CONFIG describes: a YAML file, or libra/NAME for one that ships.
+
+    \b
+    libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
+    libra run configs/qwen3_4b_gpu.yaml --scheduler tcp://HOST:8786
+    """
+    import logging
+
+    from libra.config import load_config
+    from libra.config.fields import one_line_yaml
+
+    if scheduler is not None:
+        overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
+    loaded = load_config(config, overrides)
+    if loaded.run.name is None:
+        loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
+    )
+    from libra.cli.closing import closing_lines
+    from libra.graph.driver import run as run_graphs
+
+    summary = run_graphs(loaded)
+    click.echo("\n".join(closing_lines(summary, loaded)))
+
+
+@cli.command()
+@click.argument("config", metavar="CONFIG", required=False)
+@_OVERRIDES
+@click.option("--fields", is_flag=True, help="Show every key, what it allows, its default and what it is.")
+def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None:
+    """Print what CONFIG and the overrides resolve to, as YAML, or explain every key (--fields)."""
+    if fields:
+        from libra.cli.fields_table import print_fields
+
+        print_fields()
+        return
+    if config is None:
+        raise click.UsageError("name a configuration file, e.g. libra config configs/quickstart.yaml, or type --fields")
+    from libra.config import dump_config, load_config
+
+    click.echo(dump_config(load_config(config, overrides)), nl=False)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--index", type=int, help="Position in the store, from 0; negative counts from the end.")
+@click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out questions.")
+@click.option("--iteration", type=int, help="Only this iteration; for held-out questions, the weight version.")
+@click.option("--group", type=int, help="Only this group.")
+@click.option("--sample", type=int, help="Only this sample of each group.")
+@click.option("--failed", is_flag=True, help="Only trajectories with a failure class.")
+@click.option("--order", type=click.Choice(["best", "worst"]), help="By reward, instead of as stored.")
+@click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
+@click.option(
+    "--limit",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Trajectories to print; 1 in a terminal steps through all of them.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one trajectory a line.")
+def inspect(run_dir: Path, **choice: Any) -> None:
+    """Step through the trajectories of RUN, a run directory: text, tool calls, reward, and why each ended."""
+    from libra.observe.inspect import inspect_run
+
+    inspect_run(run_dir, **choice)
+
+
+@cli.command()
+@click.argument("config", metavar="[CONFIG]", required=False)
+@_OVERRIDES
+@_SCHEDULER
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+@click.option("--settings", is_flag=True, help="Print a Dask configuration file for your own scheduler and workers.")
+def doctor(
+    config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
+) -> None:
+    """Check this machine, and a Dask cluster, for what a run needs; exit with 1 where something is broken.
+
+    Without CONFIG the defaults are checked.
+    """
+    if settings:
+        from libra.cluster.settings import settings_yaml
+
+        click.echo(settings_yaml(), nl=False)
+        return
+    from libra.cli.doctor import diagnose, print_checks
+    from libra.config import config_from_dict, load_config
+
+    loaded = load_config(config, overrides) if config is not None else config_from_dict({})
+    checks = diagnose(loaded, scheduler or loaded.cluster.scheduler)
+    print_checks(checks, as_json=as_json)
+    if any(check.state == "fail" for check in checks):
+        raise click.exceptions.Exit(1)
+
+
+def made_run_name(config: str, now: datetime) -> str:
+    """Name of a run that was given none: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(config).stem).strip("_")[:40] or "run"
+    return f"{stem}_{now:%m%d_%H%M%S}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``libra``; always raises SystemExit."""
+    try:
+        code = cli.main(args=arguments, prog_name="libra", standalone_mode=False)
+    except LibraError as error:
+        if os.environ.get("LIBRA_TRACEBACK") == "1":
+            raise
+        click.secho(f"libra: {error}", fg="red", err=True)
+        code = EXIT_ERROR
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.secho("libra: interrupted", fg="red", err=True)
+        code = EXIT_INTERRUPTED
+    sys.exit(code if isinstance(code, int) else 0)

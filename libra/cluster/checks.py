@@ -1,0 +1,68 @@
+"""What a connected cluster lacks for a run, told before anything is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from libra import keys
+from libra.cluster.settings import check_settings
+from libra.errors import ClusterError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+NEEDED = {
+    keys.ROLLOUT: ("an engine's slots", "--nthreads 72 --resources ROLLOUT=64"),
+    keys.TOOL: ("actions at once", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
+    keys.TRAIN: ("a training replica", "--nthreads 9 --resources TRAIN=1"),
+    keys.GRADE: ("graders at once", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
+    keys.COMMIT: ("the one committer", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
+}
+"""What each resource stands for, and options of ``dask worker`` that supply it."""
+
+
+def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str) -> list[str]:
+    """What the workers of a cluster do not supply, each with the line to type.
+
+    ``workers`` is ``client.scheduler_info(n_workers=-1)["workers"]``: by address, with ``resources`` and ``nthreads``.
+    """
+    problems = []
+    for resource, (meaning, options) in NEEDED.items():
+        supply = [float(w.get("resources", {}).get(resource, 0)) for w in workers.values()]
+        if sum(supply) <= 0:
+            problems.append(f"no worker supplies {resource} ({meaning}); type: dask worker {address} {options}")
+        elif resource == keys.COMMIT and sum(supply) != 1:
+            problems.append(
+                f"{sum(supply):g} units of COMMIT are supplied; exactly one process may write the store: "
+                "give COMMIT=1 to one worker only"
+            )
+        elif resource == keys.TRAIN and sum(supply) != 1:
+            problems.append(
+                f"{sum(supply):g} units of TRAIN are supplied; training runs on one replica: give TRAIN=1 to one worker only"
+            )
+    for where, worker in workers.items():
+        slots = max(float(worker.get("resources", {}).get(r, 0)) for r in (keys.ROLLOUT, keys.TOOL))
+        if slots > worker.get("nthreads", 0):
+            problems.append(
+                f"worker {worker.get('name', where)}: {slots:g} slots but {worker.get('nthreads')} threads; every slot takes "
+                f"a thread's place: start it with --nthreads {slots + 8:g} or more"
+            )
+    return problems
+
+
+def check_cluster(client: Client) -> None:
+    """ClusterError naming everything that is missing or set wrongly on the scheduler and the workers ``client`` sees."""
+    info = client.scheduler_info(n_workers=-1)
+    problems = resource_problems(info["workers"], info["address"])
+    in_force = client.run_on_scheduler(_distributed_settings)
+    problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
+    if problems:
+        raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
+
+
+def _distributed_settings() -> dict[str, Any]:
+    import dask
+
+    settings: dict[str, Any] = dask.config.get("distributed")
+    return settings

@@ -1,0 +1,72 @@
+"""A cluster of local processes with a role each: the laptop's stand-in for a Slurm or Kubernetes deployment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import dask
+from distributed import Nanny, Scheduler, SpecCluster
+
+from libra import keys
+from libra.cluster.settings import DASK_SETTINGS
+from libra.config import RunConfig
+from libra.errors import ClusterError
+
+SPARE_THREADS = 8
+"""Threads beside the slots of a worker, for graders, steps and control tasks."""
+LOOPBACK = "127.0.0.1"
+
+
+def check_port(port: int) -> None:
+    """ClusterError where the dashboard's port is taken; 0 asks for any free one and is always right."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ClusterError(
+                f"cluster.dashboard_port: port {port} on {LOOPBACK} is taken ({error.strerror}); "
+                "type cluster.dashboard_port=0 for any free port"
+            ) from error
+
+
+def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
+    """Resources of each local worker, by name."""
+    cluster = config.cluster
+    workers = {f"rollout-{i}": {keys.ROLLOUT: config.rollout.slots} for i in range(cluster.rollout_workers)}
+    for i in range(cluster.tool_workers):
+        workers[f"tool-{i}"] = {keys.TOOL: cluster.tool_slots, keys.GRADE: 4}
+    workers["tool-0"][keys.COMMIT] = 1
+    workers["train-0"] = {keys.TRAIN: 1}
+    return workers
+
+
+def local_cluster(config: RunConfig) -> SpecCluster:
+    """Start scheduler (in this process) and workers (a process each), bound to loopback."""
+    check_port(config.cluster.dashboard_port)
+    dask.config.set(DASK_SETTINGS)
+    threads = config.cluster.threads or os.cpu_count() or 1
+    environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | {
+        "TOKENIZERS_PARALLELISM": "false"
+    }
+    spec: dict[str, Any] = {
+        name: {
+            "cls": Nanny,
+            "options": {
+                "nthreads": max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0)) + SPARE_THREADS,
+                "resources": resources,
+                "memory_limit": 0,
+                "host": LOOPBACK,
+                "dashboard": False,
+                "env": environment,
+            },
+        }
+        for name, resources in worker_resources(config).items()
+    }
+    scheduler = {
+        "cls": Scheduler,
+        "options": {"host": LOOPBACK, "dashboard_address": f"{LOOPBACK}:{config.cluster.dashboard_port}"},
+    }
+    return SpecCluster(workers=spec, scheduler=scheduler, name="libra", silence_logs=False)

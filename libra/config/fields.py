@@ -1,0 +1,142 @@
+"""Reading the models: which keys exist, what each allows, and what a user should type."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from libra.config import yaml_text
+from libra.config.models import RunConfig, Section
+
+_WORDS: Mapping[Any, str] = types.MappingProxyType(
+    {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Path: "a path",
+        type(None): "null",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldReference:
+    """One setting.
+
+    Attributes
+    ----------
+    name : str
+        Dotted name, e.g. ``trainer.lr``.
+    allowed : str
+        Type and bounds in words.
+    default : str
+        Default value as it is typed in YAML.
+    description : str
+        Docstring of the field, on one line.
+    takes_text : bool
+        Whether any text is of the right type.
+    """
+
+    name: str
+    allowed: str
+    default: str
+    description: str
+    takes_text: bool
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a configuration by name, in order."""
+    found: dict[str, type[Section]] = {}
+    for name, field in RunConfig.model_fields.items():
+        annotation = field.annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, Section)
+        found[name] = annotation
+    return found
+
+
+@cache
+def field_references() -> dict[str, FieldReference]:
+    """Every setting by its dotted name, in the order of the models."""
+    found = {}
+    for section_name, section in sections().items():
+        for field_name, field in section.model_fields.items():
+            name = f"{section_name}.{field_name}"
+            found[name] = FieldReference(
+                name=name,
+                allowed=_allowed(field),
+                default=one_line_yaml(field.default),
+                description=" ".join((field.description or "").split()),
+                takes_text=_takes_text(field.annotation),
+            )
+    return found
+
+
+def one_line_yaml(value: object) -> str:
+    """``value`` as typed after ``=`` in an override: ``null``, ``0.2``, ``[0.9, 0.95]``."""
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, list | dict):
+        inner = [
+            f"{key}: {one_line_yaml(item)}" if isinstance(value, dict) else one_line_yaml(key)
+            for key, item in (value.items() if isinstance(value, dict) else ((item, None) for item in value))
+        ]
+        return ("{%s}" if isinstance(value, dict) else "[%s]") % ", ".join(inner)
+    return yaml_text.write(value).removesuffix("\n").removesuffix("\n...")
+
+
+def _allowed(field: FieldInfo) -> str:
+    bounds = ", ".join(_bounds(field.metadata))
+    words = _type_words(field.annotation)
+    return f"{words}, {bounds}" if bounds else words
+
+
+def _type_words(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        bounds = ", ".join(_bounds(arguments[1:]))
+        words = _type_words(arguments[0])
+        return f"{words}, {bounds}" if bounds else words
+    if origin is Literal:
+        words = ", ".join(one_line_yaml(argument) for argument in arguments)
+        return f"one of {words}" if len(arguments) > 1 else f"only {words}"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_type_words(argument) for argument in arguments)
+    if origin is tuple:
+        inner = {_type_words(argument) for argument in arguments}
+        assert len(inner) == 1, "a list field has items of one kind"
+        return f"a list of {len(arguments)}, each {inner.pop()}"
+    if origin is dict:
+        return "a mapping"
+    return _WORDS[annotation]
+
+
+def _bounds(metadata: typing.Iterable[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _bounds(item.metadata)
+        for attribute, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+            bound = getattr(item, attribute, None)
+            if bound is not None and not isinstance(item, FieldInfo):
+                yield f"{words} {bound}"
+        if getattr(item, "min_length", None) == 1 and not isinstance(item, FieldInfo):
+            yield "not empty"
+
+
+def _takes_text(annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _takes_text(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes_text(argument) for argument in arguments)
+    return annotation in (str, Path)

@@ -1,0 +1,239 @@
+"""Reading a configuration: a YAML file, the files it extends, and overrides from the command line.
+
+Invariants
+----------
+1. Every key is used or refused; none is dropped.
+2. A later layer wins over an earlier one: extended file, file, overrides (the last of two equal ones).
+3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from libra.config import yaml_text
+from libra.config.checks import cross_field_problems
+from libra.config.fields import field_references, sections
+from libra.config.models import RunConfig
+from libra.config.paths import packaged_config
+from libra.config.problems import origin_of, problem_message, unknown_key_message
+from libra.errors import ConfigError
+
+EXTENDS = "extends"
+"""Key of a file that names the file it is a delta to."""
+
+Path_ = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Values set so far, where each was set, and what was already found wrong."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path_, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration a file and overrides describe.
+
+    Parameters
+    ----------
+    path : str or Path
+        A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names a file relative to it, or
+        another one that ships; what it says itself goes over that, section by section.
+    overrides : sequence of str
+        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``.
+
+    Raises
+    ------
+    ConfigError
+        With every problem found, one a line.
+    """
+    layer = _Layer()
+    for values, origins in _files(str(path), None, ()):
+        _merge(layer, values, origins)
+    _merge_overrides(layer, overrides)
+    return _validated(layer)
+
+
+def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of nested mappings ``{section: {key: value}}``; ConfigError with every problem found."""
+    layer = _Layer()
+    _merge(layer, _plain(values), {})
+    _merge_overrides(layer, overrides)
+    return _validated(layer)
+
+
+def dump_config(config: RunConfig) -> str:
+    """Every setting as YAML text, which `load_config` reads back to an equal configuration."""
+    return yaml_text.write(config.model_dump(mode="json"))
+
+
+def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple[dict[str, Any], dict[Path_, str]]]:
+    """Values and origins of a file and of all it extends, the outermost first."""
+    path = packaged_config(name) or (Path(name) if parent is None else parent.parent / name)
+    by = f" (extended by {parent})" if parent else ""
+    if path.resolve() in seen:
+        chain = " -> ".join(str(step) for step in (*seen[seen.index(path.resolve()) :], path.resolve()))
+        raise ConfigError(
+            f"{EXTENDS}: the files extend each other in a circle: {chain}; take {EXTENDS} out of one of them"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}{by}: there is no such configuration file; type a path such as configs/quickstart.yaml, or "
+            "libra/quickstart for the one that ships"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}{by}: cannot be read as text: {error}") from error
+    values, lines = yaml_text.read_mapping(text, str(path))
+    origins = {key: f"{path}:{line}" for key, line in lines.items()}
+    extended = values.pop(EXTENDS, None)
+    if extended is None:
+        return [(values, origins)]
+    if not isinstance(extended, str):
+        raise ConfigError(f"{origins[(EXTENDS,)]}: {EXTENDS} is the path of one file; got {extended!r}")
+    return [*_files(extended, path, (*seen, path.resolve())), (values, origins)]
+
+
+def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str]) -> None:
+    """Lay ``values`` over ``layer``, section by section and within `environment.args` key by key."""
+    if isinstance(values.get("environment"), dict) and "name" in values["environment"]:
+        below = layer.values.get("environment")
+        if isinstance(below, dict) and below.get("name") != values["environment"]["name"]:
+            below.pop("args", None)
+            _forget(layer, ("environment", "args"))
+    _lay_over(layer, values, origins, layer.values, ())
+
+
+def _lay_over(
+    layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str], below: dict[str, Any], path: Path_
+) -> None:
+    for key, value in values.items():
+        here = (*path, key)
+        old = below.get(key)
+        mapping = len(here) == 1 or here == ("environment", "args")
+        if mapping and value is None and here in origins:
+            value = {}  # a section whose keys are all commented out
+        if mapping and isinstance(value, dict):
+            if not isinstance(old, dict):
+                below[key] = old = {}
+                _forget(layer, here)
+            if here in origins:
+                layer.origins[here] = origins[here]
+            _lay_over(layer, value, origins, old, here)
+        else:
+            _forget(layer, here)
+            below[key] = value
+            layer.origins.update({where: text for where, text in origins.items() if where[: len(here)] == here})
+
+
+def _forget(layer: _Layer, path: Path_) -> None:
+    for where in [where for where in layer.origins if where[: len(path)] == path]:
+        del layer.origins[where]
+
+
+def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
+    """Lay all overrides over ``layer`` as one layer, collecting the malformed ones as problems."""
+    values: dict[str, Any] = {}
+    origins: dict[Path_, str] = {}
+    for override in overrides:
+        origin = f"override {override!r}"
+        name, equals, text = override.partition("=")
+        path = tuple(name.strip().split("."))
+        if not equals or not all(path):
+            layer.problems.append(f"{origin}: an override is section.key=value; type e.g. trainer.lr=1e-4")
+            continue
+        known = ".".join(path[:2]) in field_references()
+        if len(path) < 2 or (len(path) > 2 and path[:2] != ("environment", "args")):
+            layer.problems.append(
+                f"{origin}: {name} is a section; type one of its keys, e.g. {_first_key(path[0])}"
+                if len(path) == 1 and path[0] in sections()
+                else unknown_key_message(path, f" ({origin})")
+            )
+            continue
+        try:
+            value = yaml_text.read_value(text, origin)
+        except ConfigError as error:
+            layer.problems.append(str(error))
+            continue
+        if known and len(path) == 2 and field_references()[name.strip()].takes_text and _is_scalar(value):
+            value = text.strip() if not isinstance(value, str) else value
+        node = values
+        for part in path[:-1]:
+            inner = node.get(part)
+            node[part] = node = inner if isinstance(inner, dict) else {}
+        node[path[-1]] = value
+        origins[path] = origin
+    _merge(layer, values, origins)
+
+
+def _first_key(section: str) -> str:
+    return next(
+        f"{name}={field.default}" for name, field in field_references().items() if name.startswith(f"{section}.")
+    )
+
+
+def _is_scalar(value: object) -> bool:
+    return value is not None and not isinstance(value, dict | list)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as nested dicts of our own, so that merging never writes into the caller's."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"a configuration is a mapping of sections; got {type(values).__name__}")
+    return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+
+
+def _validated(layer: _Layer) -> RunConfig:
+    try:
+        config = RunConfig.model_validate(layer.values)
+    except ValidationError as error:
+        raise _config_error([*layer.problems, *_messages(error, layer)]) from None
+    if layer.problems:
+        raise _config_error(layer.problems)
+    return config
+
+
+def _messages(error: ValidationError, layer: _Layer) -> list[str]:
+    """One message per wrong field, then those of the cross-field checks that do not concern a wrong one."""
+    found: list[str] = []
+    wrong: set[str] = set()
+    for entry in error.errors(include_url=False):
+        if entry["loc"]:
+            path = tuple(str(part) for part in entry["loc"])
+            wrong.add(".".join(path[:2]))
+            found.append(problem_message(entry, layer.origins))
+            section = layer.values[path[0]]
+            if len(path) == 1 or not isinstance(section, dict):
+                layer.values.pop(path[0])
+            else:
+                section.pop(path[1], None)
+    for problem in cross_field_problems(_without_checks(layer.values)):
+        if not wrong & {part for name in problem.fields for part in (name, name.split(".")[0])}:
+            name = problem.fields[0]
+            where = next(
+                (text for text in (origin_of(f.split("."), layer.origins) for f in problem.fields) if text), ""
+            )
+            found.append(problem.message.replace(name, f"{name}{where}", 1))
+    return found
+
+
+def _without_checks(values: Mapping[str, Any]) -> RunConfig:
+    """A configuration of values that are right field by field, its cross-field checks not run."""
+    parts: dict[str, Any] = {name: section.model_validate(values.get(name, {})) for name, section in sections().items()}
+    return RunConfig.model_construct(**parts)
+
+
+def _config_error(problems: Sequence[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return ConfigError(f"{len(problems)} problems in the configuration:{lines}")

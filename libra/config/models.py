@@ -1,0 +1,200 @@
+"""Every setting of a run, as frozen pydantic models; `RunConfig` is the root.
+
+The docstring under a field is its documentation: what it is, its unit, what it changes, what None means. The reference in
+``docs/configuration.md`` and ``libra config --fields`` are made from it. Values are checked strictly: ``"3"`` is not a whole
+number, ``1`` is not a truth value, ``nan`` is not a number.
+
+Files and overrides are read by `libra.config.load`, which turns what pydantic reports into `libra.errors.ConfigError`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from libra.config.checks import cross_field_problems
+from libra.keys import check_run_name
+
+AtLeastZero = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys are refused, values are strict and cannot change afterwards."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunSection(Section):
+    """The run as a whole: where it lives, how long it is, and how stale its data may be."""
+
+    name: str | None = None
+    """Name of the run: 1-63 letters, digits, '_' or '.', beginning with a letter or digit. None: made from the name of the
+    configuration file and the time of the start."""
+    dir: Annotated[Path, Field(strict=False)] = Path("runs")
+    """Directory that holds runs; this one is written to `dir`/`name`, which must not hold a run yet."""
+    seed: AtLeastZero = 0
+    """Source of all randomness: prompts, sampling, tools. The same seed asks the same questions."""
+    iterations: AtLeastOne = 50
+    """Iterations (optimizer batches) to run."""
+    eta: AtLeastZero = 0
+    """Staleness bound, in weight versions: how far behind the newest weights a consumed token may be. 0: synchronous."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_fits_a_key(cls, name: str | None) -> str | None:
+        return name if name is None else check_run_name(name)
+
+
+class ModelSection(Section):
+    """The language model to train."""
+
+    path: Annotated[str, Field(min_length=1)] = "libra/tiny-arithmetic"
+    """A Hugging Face id ("org/name"), a directory in Hugging Face layout, or a model that ships with Libra ("libra/name")."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights in engines and trainer."""
+
+
+class EnvironmentSection(Section):
+    """What asks the questions, runs the tools and grades the answers."""
+
+    name: Annotated[str, Field(min_length=1)] = "tool_arithmetic"
+    """A registered environment, or "module:attribute" for one of your own."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of its constructor. A file or a command line that changes `name` starts from empty `args`."""
+
+
+class RolloutSection(Section):
+    """How trajectories are generated."""
+
+    engine: Literal["transformers"] = "transformers"
+    """Inference engine of a rollout worker."""
+    slots: AtLeastOne = 64
+    """Trajectories that generate at once on one engine."""
+    max_new_tokens: AtLeastOne = 64
+    """Tokens one turn may generate; a turn that reaches it ends its trajectory as "length"."""
+    max_turns: AtLeastOne = 12
+    """Turns a trajectory may take."""
+    max_context_tokens: AtLeastOne = 1024
+    """Tokens of prompt, generations and observations together that a trajectory may reach."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 1 is the model's own distribution, 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass that sampling keeps (nucleus); 1 keeps everything."""
+    ignore_eos: bool = False
+    """Every turn has exactly `max_new_tokens` tokens and is no end by itself: for benchmarks."""
+
+
+class TrainerSection(Section):
+    """The algorithm, its batch and its optimizer (AdamW)."""
+
+    algorithm: Literal["grpo"] = "grpo"
+    """Training algorithm."""
+    prompts: AtLeastOne = 16
+    """Groups in one batch: B prompts, each sampled `group_size` times."""
+    group_size: AtLeastOne = 8
+    """Trajectories per prompt (G); their mean reward is the baseline."""
+    lr: Annotated[float, Field(ge=0)] = 1e-4
+    """Learning rate after warm-up. 0 measures without learning."""
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_steps: AtLeastZero = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm to which the gradient is clipped."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """The probability ratio is clipped below at 1 - `clip_low`."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The probability ratio is clipped above at 1 + `clip_high`."""
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr. GRPO)."""
+    std_eps: Annotated[float, Field(ge=0)] = 1e-6
+    """Added to that standard deviation before dividing."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term to the starting model. 0: no reference model is loaded."""
+    epochs: AtLeastOne = 1
+    """Passes over each batch."""
+    minibatches: AtLeastOne = 1
+    """Optimizer steps per pass; one batch takes `epochs` x `minibatches` of them."""
+    max_row_tokens: AtLeastOne = 512
+    """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its own. Short rows are faster
+    on a CPU, where attention pays for the square of a row; changes no result."""
+    micro_batch_tokens: AtLeastOne = 4096
+    """Tokens per forward and backward pass. Bounds memory, changes no result."""
+
+
+class EvaluationSection(Section):
+    """Held-out questions, asked with training's sampling unless said otherwise."""
+
+    prompts: AtLeastZero = 0
+    """Held-out questions asked before the first and after the last step. 0: no evaluation."""
+    every: AtLeastZero = 0
+    """Ask them also after every n-th iteration. 0: only first and last."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Sampling temperature of the evaluation. None: that of `rollout`."""
+
+
+class ClusterSection(Section):
+    """The Dask cluster: one that is there already, or local processes."""
+
+    scheduler: Annotated[str, Field(min_length=1)] | None = None
+    """Address of a running Dask scheduler, as tcp://HOST:PORT. None: a local cluster of processes is made for the run."""
+    rollout_workers: AtLeastOne = 1
+    """Local rollout workers, one engine each. A given scheduler brings its own workers."""
+    tool_workers: AtLeastOne = 1
+    """Local workers that run tools and graders. A given scheduler brings its own workers."""
+    tool_slots: AtLeastOne = 64
+    """Actions that run at once on one tool worker."""
+    threads: AtLeastOne | None = None
+    """Torch threads per worker. None: as many as the machine has cores."""
+    dashboard_port: Annotated[int, Field(ge=0, le=65535)] = 8787
+    """Port of Dask's dashboard with the Libra page. 0: any free port; a busy port is an error."""
+
+
+class ObserveSection(Section):
+    """What is shown and recorded beside the trajectories."""
+
+    tensorboard: bool = True
+    """Write metrics for TensorBoard into the run directory."""
+    event_log: bool = True
+    """Write every scheduling event and command to events.jsonl."""
+    progress: bool = True
+    """Show live progress in the terminal."""
+
+
+class StoreSection(Section):
+    """What is kept on disk."""
+
+    keep_versions: AtLeastOne = 3
+    """Weight versions kept on disk beside those in use."""
+    keep_journals: bool = False
+    """Keep the per-quantum records of trajectories after their group is committed."""
+
+
+class RunConfig(Section):
+    """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are Libra's own."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    rollout: RolloutSection = RolloutSection()
+    trainer: TrainerSection = TrainerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    cluster: ClusterSection = ClusterSection()
+    observe: ObserveSection = ObserveSection()
+    store: StoreSection = StoreSection()
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        problems = cross_field_problems(self)
+        if problems:
+            raise ValueError("; ".join(problem.message for problem in problems))
+        return self

@@ -1,0 +1,97 @@
+"""Names and paths in a configuration that stand for files: models and the configurations that ship."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from libra.errors import ModelError
+
+_SHIPPED = re.compile(r"libra/([a-z0-9][a-z0-9_.-]*)")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def packaged_config(name: str) -> Path | None:
+    """File of a configuration that ships, from ``libra/NAME``, or None where the name is not of that form or unknown.
+
+    In an installed package these lie under ``libra/assets/configs``; in a checkout, in ``configs`` beside the package.
+    """
+    match = _SHIPPED.fullmatch(name)
+    if match is None:
+        return None
+    candidates = (
+        directory / f"{match[1]}.yaml" for directory in (_PACKAGE / "assets/configs", _PACKAGE.parent / "configs")
+    )
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def resolve_model(path: str) -> Path | str:
+    """Directory of a model, or its Hugging Face id where there is no such directory.
+
+    Parameters
+    ----------
+    path : str
+        ``model.path``: ``libra/NAME`` for a model that ships, a directory in Hugging Face layout, or ``org/name``.
+
+    Raises
+    ------
+    ModelError
+        Where it names a directory that is missing or incomplete, or a model that does not ship.
+    """
+    match = _SHIPPED.fullmatch(path)
+    if match is not None:
+        directory = _PACKAGE / "assets" / match[1].replace("-", "_")
+        if not directory.is_dir():
+            shipped = ", ".join(f"libra/{name}" for name in shipped_models()) or "none"
+            raise ModelError(f"model.path: no model {path!r} ships with Libra; those that do: {shipped}")
+        return _checked(directory, path)
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return _checked(directory, path)
+    if directory.exists():
+        raise ModelError(f"model.path: {path!r} is a file; type the directory that holds config.json and *.safetensors")
+    first = Path(path).parts[0]
+    if (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or path.endswith("/")
+        or ("/" in path and Path(first).is_dir())
+    ):
+        raise ModelError(
+            f"model.path: there is no directory {path!r}; type a directory that holds config.json and *.safetensors, a "
+            "Hugging Face id such as Qwen/Qwen3-0.6B, or libra/tiny-arithmetic"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path):
+        raise ModelError(
+            f"model.path: {path!r} is neither a directory nor a Hugging Face id; type e.g. Qwen/Qwen3-0.6B or "
+            "libra/tiny-arithmetic"
+        )
+    return path
+
+
+def shipped_models() -> list[str]:
+    """Names, without ``libra/``, of the models that ship."""
+    return sorted(path.parent.name.replace("_", "-") for path in (_PACKAGE / "assets").glob("*/config.json"))
+
+
+def _checked(directory: Path, path: str) -> Path:
+    """``directory`` itself where it holds a whole model, else ModelError with what is missing."""
+    missing = []
+    if not (directory / "config.json").is_file():
+        missing.append("config.json")
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"model.path: {index} is no index of weights ({error!r}); save the model again") from error
+        missing += sorted(name for name in names if not (directory / name).is_file())
+    elif not any(directory.glob("*.safetensors")) and not any(directory.glob("pytorch_model*.bin")):
+        missing.append("*.safetensors (or pytorch_model*.bin)")
+    if missing:
+        raise ModelError(
+            f"model.path: the directory {path!r} lacks {', '.join(missing)}; type the directory that "
+            "model.save_pretrained(...) wrote"
+        )
+    return directory

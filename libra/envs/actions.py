@@ -1,0 +1,207 @@
+"""Runs one tool call, whatever the tool does.
+
+Invariants
+----------
+1. ``run_action`` returns a `ToolReturn` for everything a call or a tool can do; it raises only where its own task is
+   cancelled.
+2. It returns within the tool's ``timeout_s`` plus scheduling, except where an ``async`` tool blocks the event loop.
+3. ``content`` has at most ``max_payload_chars`` characters plus one note of what was dropped.
+4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads` until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from libra.envs.environment import Environment
+from libra.envs.tool import ACTION_ID, Tool
+from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
+
+logger = logging.getLogger(__name__)
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_hung: set[threading.Thread] = set()
+
+
+def hung_threads() -> int:
+    """Threads of this process that outlived their time-out and still run."""
+    _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
+    return len(_hung)
+
+
+async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *, action_id: str) -> ToolReturn:
+    """What ``call`` gave back, as the model will read it.
+
+    Parameters
+    ----------
+    prompt : Prompt
+        The question the call belongs to, for the log.
+    action_id : str
+        Names the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a keyword of that
+        name are given it, as idempotency key and as seed of injected faults.
+    """
+    fault = _malformed(environment, call)
+    if fault is not None:
+        return ToolReturn(call.name, ToolStatus.MALFORMED, fault, 0.0, len(fault))
+    tool = next(tool for tool in environment.tools if tool.name == call.name)
+    arguments = dict(call.arguments)
+    if tool.takes_action_id:
+        arguments[ACTION_ID] = action_id
+    started_s = time.perf_counter()
+    outcome = await run_bounded(
+        tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
+    )
+    latency_s = time.perf_counter() - started_s
+    if outcome is None:
+        logger.info(
+            "tool %s timed out after %g s (%s, prompt %s)", tool.name, tool.timeout_s, action_id, prompt.prompt_id
+        )
+        content = f"timed out after {tool.timeout_s:g} s"
+        return ToolReturn(tool.name, ToolStatus.TIMEOUT, content, latency_s, len(content))
+    value, error = outcome
+    try:
+        payload = f"{type(error).__name__}: {error}" if error is not None else _as_text(value)
+    except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of what a tool made is the tool's code too
+        error = fault_of_text
+        payload = f"{type(error).__name__} while reading what the tool returned"
+    status = ToolStatus.OK if error is None else ToolStatus.ERROR
+    return _bounded_return(tool, status, payload, latency_s)
+
+
+async def run_bounded(
+    function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
+) -> tuple[Any, BaseException | None] | None:
+    """(value, None) or (None, exception) of ``function(**arguments)``; None where it took longer than ``timeout_s``."""
+    loop = asyncio.get_running_loop()
+    thread: threading.Thread | None = None
+    waiting: asyncio.Future[tuple[Any, BaseException | None]]
+    if is_async:
+        waiting = loop.create_task(_guarded(function, arguments))
+    else:
+        waiting = loop.create_future()
+        # A daemon thread for each call: a hung one neither takes a pool's slot nor keeps the process from exiting.
+        thread = threading.Thread(target=_in_thread, args=(function, arguments, loop, waiting), name=name, daemon=True)
+        thread.start()
+    try:
+        done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        waiting.cancel()
+        raise
+    if done:
+        return waiting.result()
+    waiting.cancel()
+    if thread is not None:
+        _hung.add(thread)
+        logger.warning(
+            "%s did not return within %g s; its thread is left behind (%d so far)", name, timeout_s, hung_threads()
+        )
+    return None
+
+
+async def _guarded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await function(**arguments), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 boundary: what a tool raises is shown to the model
+        return None, error
+
+
+def _in_thread(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    loop: asyncio.AbstractEventLoop,
+    waiting: asyncio.Future[tuple[Any, BaseException | None]],
+) -> None:
+    outcome: tuple[Any, BaseException | None]
+    try:
+        outcome = function(**arguments), None
+    except BaseException as error:  # noqa: BLE001 boundary: the thread is the tool's own, so even an exit is only data
+        outcome = None, error
+
+    def deliver() -> None:
+        if not waiting.done():
+            waiting.set_result(outcome)
+
+    try:
+        loop.call_soon_threadsafe(deliver)
+    except RuntimeError:  # the loop closed while the tool ran: nobody waits any more
+        logger.debug("%s returned after its event loop had closed", threading.current_thread().name)
+
+
+def _malformed(environment: Environment, call: ToolCall) -> str | None:
+    """What is wrong with the call and what would be right, or None."""
+    usage = " or ".join(tool.usage for tool in environment.tools) or "no tools here"
+    if call.error is not None:
+        return f"malformed call: {call.error}; expected {usage}"
+    tool = next((tool for tool in environment.tools if tool.name == call.name), None)
+    if tool is None:
+        return f"malformed call: no tool {call.name[:80]!r}; expected {usage}"
+    for name in call.arguments:
+        if name not in tool.parameters:
+            return f"malformed call: {tool.name} has no argument {name[:80]!r}; expected {tool.usage}"
+    for name in tool.required:
+        if name not in call.arguments:
+            return f"malformed call: argument {name!r} is missing; expected {tool.usage}"
+    for name, value in call.arguments.items():
+        schema = tool.parameters[name]
+        if not _fits(value, schema):
+            wanted = " or ".join(_types(schema)) + (f", one of {schema['enum']}" if "enum" in schema else "")
+            return (
+                f"malformed call: argument {name!r} must be {wanted}, got {type(value).__name__}; expected {tool.usage}"
+            )
+    return None
+
+
+def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    kind = schema.get("type")
+    names = (kind,) if isinstance(kind, str) else tuple(kind or ())
+    return (*names, "null") if schema.get("nullable") else names
+
+
+def _fits(value: object, schema: Mapping[str, Any]) -> bool:
+    """Whether the top level of ``value`` is what ``schema`` asks for; what is inside lists and objects is the
+    tool's to check.
+    """
+    if "enum" in schema and value not in schema["enum"] and not (value is None and schema.get("nullable")):
+        return False
+    names = _types(schema)
+    if not names or "any" in names:
+        return True
+    if isinstance(value, bool):
+        return "boolean" in names
+    return any(isinstance(value, _JSON_TYPES.get(name, (object,))) for name in names)
+
+
+def _as_text(value: object) -> str:
+    """A str as it is, None as nothing, anything else as JSON, and what JSON cannot say as ``str()``."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _bounded_return(tool: Tool, status: ToolStatus, payload: str, latency_s: float) -> ToolReturn:
+    dropped = len(payload) - tool.max_payload_chars
+    if dropped <= 0:
+        return ToolReturn(tool.name, status, payload, latency_s, len(payload))
+    content = f"{payload[: tool.max_payload_chars]}\n[{dropped} of {len(payload)} characters dropped]"
+    if status is ToolStatus.OK:
+        status = ToolStatus.TRUNCATED
+    return ToolReturn(tool.name, status, content, latency_s, len(payload))

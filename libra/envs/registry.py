@@ -1,0 +1,81 @@
+"""Environments by name: the ones that ship, or any ``package.module:attribute``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from libra.envs.environment import Environment
+from libra.errors import ConfigError
+
+ENVIRONMENTS: dict[str, str] = {
+    "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
+    "python_tests": "libra.envs.python_tests:PythonTests",
+}
+
+
+def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environment:
+    """The environment ``name``, constructed with ``args``, and with ``seed`` where its constructor takes one.
+
+    Raises
+    ------
+    ConfigError
+        For a name that is neither registered nor importable, an argument the constructor does not take or misses, and a
+        factory that returns something else than an `Environment`.
+    """
+    factory = _find(name)
+    parameters = inspect.signature(factory).parameters
+    arguments = dict(args)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "seed" not in arguments and ("seed" in parameters or takes_any):
+        arguments["seed"] = seed
+    for given in arguments:
+        if given not in parameters and not takes_any:
+            allowed = [each for each in parameters if each != "seed"]
+            raise ConfigError(
+                f"environment.args.{given}: {name!r} takes no such argument{_nearest(given, allowed)}; "
+                f"it takes {', '.join(allowed) or 'none'}"
+            )
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"environment.args: {name!r} cannot be made with {sorted(args)}: {error}") from error
+    environment = factory(**arguments)
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment"
+        )
+    return environment
+
+
+def _find(name: str) -> Callable[..., Any]:
+    path = ENVIRONMENTS.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"environment.name: no environment {name!r}{_nearest(name, ENVIRONMENTS)}; "
+            f"registered: {', '.join(sorted(ENVIRONMENTS))}; or type package.module:attribute"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"environment.name: {name!r}: cannot import {module_name!r} ({error})") from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            nearest = _nearest(part, [each for each in dir(found) if not each.startswith("_")])
+            raise ConfigError(f"environment.name: {name!r}: {module_name!r} has no {part!r}{nearest}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(
+            f"environment.name: {name!r} is a {type(found).__name__}; give a class or a function that makes one"
+        )
+    return found
+
+
+def _nearest(given: str, known: Any) -> str:
+    match = difflib.get_close_matches(given, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,183 @@
+"""Chains of 1 to 8 operations, each on the result of another, shuffled, with a calculator that does one at a time.
+
+A question reads::
+
+    k = 17
+    d * 3 = ans
+    k + 5 = d
+
+Every operation needs a call of its own, so a trajectory has as many turns as operations plus one for the answer, plus
+what mistakes cost: malformed calls, overflow and injected time-outs are all shown to the model, which may try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import operator
+import random
+import re
+from itertools import pairwise
+
+from libra.envs.environment import Environment
+from libra.envs.tool import Tool, tool
+from libra.errors import ConfigError
+from libra.types import Episode, Prompt
+
+MAX_OPERATIONS = 8
+LIMIT = 999
+"""Largest magnitude the calculator shows; no right answer is above it, but a wrong operation may be."""
+
+SYSTEM = (
+    "Work out ans. The lines are in no order. Use the calculator, one line per call. "
+    "Then reply with the final number only."
+)
+NAMES = "abcdefghkmnp"
+ANSWER = "ans"
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_LINE = re.compile(r"\s*[A-Za-z_]\w{0,20}\s*([-+*])\s*(-?\d{1,9})\s*=\s*([A-Za-z_]\w{0,20})\s*")
+_INTEGER = re.compile(r"-?\d+")
+_HELD_OUT_SHARE = 8
+
+TRAIN_SHARES = (0.20, 0.19, 0.16, 0.13, 0.11, 0.08, 0.07, 0.06)
+"""Share of training questions with 1, 2, ... 8 operations: most are short, the tail is long."""
+
+
+class ToolArithmetic(Environment):
+    """The environment registered as ``tool_arithmetic``.
+
+    Reward is 1.0 where the last integer of the last turn is the answer, else 0.0. Training questions have 1 to
+    ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation question ``i`` has ``i %
+    max_operations + 1``, so any multiple of ``max_operations`` questions has equal shares. A question belongs to the
+    evaluation split where a hash of its text says so (1 in 8), whatever the seed, so no run ever trains on a question
+    that another run holds out. Facts: ``num_operations``, ``answer``.
+
+    Parameters
+    ----------
+    timeout_rate : float
+        Share of calls, drawn by action id, in which the calculator hangs until it is cut off.
+    timeout_s : float
+        Wall seconds after which a call is cut off.
+    max_operations : int
+        1 to 8.
+    spare_lines : int
+        Most lines that a question has besides those its answer needs; their number is drawn evenly from 0 to this.
+    inline : bool
+        Whether calls may run inside the generation quantum (then a hang holds the engine's slot).
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_rate: float = 0.02,
+        timeout_s: float = 0.2,
+        max_operations: int = MAX_OPERATIONS,
+        spare_lines: int = 0,
+        inline: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not 0.0 <= timeout_rate < 1.0:
+            raise ConfigError(
+                f"environment.args.timeout_rate: got {timeout_rate!r}; a share of calls, at least 0 and below 1"
+            )
+        if not 1 <= max_operations <= MAX_OPERATIONS:
+            raise ConfigError(f"environment.args.max_operations: got {max_operations!r}; 1 to {MAX_OPERATIONS}")
+        if not 0 <= spare_lines <= MAX_OPERATIONS - max_operations:
+            raise ConfigError(
+                f"environment.args.spare_lines: got {spare_lines!r}; 0 to {MAX_OPERATIONS} - max_operations, "
+                f"which is {MAX_OPERATIONS - max_operations}"
+            )
+        self.seed = seed
+        self.spare_lines = spare_lines
+        self.timeout_rate = timeout_rate
+        self.max_operations = max_operations
+        self.tools: tuple[Tool, ...] = (tool(self.calculator, timeout_s=timeout_s, inline=inline),)
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        if split not in ("train", "eval"):
+            raise ConfigError(f"split {split!r}: tool_arithmetic has the splits 'train' and 'eval'")
+        attempt = 0
+        while True:
+            generator = random.Random(f"tool_arithmetic/{self.seed}/{split}/{index}/{attempt}")
+            if split == "eval":
+                num_operations = index % self.max_operations + 1
+            else:
+                shares = TRAIN_SHARES[: self.max_operations]
+                num_operations = generator.choices(range(1, len(shares) + 1), shares)[0]
+            text, answer = question(generator, num_operations, generator.randint(0, self.spare_lines))
+            if _is_held_out(text) == (split == "eval"):
+                messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
+                facts = {"num_operations": num_operations, "answer": answer}
+                return Prompt(f"{split}-{index}", messages, facts)
+            attempt += 1
+
+    def grade(self, episode: Episode) -> float:
+        numbers = _INTEGER.findall(episode.answer)
+        # Compared as text: int() of a million generated digits would raise.
+        return float(bool(numbers) and numbers[-1] == str(episode.prompt.facts["answer"]))
+
+    async def calculator(self, line: str, value: int, action_id: str = "") -> str:
+        """Works out one line.
+
+        Args:
+            line: The line, as it is in the question, e.g. "k + 5 = d".
+            value: The value of the name that the line begins with, e.g. 17.
+        """
+        if self._hangs(action_id):
+            await asyncio.Event().wait()
+        return calculate(line, value)
+
+    def _hangs(self, action_id: str) -> bool:
+        return random.Random(f"hang/{self.seed}/{action_id}").random() < self.timeout_rate
+
+
+def question(generator: random.Random, num_operations: int, num_spare: int = 0) -> tuple[str, int]:
+    """Text of a chain of ``num_operations`` operations, and its answer. Every result is from 0 to `LIMIT`.
+
+    ``num_spare`` further lines are a chain of their own that begins with a name without a value: nothing can be done
+    with them, and nothing needs to be.
+    """
+    value = generator.randint(2, 99)
+    shuffled = generator.sample(NAMES, num_operations + num_spare + bool(num_spare))
+    names, spare = [*shuffled[:num_operations], ANSWER], shuffled[num_operations:]
+    start, lines = f"{names[0]} = {value}", []
+    for before, name in pairwise(names):
+        sign, operand = _step(generator, value)
+        value = _OPERATORS[sign](value, operand)
+        lines.append(f"{before} {sign} {operand} = {name}")
+    for before, name in pairwise(spare):
+        lines.append(f"{before} {generator.choice('+-*')} {generator.randint(2, 9)} = {name}")
+    generator.shuffle(lines)
+    return "\n".join((start, *lines)), value
+
+
+def _step(generator: random.Random, value: int) -> tuple[str, int]:
+    """An operator and a one-digit operand that keep the result from 0 to `LIMIT`."""
+    while True:
+        sign, operand = generator.choice("+-*"), generator.randint(2, 9)
+        if 0 <= _OPERATORS[sign](value, operand) <= LIMIT:
+            return sign, operand
+
+
+def calculate(line: str, value: int) -> str:
+    """``"k + 5 = d"`` with 17 for k gives ``"d = 22"``.
+
+    Raises
+    ------
+    ValueError
+        Where the line is not one operation on a name and a whole number, with a name for the result.
+    OverflowError
+        Where ``value`` or the result is above `LIMIT` in magnitude.
+    """
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise ValueError('one line per call, such as "k + 5 = d"')
+    sign, operand, name = match.groups()
+    result = _OPERATORS[sign](value, int(operand))
+    if max(abs(result), abs(value)) > LIMIT:
+        raise OverflowError(f"above {LIMIT}")
+    return f"{name} = {result}"
+
+
+def _is_held_out(text: str) -> bool:
+    return hashlib.sha256(text.encode()).digest()[0] % _HELD_OUT_SHARE == 0

@@ -1,0 +1,75 @@
+"""Every error Libra raises on purpose, in one tree.
+
+::
+
+    LibraError
+    +-- ConfigError(ValueError)            a field of the configuration is wrong
+    +-- RunDirectoryError(FileExistsError) the run directory is taken, or is not a run
+    +-- ModelError(FileNotFoundError)      a model directory is missing or unusable
+    +-- ClusterError(RuntimeError)         Dask, its workers, ports or settings do not fit
+    +-- EngineError(RuntimeError)          an inference engine failed
+    |   +-- ContextOverflow(ValueError)    a request does not fit the engine's context
+    +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
+    |   +-- RewardFault(ValueError)        a reward is not one finite number
+    +-- StoreError(OSError)                a record, a group or a batch could not be written or read
+    |   +-- RecordExists(FileExistsError)  somebody else already wrote this record
+    +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
+    +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
+
+Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
+allowed and what to type.
+"""
+
+from __future__ import annotations
+
+
+class LibraError(Exception):
+    """Root of the tree; catch it to catch everything Libra raises on purpose."""
+
+
+class ConfigError(LibraError, ValueError):
+    """A configuration field is unknown, has the wrong type, or contradicts another one."""
+
+
+class RunDirectoryError(LibraError, FileExistsError):
+    """The run directory already holds a run, or holds none where one was expected."""
+
+
+class ModelError(LibraError, FileNotFoundError):
+    """A model directory is missing, incomplete, or of a kind that cannot be used."""
+
+
+class ClusterError(LibraError, RuntimeError):
+    """The Dask cluster cannot run this: workers, resources, ports or settings."""
+
+
+class EngineError(LibraError, RuntimeError):
+    """An inference engine failed; the trajectory at hand is classified ``engine``."""
+
+
+class ContextOverflow(EngineError, ValueError):
+    """A request asks for more tokens than the engine's context holds."""
+
+
+class EnvironmentFault(LibraError, RuntimeError):
+    """An environment could not produce a prompt or run an action."""
+
+
+class RewardFault(EnvironmentFault, ValueError):
+    """A reward function raised, hung, or returned something that is not one finite number."""
+
+
+class StoreError(LibraError, OSError):
+    """A record, group or batch could not be written or read."""
+
+
+class RecordExists(StoreError, FileExistsError):
+    """Another writer created this record first; whoever sees this has lost the race and must stop."""
+
+
+class WeightsError(LibraError, RuntimeError):
+    """A weight version is missing, torn, or differs from the one announced."""
+
+
+class TrainError(LibraError, RuntimeError):
+    """A training step cannot be taken."""

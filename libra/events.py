@@ -1,0 +1,277 @@
+"""What happened in a run, as values: past-tense events, one small frozen dataclass each, and their JSON form.
+
+1. Every event has ``run`` (name) and ``t_s`` (wall seconds since the run started); its ``name`` says which one it is.
+2. ``from_json(to_json(event)) == event``. Sequences are tuples; numbers are finite, and None says "not known".
+3. Each line carries ``schema``. An unknown schema, name or field is refused, never skipped.
+
+Nothing here reads a clock or writes a file: whoever emits an event says when it happened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from libra.errors import StoreError
+
+SCHEMA = 1
+"""Layout of an event; a change that old code cannot read takes the next number."""
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened ``t_s`` seconds after the start of ``run``."""
+
+    name: ClassVar[str] = ""
+    run: str
+    t_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    """A driver took ``epoch`` of a run and begins."""
+
+    name: ClassVar[str] = "run_started"
+    epoch: int
+    eta: int
+    iterations: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateOpened(Event):
+    """An iteration may generate, for this reason."""
+
+    name: ClassVar[str] = "gate_opened"
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryParked(Event):
+    """A trajectory waits for a slot of ``phase``, after ``quanta`` committed records, at this place in the order."""
+
+    name: ClassVar[str] = "trajectory_parked"
+    key: str
+    phase: str
+    quanta: int
+    priority: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantumDispatched(Event):
+    """A waiting trajectory was given one slot of ``phase`` on ``worker``."""
+
+    name: ClassVar[str] = "quantum_dispatched"
+    key: str
+    phase: str
+    quantum: int
+    worker: str
+    priority: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantumFinished(Event):
+    """A quantum's record is committed.
+
+    ``tokens`` were generated, the oldest by weights ``version`` (-1: none); ``tool`` and ``status`` are those of an action,
+    which appended ``payload_tokens``. ``end`` says why the trajectory ended, empty where it goes on. ``latency_s`` is wall
+    time on the worker.
+    """
+
+    name: ClassVar[str] = "quantum_finished"
+    key: str
+    phase: str
+    quantum: int
+    tokens: int
+    tool: str
+    status: str
+    payload_tokens: int
+    latency_s: float
+    worker: str
+    version: int
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuantumLost(Event):
+    """A quantum ended without a record, ``times`` times in a row now: its worker died, or it was cancelled."""
+
+    name: ClassVar[str] = "quantum_lost"
+    key: str
+    phase: str
+    quantum: int
+    address: str
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCommitted(Event):
+    """The immutable record of a group exists.
+
+    ``reward`` is the mean over samples that train, None where none does; ``oldest_version`` -1 where nothing was generated;
+    ``failures`` counts classes that were found while grading.
+    """
+
+    name: ClassVar[str] = "group_committed"
+    split: str
+    iteration: int
+    group: int
+    oldest_version: int
+    reward: float | None
+    failures: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOpened(Event):
+    """A step may train on these groups, each (iteration, group), for this reason."""
+
+    name: ClassVar[str] = "batch_opened"
+    batch: int
+    members: tuple[tuple[int, int], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished(Event):
+    """All ranks took step ``step``."""
+
+    name: ClassVar[str] = "step_finished"
+    step: int
+    loss: float
+    train_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished(Event):
+    """Weights ``version`` are in the registry, with their content hash."""
+
+    name: ClassVar[str] = "version_published"
+    version: int
+    digest: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionServed(Event):
+    """The engine of ``worker`` generates with ``version`` from now on."""
+
+    name: ClassVar[str] = "version_served"
+    version: int
+    worker: str
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFinished(Event):
+    """The summary of an iteration returned; ``reward`` is None where no trajectory had one."""
+
+    name: ClassVar[str] = "iteration_finished"
+    iteration: int
+    reward: float | None
+    lag: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined(Event):
+    """A Dask worker came."""
+
+    name: ClassVar[str] = "worker_joined"
+    worker: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost(Event):
+    """A Dask worker left; each quantum it took along has its own ``quantum_lost``."""
+
+    name: ClassVar[str] = "worker_lost"
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailureClassified(Event):
+    """It was decided whose fault a bad trajectory is."""
+
+    name: ClassVar[str] = "failure_classified"
+    key: str
+    failure: str
+    detail: str
+
+
+_KINDS: tuple[type[Event], ...] = (
+    RunStarted,
+    GateOpened,
+    TrajectoryParked,
+    QuantumDispatched,
+    QuantumFinished,
+    QuantumLost,
+    GroupCommitted,
+    BatchOpened,
+    StepFinished,
+    VersionPublished,
+    VersionServed,
+    IterationFinished,
+    WorkerJoined,
+    WorkerLost,
+    FailureClassified,
+)
+EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}
+"""Every kind of event by name."""
+
+_FIELDS = {event: tuple(f.name for f in fields(event)) for event in EVENTS.values()}
+_VALUES: dict[type[Event], Callable[[Any], tuple[Any, ...]]] = {e: attrgetter(*names) for e, names in _FIELDS.items()}
+
+
+def to_dict(event: Event) -> dict[str, Any]:
+    """The event as one flat dict, ``schema`` and ``name`` first."""
+    kind = type(event)
+    values = {"schema": SCHEMA, "name": kind.name}
+    values.update(zip(_FIELDS[kind], _VALUES[kind](event), strict=True))
+    return values
+
+
+def to_json(event: Event | Mapping[str, Any]) -> str:
+    """One line of JSON without its newline; StoreError where a value is NaN, infinite, or not JSON-able."""
+    values = event if isinstance(event, Mapping) else to_dict(event)
+    try:
+        return _encode(values)
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"event {values.get('name')!r}: {error}; allowed are None, bool, finite numbers, strings, lists and dicts: "
+            f"{values}"
+        ) from error
+
+
+def from_dict(values: Mapping[str, Any]) -> Event:
+    """The event that a dict describes; StoreError where schema, name or a field is unknown, or a field is missing."""
+    if values.get("schema") != SCHEMA:
+        raise StoreError(
+            f"event of schema {values.get('schema')!r}, this Libra reads {SCHEMA}; use the Libra that wrote it"
+        )
+    kind = EVENTS.get(values.get("name", ""))
+    if kind is None:
+        raise StoreError(f"event named {values.get('name')!r}; known are {', '.join(EVENTS)}")
+    try:
+        return kind(**{name: _frozen(value) for name, value in values.items() if name not in ("schema", "name")})
+    except TypeError as error:
+        raise StoreError(f"event {kind.name}: {error}; its fields are {', '.join(_FIELDS[kind])}") from error
+
+
+def from_json(line: str) -> Event:
+    """The event one line holds; StoreError where the line is not JSON, or not an event."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise StoreError(f"event line is not JSON ({error}): {line[:120]!r}") from error
+    if not isinstance(values, dict):
+        raise StoreError(f"event line is no JSON object: {line[:120]!r}")
+    return from_dict(values)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""Iterations as Dask graphs, and the driver that submits them."""

@@ -1,0 +1,92 @@
+"""``libra.train``: a run from plain Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from libra.config import config_from_dict, load_config
+from libra.envs import Environment, FunctionEnvironment
+from libra.errors import ConfigError
+from libra.graph.driver import RunSummary, run
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from libra.graph.iteration import Score
+
+
+def train(
+    model: str = "libra/tiny-arithmetic",
+    prompts: Sequence[Any] | None = None,
+    reward: Callable[..., float] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    *,
+    environment: Environment | None = None,
+    config: str | Path | None = None,
+    score: Score | None = None,
+    client: Client | None = None,
+    **settings: Any,
+) -> RunSummary:
+    """Train a model with GRPO on prompts of yours, graded by a function of yours, with Python functions as its tools.
+
+    Parameters
+    ----------
+    model : str
+        A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
+    prompts : sequence of str, list of messages, or dict with "prompt" and further columns
+        Required unless ``environment`` is given.
+    reward : callable
+        ``reward(completion, ...)``: takes by name any of prompt, completion, episode and the columns of a row; returns
+        one finite number. Required unless ``environment`` is given.
+    tools : sequence of callables
+        Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
+    environment : Environment, optional
+        Instead of prompts, reward and tools.
+    config : path, optional
+        A YAML file to start from.
+    score : callable, optional
+        Adds a node of your own to the graph; see ``workflows/custom_reward.py``.
+    client : distributed.Client, optional
+        A cluster to use; None: one of local processes is made.
+    **settings
+        Any setting with its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``.
+
+    Returns
+    -------
+    RunSummary
+        Rewards, run directory and checkpoint.
+
+    Raises
+    ------
+    ConfigError
+        A setting or an argument is wrong; the message says which and what to type.
+
+    Notes
+    -----
+    Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
+    """
+    overrides = []
+    for name, value in settings.items():
+        if "__" not in name:
+            raise ConfigError(
+                f"libra.train: got the setting {name!r}; a setting is section__name, e.g. run__iterations=20"
+            )
+        overrides.append((*name.split("__", 1), value))
+    base = config_from_dict({}) if config is None else load_config(config)
+    values = base.model_dump()
+    values["model"]["path"] = model
+    for section, name, value in overrides:
+        if section not in values:
+            raise ConfigError(
+                f"libra.train: {section}__{name}: there is no section {section!r}; sections are {', '.join(values)}"
+            )
+        values[section][name] = value
+    checked = config_from_dict(values)
+    if environment is None and (prompts is not None or reward is not None or tools):
+        if prompts is None or reward is None:
+            missing = "prompts" if prompts is None else "reward"
+            raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
+        environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=list(tools), seed=checked.run.seed)
+    return run(checked, environment=environment, score=score, client=client)

@@ -1,0 +1,320 @@
+"""The driver of a run: makes its directory, finds or starts a cluster, submits one graph per iteration, reads the results.
+
+Invariants
+----------
+1. A run directory belongs to one run: an existing one is refused before anything is started.
+2. At most ``eta + 1`` iterations wait or run ahead of the newest finished one.
+3. When an iteration's summary is back, its futures are released, those of unfinished groups when they finish; after 50
+   iterations the scheduler holds as many tasks as after 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from distributed import Client, Future
+
+from libra import keys
+from libra.cluster.checks import check_cluster
+from libra.config import RunConfig, dump_config, resolve_model
+from libra.errors import ClusterError, LibraError, RunDirectoryError
+from libra.graph.host import LibraHost, host_name
+from libra.graph.iteration import Graph, Score, evaluation_graph, first_publish, iteration_graph
+from libra.graph.spec import RunSpec
+from libra.observe.metrics import MetricsLog
+from libra.observe.progress import RunProgress
+from libra.store.trajectories import TrajectoryStore
+
+if TYPE_CHECKING:
+    from distributed import SpecCluster
+
+    from libra.envs import Environment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """What a run came to."""
+
+    run: str
+    directory: Path
+    iterations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path | None = None
+    wall_s: float = 0.0
+
+    @property
+    def reward_before(self) -> float:
+        """Mean reward on the held-out questions before the first step; NaN where none were asked."""
+        return float(self.evaluations[0]["reward"]) if self.evaluations else math.nan
+
+    @property
+    def reward_after(self) -> float:
+        """The same after the last step."""
+        return float(self.evaluations[-1]["reward"]) if self.evaluations else math.nan
+
+
+class Session:
+    """A started run, stepped by its caller; a context manager.
+
+    Parameters
+    ----------
+    config : RunConfig
+    environment : Environment, optional
+        An object to use instead of the one that ``config.environment`` names.
+    score : callable, optional
+        Adds a node of your own to every group; see `libra.graph.iteration.Score`.
+    client : distributed.Client, optional
+        A connected client to use; the cluster behind it is then left as it is.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        environment: Environment | None = None,
+        score: Score | None = None,
+        client: Client | None = None,
+    ) -> None:
+        name = config.run.name or time.strftime("run_%Y%m%d_%H%M%S")
+        self.config = config.model_copy(
+            update={"run": config.run.model_copy(update={"name": keys.check_run_name(name)})}
+        )
+        self.directory = (Path(config.run.dir) / name).absolute()
+        self.environment, self.score = environment, score
+        self.client, self._own_client = client, client is None
+        self._cluster: SpecCluster | None = None
+        self._registered = False
+        self._pending: dict[int, tuple[Future, list[Future], Future | None]] = {}
+        self._carried: list[Future] = []
+        self._wake = threading.Event()
+        self._failed: Future | None = None
+        self.checkpoint: Path | None = None
+
+    # ---------------------------------------------------------------- start and end
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        config = self.config
+        model_dir = str(resolve_model(config.model.path))
+        environment = self.environment
+        self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment)
+        self.spec.make_environment()  # a wrong name or argument is told before anything starts
+        self._make_directory()
+        self.client = self.client or self._connect()
+        check_cluster(self.client)
+        self.metrics = MetricsLog(self.directory, tensorboard=config.observe.tensorboard)
+        self._register()
+        self.compute(first_publish(self.spec))
+
+    def _make_directory(self) -> None:
+        if self.directory.exists() and any(self.directory.iterdir()):
+            raise RunDirectoryError(
+                f"run.dir/run.name: {self.directory} already holds files; a run never writes over another. "
+                "Type run.name=ANOTHER_NAME, or remove the directory"
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.resolved.yaml").write_text(dump_config(self.config))
+        (self.directory / "epochs").mkdir()
+        (self.directory / "epochs" / f"{self.spec.epoch:04d}").touch(exist_ok=False)
+        TrajectoryStore.create(self.spec.store_path, {"run": self.spec.run, "model": self.config.model.path}).close()
+
+    def _connect(self) -> Client:
+        address = self.config.cluster.scheduler
+        if address is None:
+            from libra.cluster.local import local_cluster
+
+            self._cluster = local_cluster(self.config)
+            return Client(self._cluster)
+        try:
+            return Client(address, timeout="10s")
+        except (OSError, TimeoutError, ValueError) as error:
+            raise ClusterError(
+                f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one with "
+                "'dask scheduler --host HOST', or leave --scheduler out for a local cluster"
+            ) from error
+
+    def _register(self) -> None:
+        from libra.scheduler import LibraPlugin
+
+        client, config = self._client, self.config
+        client.register_plugin(LibraPlugin())
+        answer = client.sync(
+            _rpc(client).libra_register_run,
+            run=self.spec.run,
+            epoch=self.spec.epoch,
+            directory=str(self.directory),
+            eta=config.run.eta,
+            iterations=config.run.iterations,
+            groups_per_batch=config.trainer.prompts,
+            event_log=config.observe.event_log,
+        )
+        if "error" in answer:
+            raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
+        self._registered = True
+        client.register_plugin(LibraHost(self.spec))
+
+    @property
+    def _client(self) -> Client:
+        assert self.client is not None, "the session has not been entered"
+        return self.client
+
+    @property
+    def dashboard(self) -> str:
+        """Address of Libra's page in Dask's dashboard."""
+        return str(self._client.dashboard_link).replace("/status", "/libra")
+
+    def close(self) -> None:
+        """Release everything; a cluster that the session started is stopped."""
+        client = self.client
+        if client is not None and client.status == "running":
+            self._pending.clear()
+            self._carried.clear()
+            if self._registered:
+                client.sync(_rpc(client).libra_end_run, run=self.spec.run)
+                if self._cluster is None:  # a cluster of our own stops with its workers
+                    try:
+                        client.unregister_worker_plugin(host_name(self.spec.run))
+                    except KeyError as error:
+                        logger.debug("a worker whose setup had failed had nothing to take back: %s", error)
+            if self._own_client:
+                client.close()
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+        if hasattr(self, "metrics"):
+            self.metrics.close()
+
+    # ---------------------------------------------------------------- work
+
+    def compute(self, end: Any) -> Any:
+        """Result of one node and all it needs."""
+        return self._client.compute(end, optimize_graph=False).result()
+
+    def evaluate(self, version: int) -> dict[str, Any]:
+        """Ask the held-out questions at ``version``, which must be published and not yet replaced."""
+        started_s = time.time()
+        graph = evaluation_graph(self.spec, version)
+        result: dict[str, Any] = self.compute(graph.end)
+        self.metrics.write(
+            version, {"evaluation/reward": result["reward"], "evaluation/wall_s": time.time() - started_s}
+        )
+        return result
+
+    def _submit(self, k: int) -> None:
+        last = k == self.config.run.iterations - 1
+        graph: Graph = iteration_graph(self.spec, k, score=self.score, checkpoint=last)
+        wanted = [graph.end, *graph.groups] + ([graph.checkpoint] if graph.checkpoint is not None else [])
+        futures: list[Future] = self._client.compute(wanted, optimize_graph=False)
+        groups = futures[1 : 1 + len(graph.groups)]
+        for future in futures:
+            future.add_done_callback(self._done)
+        self._pending[k] = (futures[0], groups, futures[-1] if graph.checkpoint is not None else None)
+
+    def iterations(self) -> Iterator[dict[str, Any]]:
+        """Run all iterations; yields the numbers of each when it is done."""
+        total, eta, every = self.config.run.iterations, self.config.run.eta, self.config.evaluation.every
+        submitted, finished_s = 0, time.time()
+        for k in range(total):
+            ahead = total if not every else min(total, (k // every + 1) * every)
+            while submitted < min(k + eta + 2, ahead):
+                self._submit(submitted)
+                submitted += 1
+            end, groups, saved = self._pending.pop(k)
+            values: dict[str, Any] = self._result(end, k)
+            now_s = time.time()
+            values |= {
+                "iteration_s": now_s - finished_s,
+                "tokens_per_s": values["generated_tokens"] / (now_s - finished_s),
+            }
+            finished_s = now_s
+            if saved is not None:
+                self.checkpoint = Path(self._result(saved, k))
+            self._carried = [group for group in [*self._carried, *groups] if not group.done()]
+            del end, saved, groups
+            self.metrics.write(k, {name: float(v) for name, v in values.items() if isinstance(v, int | float)})
+            yield values
+
+    def _done(self, future: Future) -> None:
+        """Called in a thread of the client when a future of ours is done."""
+        if future.status == "error" and self._failed is None:
+            self._failed = future
+        self._wake.set()
+
+    def _result(self, future: Future, k: int) -> Any:
+        """Result of one future; an error of any other one of ours ends the wait (a batch waits for ever for a lost group)."""
+        while not future.done() and self._failed is None:
+            self._wake.wait()
+            self._wake.clear()
+        try:
+            return (self._failed or future).result()
+        except LibraError:
+            raise
+        except Exception as error:  # the boundary to Dask: anything a worker raised
+            raise ClusterError(
+                f"iteration {k}: {(self._failed or future).key} failed with {type(error).__name__}: {error}; "
+                f"see {self.directory / 'events.jsonl'} and the workers' logs"
+            ) from error
+
+
+def _rpc(client: Client) -> Any:
+    """Calls to the handlers that `LibraPlugin` adds to the scheduler."""
+    return client.scheduler
+
+
+def run(
+    config: RunConfig,
+    *,
+    environment: Environment | None = None,
+    score: Score | None = None,
+    client: Client | None = None,
+) -> RunSummary:
+    """Run everything ``config`` says and return what came of it; the body of ``libra run`` and ``libra.train``."""
+    started_s = time.time()
+    with Session(config, environment=environment, score=score, client=client) as session:
+        config = session.config
+        summary = RunSummary(session.spec.run, session.directory)
+        with RunProgress(
+            summary.run, config.run.iterations, session.dashboard, enabled=config.observe.progress
+        ) as progress:
+
+            def evaluate(version: int) -> None:
+                result = session.evaluate(version)
+                summary.evaluations.append(result)
+                progress.evaluated(f"version {version}", result["reward"], result["num"])
+
+            if config.evaluation.prompts:
+                evaluate(0)
+            for values in session.iterations():
+                summary.iterations.append(values)
+                progress.iteration(values)
+                done = values["iteration"] + 1
+                last = done == config.run.iterations
+                if config.evaluation.prompts and (
+                    last or (config.evaluation.every and done % config.evaluation.every == 0)
+                ):
+                    evaluate(done)
+        summary.checkpoint = session.checkpoint
+    summary.wall_s = time.time() - started_s
+    return summary

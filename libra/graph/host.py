@@ -1,0 +1,325 @@
+"""LibraHost: what a run keeps alive on a worker between tasks (engine, replica, environment, trajectory states).
+
+A WorkerPlugin, because a nanny that restarts a worker installs it again. What is built depends on the resources the
+worker declares: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store.
+
+Invariants
+----------
+1. An engine never generates for iteration ``k`` with weights older than version ``k - eta``, and pulls the newest
+   published version before each generation.
+2. A record is appended before it is applied or reported, so a lost worker costs at most the quantum in flight.
+3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed import Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from libra import keys
+from libra.envs import run_action
+from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError
+from libra.graph.reports import report
+from libra.graph.spec import RunSpec
+from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.store.journal import Journal
+from libra.types import FailureClass, Phase, Prompt, ToolCall, TrajectoryId, TurnRequest
+from libra.weights import WeightStore
+
+if TYPE_CHECKING:
+    from libra.rollout import RolloutEngine
+    from libra.store.trajectories import TrajectoryStore
+    from libra.train import Replica
+
+logger = logging.getLogger(__name__)
+
+NOT_THE_REPLICAS = ("prompts", "group_size", "normalize_std", "std_eps")
+"""Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
+KEPT_STATES = 4096
+"""Trajectory states kept in memory per worker; one that is missing is read again from the journal."""
+
+
+def host_name(run: str) -> str:
+    """Name under which a worker keeps the host of a run."""
+    return f"libra-{run}"
+
+
+class LibraHost(WorkerPlugin):
+    """One per worker and run."""
+
+    idempotent = False
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.name = host_name(spec.run)
+        self.engine: RolloutEngine | None = None
+        self.replica: Replica | None = None
+        self.store: TrajectoryStore | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def setup(self, worker: Worker) -> None:
+        """Build what this worker's resources ask for; an error here reaches the driver."""
+        self.worker = worker
+        self.model_dir = await asyncio.to_thread(local_model, self.spec.model_dir)
+        self.environment = self.spec.make_environment()
+        await self.environment.setup()
+        self.journal = Journal(self.spec.journal_dir)
+        self.weights = WeightStore(self.spec.weights_dir)
+        self.states: dict[TrajectoryId, TrajectoryState] = {}
+        self._loading = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        supply = worker.state.total_resources
+        if supply.get(keys.ROLLOUT):
+            await self._start_engine(int(supply[keys.ROLLOUT]))
+        if supply.get(keys.TRAIN):
+            self.replica = await asyncio.to_thread(self._make_replica)
+        if supply.get(keys.COMMIT):
+            from libra.store.trajectories import TrajectoryStore
+
+            self.store = TrajectoryStore.open(self.spec.store_path, mode="a")
+
+    async def teardown(self, worker: Worker) -> None:
+        """Close what was built."""
+        if self.engine is not None:
+            await self.engine.close()
+        if self.store is not None:
+            self.store.close()
+        await self.environment.close()
+
+    async def _start_engine(self, slots: int) -> None:
+        from libra.rollout import TransformersEngine, load_chat_format
+
+        config = self.spec.config
+        self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
+        self.engine = TransformersEngine(
+            self.model_dir,
+            slots=slots,
+            max_context_tokens=config.rollout.max_context_tokens,
+            dtype=config.model.dtype,
+            threads=config.cluster.threads,
+            version=0,
+        )
+        started_s = time.time()
+        await self.engine.start()
+        self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
+        self._served(self.engine.version, time.time() - started_s)
+
+    def _make_replica(self) -> Replica:
+        from libra.train import Replica, TrainSettings
+
+        config = self.spec.config
+        settings = config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS))
+        return Replica(
+            self.model_dir,
+            TrainSettings(**settings, temperature=config.rollout.temperature),
+            dtype=config.model.dtype,
+            threads=config.cluster.threads,
+            seed=config.run.seed,
+        )
+
+    # ---------------------------------------------------------------- weights
+
+    def _version_announced(self, run: str, epoch: int, version: int, **extra: Any) -> None:
+        """A version can be pulled. Runs on the worker's stream, where an exception would close the worker."""
+        host = self.worker.plugins.get(host_name(run))
+        if isinstance(host, LibraHost) and host.spec.epoch == epoch:
+            task = asyncio.ensure_future(host._pull_announced())
+            host._background.add(task)
+            task.add_done_callback(host._background.discard)
+
+    async def _pull_announced(self) -> None:
+        try:
+            await self.pull()
+        except LibraError as error:
+            logger.warning(
+                "run %s: pulling an announced version failed, the next quantum tries again: %s", self.spec.run, error
+            )
+
+    async def pull(self) -> None:
+        """Load the newest published version where the engine has an older one."""
+        engine = self.engine
+        assert engine is not None
+        newest = await asyncio.to_thread(self.weights.latest)
+        if newest is None or newest.number <= engine.version:
+            return
+        async with self._loading:
+            if newest.number <= engine.version:
+                return
+            started_s = time.time()
+            await engine.load_version(newest.number, newest.directory)
+            self._served(newest.number, time.time() - started_s)
+
+    def _served(self, version: int, load_s: float) -> None:
+        report(
+            self.worker,
+            self.spec,
+            "served",
+            version=version,
+            name=str(self.worker.name),  # Dask puts the address into "worker"
+            address=self.worker.address,
+            load_s=round(load_s, 6),
+        )
+
+    # ---------------------------------------------------------------- trajectories
+
+    def state(self, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
+        """The trajectory's state with every record written so far."""
+        state = self.states.get(tid)
+        if state is None:
+            rollout = self.spec.config.rollout
+            state = self.states[tid] = TrajectoryState(
+                tid, prompt, rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos
+            )
+            while len(self.states) > KEPT_STATES:
+                self.states.pop(next(iter(self.states)))
+        for record in self.journal.read(str(tid), start=state.quanta):
+            state.apply(record)
+        return state
+
+    async def quantum(self, key: str, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
+        """Run the next quantum of a trajectory here, write its record, report it; returns the state after it."""
+        state = self.state(tid, prompt)
+        if state.phase is None:
+            self._report(key, state, state.quanta, time.time())
+            return state
+        started_s, first = time.time(), state.quanta
+        try:
+            if state.phase is Phase.ROLLOUT:
+                await self._generate(state)
+                if state.phase is Phase.TOOL and self._inline(state.calls):
+                    await self._act(state)
+            else:
+                await self._act(state)
+        except EngineError as error:
+            self._commit(state, failure_record(FailureClass.ENGINE, str(error)), started_s)
+        except EnvironmentFault as error:
+            self._commit(state, failure_record(FailureClass.ENVIRONMENT, str(error)), started_s)
+        self._report(key, state, first, started_s)
+        return state
+
+    async def _generate(self, state: TrajectoryState) -> None:
+        engine, rollout = self.engine, self.spec.config.rollout
+        assert engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
+        await self.pull()
+        started_s = time.time()
+        prompt_ids = self.chat.prompt_ids(list(state.prompt.messages)) if not state.context else None
+        context_ids = state.context_ids if prompt_ids is None else prompt_ids
+        temperature = rollout.temperature
+        if state.tid.split == "eval" and self.spec.config.evaluation.temperature is not None:
+            temperature = self.spec.config.evaluation.temperature
+        room = rollout.max_context_tokens - len(context_ids)
+        output = await engine.generate(
+            TurnRequest(
+                trajectory_id=str(state.tid),
+                turn=state.turns,
+                context_ids=context_ids,
+                max_new_tokens=max(1, min(rollout.max_new_tokens, room)),
+                temperature=temperature,
+                top_p=rollout.top_p,
+                stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
+                seed=self.spec.turn_seed(state.tid, state.turns),
+                priority=(state.tid.iteration, 0, state.tid.group),
+            )
+        )
+        text = self.chat.decode(output.token_ids)
+        calls = self.environment.parse(text)
+        self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)
+        if state.phase is None:
+            engine.forget(str(state.tid))
+
+    def _inline(self, calls: tuple[ToolCall, ...]) -> bool:
+        """Whether every call is malformed or of a tool cheap enough to run within the generation quantum."""
+        inline = {tool.name for tool in self.environment.tools if tool.inline}
+        return all(call.error is not None or call.name in inline for call in calls)
+
+    async def _act(self, state: TrajectoryState) -> None:
+        started_s, turn = time.time(), state.turns - 1
+        returns = await asyncio.gather(
+            *(
+                run_action(self.environment, state.prompt, call, action_id=f"{state.tid}/{turn}/{index}")
+                for index, call in enumerate(state.calls)
+            )
+        )
+        last = state.records[-1]["token_ids"]
+        observation = self._chat().observation_ids(
+            [r.content for r in returns], ended=bool(len(last)) and int(last[-1]) in self._chat().stop_ids
+        )
+        self._commit(state, action_record(turn, returns, observation), started_s)
+
+    def _chat(self) -> Any:
+        """The chat format; a tool worker loads it at its first action."""
+        if not hasattr(self, "chat"):
+            from libra.rollout import load_chat_format
+
+            self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
+        return self.chat
+
+    def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
+        """Append the record; only then is it true. RecordExists means that another worker was first: stop here."""
+        record |= {
+            "worker": str(self.worker.name),
+            "start_s": started_s,
+            "stop_s": time.time(),
+            "epoch": self.spec.epoch,
+        }
+        self.journal.append(str(state.tid), state.quanta, record)
+        state.apply(record)
+
+    def _report(self, key: str, state: TrajectoryState, first: int, started_s: float) -> None:
+        """Tell the plugin what the quantum did; ``first`` is the index of the first record it wrote."""
+        new = state.records[first:]
+        generated = [r for r in new if r["kind"] == "generation"]
+        returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
+        bad = [r["status"] for r in returned if r["status"] != "ok"]
+        report(
+            self.worker,
+            self.spec,
+            "quantum",
+            key=key,
+            quantum=state.quanta - 1,
+            next=str(state.phase) if state.phase is not None else "",
+            end=str(state.end) if state.end is not None else "",
+            failure=str(state.failure),
+            detail=state.detail,
+            tokens=sum(len(r["token_ids"]) for r in generated),
+            version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
+            tool=returned[0]["tool"] if returned else "",
+            status=(bad[0] if bad else "ok") if returned else "",
+            payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
+            start_s=started_s,
+            stop_s=time.time(),
+        )
+
+
+def local_model(model: str) -> Path:
+    """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is not there."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.path: {model!r} is no directory here and could not be fetched as a Hugging Face id ({error}); "
+            "type the path of a directory that holds config.json and *.safetensors"
+        ) from error
+
+
+def the_host(worker: Worker, run: str) -> LibraHost:
+    """The host of a run on this worker, or a clear error where the worker never got one."""
+    host = worker.plugins.get(host_name(run))
+    if not isinstance(host, LibraHost):
+        raise EnvironmentFault(
+            f"worker {worker.name}: it has no part of run {run!r}; workers get it when the run starts "
+            f"(is another cluster answering? is the run over?)"
+        )
+    return host

@@ -1,0 +1,111 @@
+"""One RL iteration as one Dask graph. Read `iteration_graph` from top to bottom: it is the architecture.
+
+No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin opens them (staleness
+bound); trajectories wait parked between their quanta. ``batch`` does not depend on this iteration's groups: it takes
+whichever committed groups are due, and what is left is carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+from dask import delayed
+from dask.delayed import Delayed
+
+from libra import keys
+from libra.graph import nodes
+from libra.graph.spec import RunSpec
+
+Score = Callable[[Delayed], Delayed]
+"""Builds a user's own node: from the episodes of a group (list of `libra.types.Episode`) to one number per episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What the driver computes: the node that ends it, and nodes that may outlive it (groups carried over)."""
+
+    end: Delayed
+    groups: list[Delayed]
+    checkpoint: Delayed | None = None
+
+
+def parked() -> AbstractContextManager[Any]:
+    """Tasks that wait in the scheduler until the plugin releases them."""
+    return dask.annotate(resources={keys.PARK: 1})
+
+
+def on(resource: str) -> AbstractContextManager[Any]:
+    """Tasks that take one unit of a resource for as long as they run."""
+    return dask.annotate(resources={resource: 1})
+
+
+def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> Delayed:
+    """One task with a key of ours."""
+    return delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
+
+
+def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, checkpoint: bool = False) -> Graph:
+    """The graph of iteration ``k``: B prompts x G samples, one optimizer step, one new version."""
+    run, trainer = spec.run, spec.config.trainer
+
+    with parked():
+        gate = node(nodes.gate, spec.key("gate", k), run, k)
+    with on(keys.GRADE):
+        prompts = node(nodes.prompts, spec.key("prompts", k), run, gate)
+
+    groups = []
+    for g in range(trainer.prompts):
+        with parked():
+            trajectories = [
+                node(nodes.trajectory, spec.key("trajectory", k, g, s), run, prompts, k, g, s)
+                for s in range(trainer.group_size)
+            ]
+        with on(keys.GRADE):
+            extra = score(node(nodes.episodes, spec.key("episodes", k, g), run, trajectories)) if score else None
+            groups.append(node(nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
+
+    with parked():
+        batch = node(nodes.batch, spec.key("batch", k), run, k)
+    with on(keys.COMMIT):
+        stored = node(nodes.store, spec.key("store", k), run, batch)
+    with on(keys.TRAIN):
+        steps = [node(nodes.step, spec.key("step", k, rank), run, batch, rank) for rank in range(1)]
+    with on(keys.GRADE):
+        updated = node(nodes.update, spec.key("update", k), run, steps)
+    with on(keys.TRAIN):
+        published = node(nodes.publish, spec.key("publish", k), run, updated)
+        saved = node(nodes.checkpoint, spec.key("checkpoint", k), run, published) if checkpoint else None
+    with on(keys.GRADE):
+        end = node(nodes.summary, spec.key("summary", k), run, k, batch, updated, published, stored)
+    return Graph(end, groups, saved)
+
+
+def evaluation_graph(spec: RunSpec, version: int) -> Graph:
+    """Held-out questions asked at ``version``: the same trajectories and groups, and no step."""
+    run, count = spec.run, spec.config.evaluation.prompts
+    with parked():
+        gate = node(nodes.gate, spec.key("gate", version, split="eval"), run, version)
+    with on(keys.GRADE):
+        prompts = node(nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
+    groups = []
+    for g in range(count):
+        with parked():
+            key = spec.key("trajectory", version, g, 0, split="eval")
+            asked = [node(nodes.trajectory, key, run, prompts, version, g, 0, "eval")]
+        with on(keys.GRADE):
+            groups.append(
+                node(nodes.group, spec.key("group", version, g, split="eval"), run, asked, version, g, "eval")
+            )
+    with on(keys.COMMIT):
+        end = node(nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
+    return Graph(end, [])
+
+
+def first_publish(spec: RunSpec) -> Delayed:
+    """Version 0: the weights the run starts from."""
+    with on(keys.TRAIN):
+        return node(nodes.publish, spec.key("publish"), spec.run, None)

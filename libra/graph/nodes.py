@@ -1,0 +1,335 @@
+"""The task functions of an iteration graph: what each node does on its worker. ``libra.graph.iteration`` wires them.
+
+A node names the run; the worker's `LibraHost` knows the rest. Nodes return metadata (ids, counts, paths), never tensors,
+and every one of them can run twice without harm: what it wrote the first time is found and used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Reschedule, get_worker
+
+from libra.envs import run_grader
+from libra.errors import EnvironmentFault, LibraError, RecordExists, RewardFault, TrainError
+from libra.graph.host import LibraHost, the_host
+from libra.graph.reports import report
+from libra.store.batches import commit_batch, read_batch_facts
+from libra.store.groups import group_path, read_group, write_group
+from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
+
+GRADE_TIMEOUT_S = 60.0
+
+
+def _host(run: str) -> LibraHost:
+    return the_host(get_worker(), run)
+
+
+def gate(run: str, iteration: int) -> int:
+    """Opened by the plugin once version ``iteration - eta`` is published."""
+    return iteration
+
+
+def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> list[Prompt | str]:
+    """The questions of one iteration; one that the environment cannot give is the text of its error instead."""
+    host = _host(run)
+    count = count or host.spec.config.trainer.prompts
+    first = iteration * count if split == "train" else 0
+    questions: list[Prompt | str] = []
+    for index in range(first, first + count):
+        try:
+            questions.append(host.environment.prompt(split, index))
+        except LibraError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's environment, whose faults are data
+            questions.append(
+                f"{host.environment.name}.prompt({split!r}, {index}) raised {type(error).__name__}: {error}"
+            )
+    if all(isinstance(question, str) for question in questions):
+        raise EnvironmentFault(
+            f"environment {host.environment.name}: no prompt of iteration {iteration} could be made; the first: {questions[0]}"
+        )
+    return questions
+
+
+async def trajectory(
+    run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
+) -> dict[str, Any]:
+    """One quantum of a trajectory, then ``Reschedule`` until it has ended."""
+    worker = get_worker()
+    host = the_host(worker, run)
+    tid = TrajectoryId(iteration, group, sample, split)
+    question = asked[group]
+    key = host.spec.key("trajectory", iteration, group, sample, split=split)
+    if isinstance(question, str):
+        return {"trajectory": tuple(tid), "prompt": question}
+    try:
+        state = await host.quantum(key, tid, question)
+    except RecordExists:
+        raise Reschedule() from None  # somebody else ran this quantum; look again
+    if state.phase is not None:
+        raise Reschedule()
+    return {"trajectory": tuple(tid), "prompt": question}
+
+
+def finished(host: LibraHost, results: list[dict[str, Any]]) -> list[tuple[Trajectory, Episode]]:
+    """Trajectories of a group with their episodes, read from the journal."""
+    pairs: list[tuple[Trajectory, Episode]] = []
+    for result in results:
+        tid, question = TrajectoryId(*result["trajectory"]), result["prompt"]
+        if isinstance(question, str):
+            state = host.state(tid, Prompt(f"{tid.split}-{tid.iteration}-{tid.group}", ()))
+            state.end, state.failure, state.detail = EndReason.FAILURE, FailureClass.ENVIRONMENT, question
+        else:
+            state = host.state(tid, question)
+        assert state.end is not None, f"{tid} has not ended"
+        pairs.append((state.trajectory(host.spec.epoch), state.episode()))
+    return pairs
+
+
+def episodes(run: str, results: list[dict[str, Any]]) -> list[Episode]:
+    """The finished trajectories of a group as a grader sees them; input for nodes of your own."""
+    return [episode for _, episode in finished(_host(run), results)]
+
+
+async def group(
+    run: str,
+    results: list[dict[str, Any]],
+    iteration: int,
+    group: int,
+    split: str = "train",
+    extra: list[float] | None = None,
+) -> dict[str, Any]:
+    """Grade a group and write its immutable record.
+
+    ``extra``, from a node of the user's, has one number per trajectory, added to the environment's reward.
+    """
+    worker = get_worker()
+    host = the_host(worker, run)
+    path = group_path(host.spec.groups_dir, iteration, group, split)
+    if path.exists():
+        members = read_group(path)
+    else:
+        pairs = finished(host, results)
+        members = [trajectory for trajectory, _ in pairs]
+        await asyncio.gather(*(_grade(host, t, e, extra, i) for i, (t, e) in enumerate(pairs)))
+        try:
+            write_group(host.spec.groups_dir, iteration, group, members)
+        except RecordExists:
+            members = read_group(path)
+    for member in members:
+        host.states.pop(member.trajectory_id, None)
+    meta = _group_meta(path, split, iteration, group, members)
+    report(worker, host.spec, "group", **{k: v for k, v in meta.items() if k != "path"})
+    return meta
+
+
+async def _grade(host: LibraHost, member: Trajectory, episode: Episode, extra: list[float] | None, index: int) -> None:
+    """Give one trajectory its reward, or its failure class where the reward is at fault."""
+    if not member.failure.trains:
+        return
+    try:
+        member.reward = await run_grader(host.environment, episode, GRADE_TIMEOUT_S)
+        if extra is not None:
+            more = float(extra[index])
+            if not np.isfinite(more):
+                raise RewardFault(
+                    f"{member.trajectory_id}: the reward node returned {more}; it must be a finite number"
+                )
+            member.reward += more
+    except RewardFault as error:
+        member.failure, member.failure_detail, member.reward = FailureClass.REWARD, str(error)[:2000], float("nan")
+
+
+def _group_meta(path: Path, split: str, iteration: int, group: int, members: list[Trajectory]) -> dict[str, Any]:
+    rewards = [m.reward for m in members if m.failure.trains]
+    failures: dict[str, int] = {}
+    for member in members:
+        if member.failure is FailureClass.REWARD or (
+            member.failure is FailureClass.ENVIRONMENT and not len(member.token_ids)
+        ):
+            failures[str(member.failure)] = (
+                failures.get(str(member.failure), 0) + 1
+            )  # others were reported by their quantum
+    oldest = [m.oldest_version for m in members if m.num_action_tokens]
+    return {
+        "path": str(path),
+        "split": split,
+        "iteration": iteration,
+        "group": group,
+        "oldest_version": min(oldest, default=-1),
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "failures": failures,
+    }
+
+
+async def batch(run: str, batch: int) -> dict[str, Any]:
+    """Opened by the plugin with its members: compute advantages and commit the membership before the step."""
+    from libra.train import group_advantages
+
+    worker = get_worker()
+    host = the_host(worker, run)
+    trainer = host.spec.config.trainer
+    members = await worker.scheduler.libra_members(run=run, batch=batch)
+    rows, trajectories = [], []
+    for iteration, group_index in members:
+        path = group_path(host.spec.groups_dir, iteration, group_index)
+        group_members = read_group(path)
+        rewards = np.array([t.reward for t in group_members])
+        valid = np.array([t.failure.trains for t in group_members])
+        advantages = group_advantages(rewards, valid, normalize_std=trainer.normalize_std, eps=trainer.std_eps)
+        rows.append(
+            {"iteration": iteration, "group": group_index, "path": str(path), "advantages": advantages.tolist()}
+        )
+        trajectories += group_members
+    lag = _lags(trajectories, batch)
+    if lag.size and lag.max() > host.spec.config.run.eta:
+        raise TrainError(
+            f"batch {batch}: a token has lag {lag.max()}, above eta {host.spec.config.run.eta}; the batch is not trained on"
+        )
+    try:
+        commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
+    except RecordExists:
+        rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
+    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag)}
+
+
+def _lags(trajectories: list[Trajectory], batch: int) -> np.ndarray:
+    """Lag of every generated token that trains, in versions."""
+    parts = [batch - t.weight_version[t.is_action] for t in trajectories if t.failure.trains]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, float]:
+    trains = [t for t in trajectories if t.failure.trains]
+    failures = [t for t in trajectories if not t.failure.trains]
+    return {
+        "reward": float(np.mean([t.reward for t in trains])) if trains else float("nan"),
+        "trajectories": len(trajectories),
+        "failures": len(failures),
+        "generated_tokens": int(sum(t.num_action_tokens for t in trajectories)),
+        "tokens": int(sum(len(t.token_ids) for t in trajectories)),
+        "turns": int(sum(len(t.turns) for t in trajectories)),
+        "max_turns": max((len(t.turns) for t in trajectories), default=0),
+        "length_ends_frac": float(np.mean([t.end_reason is EndReason.LENGTH for t in trajectories])),
+        "lag": float(lag.mean()) if lag.size else 0.0,
+        "lag_max": int(lag.max()) if lag.size else 0,
+    }
+
+
+def members_of(batch: dict[str, Any]) -> list[Trajectory]:
+    """All trajectories of a committed batch, with their advantages."""
+    trajectories = []
+    for row in batch["members"]:
+        for member, advantage in zip(read_group(Path(row["path"])), row["advantages"], strict=True):
+            member.advantage = advantage
+            trajectories.append(member)
+    return trajectories
+
+
+def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
+    """The one committer: append a batch's groups to zarr, then drop the records they were made of."""
+    host = _host(run)
+    assert host.store is not None
+    started_s = time.time()
+    trajectories = members_of(batch)
+    host.store.append(trajectories, batch=batch["batch"])
+    _drop_records(host, [Path(row["path"]) for row in batch["members"]], trajectories)
+    return {"stored": host.store.num_trajectories, "store_s": time.time() - started_s}
+
+
+def _drop_records(host: LibraHost, group_files: list[Path], trajectories: list[Trajectory]) -> None:
+    if host.spec.config.store.keep_journals:
+        return
+    for trajectory in trajectories:
+        host.journal.remove(str(trajectory.trajectory_id))
+
+
+def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
+    """One optimizer step (all epochs and minibatches of it) of replica ``rank`` on a committed batch."""
+    worker = get_worker()
+    host = the_host(worker, run)
+    assert host.replica is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
+    started_s = time.time()
+    result = host.replica.step(members_of(batch), batch["batch"])
+    return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+
+
+def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Metadata only: every rank must be at the same step with the same digest."""
+    first = steps[0]
+    for other in steps[1:]:
+        if (other["step"], other["digest"]) != (first["step"], first["digest"]):
+            raise TrainError(
+                f"ranks disagree after a step: rank 0 is at {first['step']} with {first['digest']}, "
+                f"rank {other['rank']} at {other['step']} with {other['digest']}"
+            )
+    report(get_worker(), _host(run).spec, "step", step=first["step"], loss=first["loss"], train_s=first["train_s"])
+    return first
+
+
+def publish(run: str, updated: dict[str, Any] | None) -> dict[str, Any]:
+    """Publish the replica's weights as the next version (version 0 before any step)."""
+    worker = get_worker()
+    host = the_host(worker, run)
+    assert host.replica is not None
+    started_s = time.time()
+    version = 0 if updated is None else updated["step"] + 1
+    published = host.weights.publish(version, host.replica.weights())
+    host.weights.drop(keep_last=host.spec.config.store.keep_versions)
+    report(
+        worker, host.spec, "published", version=published.number, digest=published.digest, num_bytes=published.num_bytes
+    )
+    return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
+
+
+def checkpoint(run: str, published: dict[str, Any]) -> str:
+    """Save model and optimizer in Hugging Face layout; returns the directory."""
+    host = _host(run)
+    assert host.replica is not None
+    directory = host.spec.directory / "checkpoints" / f"step-{published['version']:06d}"
+    if not directory.exists():
+        host.replica.save(directory)
+    return str(directory)
+
+
+def summary(
+    run: str,
+    iteration: int,
+    batch: dict[str, Any],
+    updated: dict[str, Any],
+    published: dict[str, Any],
+    stored: dict[str, Any],
+) -> dict[str, Any]:
+    """The numbers of one iteration, for metrics, log and page."""
+    numbers = {k: v for k, v in updated.items() if isinstance(v, int | float) and k not in ("rank", "step")}
+    values = {**batch["stats"], **numbers, "publish_s": published["publish_s"], "store_s": stored["store_s"]}
+    reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward
+    report(get_worker(), _host(run).spec, "iteration", iteration=iteration, reward=reward, lag=values["lag"])
+    return {"iteration": iteration, "version": published["version"], **values}
+
+
+def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gather the held-out questions asked at a version: store them, and return mean reward, overall and by bin."""
+    host = _host(run)
+    assert host.store is not None
+    paths = [Path(meta["path"]) for meta in groups]
+    trajectories = [member for path in paths for member in read_group(path)]
+    host.store.append(trajectories, batch=None)
+    _drop_records(host, paths, trajectories)
+    graded = [t for t in trajectories if t.failure.trains]
+    by_bin: dict[int, list[float]] = {}
+    for t in graded:
+        if "num_operations" in t.prompt.facts:
+            by_bin.setdefault(int(t.prompt.facts["num_operations"]), []).append(t.reward)
+    return {
+        "version": version,
+        "num": len(trajectories),
+        "failures": len(trajectories) - len(graded),
+        "reward": float(np.mean([t.reward for t in graded])) if graded else float("nan"),
+        "bins": {str(k): [float(np.mean(v)), len(v)] for k, v in sorted(by_bin.items())},
+    }

@@ -1,0 +1,86 @@
+"""What every worker must know of a run, shipped once when the run starts; tasks then name the run by its name alone."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra import keys
+from libra.config import RunConfig
+from libra.envs import Environment, make_environment
+from libra.types import TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """A started run.
+
+    Attributes
+    ----------
+    run : str
+        Its name.
+    epoch : int
+        Which start of the run this is, from 0.
+    directory : Path
+        The run directory, on storage that every worker and the scheduler reach.
+    model_dir : str
+        Resolved model: a directory, or a Hugging Face id.
+    config : RunConfig
+    environment : Environment or None
+        One given as an object (``libra.train``); None: made from ``config.environment``.
+    """
+
+    run: str
+    epoch: int
+    directory: Path
+    model_dir: str
+    config: RunConfig
+    environment: Environment | None = None
+
+    def key(self, node: str, *indices: int, split: str = "train") -> str:
+        """Dask key of one node of this start of the run."""
+        return keys.make(node, indices, epoch=self.epoch, run=self.run, split=split)
+
+    def make_environment(self) -> Environment:
+        """The environment, the same on every worker."""
+        if self.environment is not None:
+            return self.environment
+        section = self.config.environment
+        return make_environment(section.name, dict(section.args), self.config.run.seed)
+
+    def turn_seed(self, tid: TrajectoryId, turn: int) -> int:
+        """Seed of one generation, from the run's seed and the position only.
+
+        The evaluations before and after training ask the same questions with the same seeds: for split "eval" the
+        iteration (a weight version) is left out.
+        """
+        iteration = tid.iteration if tid.split == "train" else 0
+        text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+    # Where things are, relative to the run directory.
+    @property
+    def journal_dir(self) -> Path:
+        """Records of quanta, removed once their group is in the store."""
+        return self.directory / "journal"
+
+    @property
+    def groups_dir(self) -> Path:
+        """Immutable group records."""
+        return self.directory / "groups"
+
+    @property
+    def batches_dir(self) -> Path:
+        """Membership of each batch."""
+        return self.directory / "batches"
+
+    @property
+    def weights_dir(self) -> Path:
+        """The weight registry."""
+        return self.directory / "weights"
+
+    @property
+    def store_path(self) -> Path:
+        """The zarr store."""
+        return self.directory / "trajectories.zarr"

@@ -1,0 +1,104 @@
+"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and TensorBoard where asked.
+
+1. A step's line is on disk when `MetricsLog.write` returns; the JSON lines are the record, TensorBoard a view of it.
+2. Every line holds ``step``, ``wall_time_s`` (seconds since the Unix epoch) and the values; a NaN or infinite value is
+   null there, since JSON has no word for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from libra.errors import StoreError
+from libra.store.line_log import LineLog, read_lines
+
+_RESERVED = ("step", "wall_time_s")
+
+
+class MetricsLog:
+    """The writer of a run's metrics, one per run.
+
+    Parameters
+    ----------
+    run_dir : Path
+        Holds ``metrics.jsonl``, which is continued where it exists, and ``tensorboard/``.
+    tensorboard : bool
+        Also write TensorBoard event files; show them with ``tensorboard --logdir RUN/tensorboard``.
+    clock : callable
+        Seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, tensorboard: bool = True, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._lines = LineLog(Path(run_dir) / "metrics.jsonl", buffer_lines=1)
+        self._board = _Board(Path(run_dir) / "tensorboard") if tensorboard else None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values of one step; StoreError where a value is no number, or its name is taken by the line itself."""
+        wall_time_s = self._clock()
+        line: dict[str, Any] = {"step": step, "wall_time_s": wall_time_s}
+        numbers = {}
+        for name, value in values.items():
+            if name in _RESERVED:
+                raise StoreError(f"metric {name!r}: the names {', '.join(_RESERVED)} belong to the line itself")
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise StoreError(f"metric {name!r} of step {step}: got {value!r}; allowed is one number") from error
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            line[name] = value if whole else numbers[name] if math.isfinite(numbers[name]) else None
+        self._lines.write_line(json.dumps(line, allow_nan=False))
+        if self._board is not None:
+            self._board.write(step, wall_time_s, numbers)
+
+    def close(self) -> None:
+        """Close the files; closing twice is closing once."""
+        self._lines.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Board:
+    """TensorBoard scalars through its own writer: no torch, no TensorFlow."""
+
+    def __init__(self, directory: Path) -> None:
+        # Imported here: a run without TensorBoard does not pay for it.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(directory))
+
+    def write(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(wall_time=wall_time_s, step=step, summary=self._summary(value=scalars)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics in order; a torn last line is left out and reported by a warning.
+
+    StoreError where the run has no metrics, or a line but the last is damaged.
+    """
+    return read_lines(Path(run_dir) / "metrics.jsonl").objects

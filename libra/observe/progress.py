@@ -1,0 +1,235 @@
+"""What the driver says while a run goes on: a live table on a terminal, plain lines in a pipe or a CI log.
+
+Invariants
+----------
+1. On a terminal nothing else is torn: prints and log records of this process appear above the table, whole.
+2. Elsewhere there are no control characters and no line breaks inside a line; the first and the last iteration always
+   have a line, those between at most one per ``PLAIN_INTERVAL_S``.
+3. Text from outside is never read as markup.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_INTERVAL_S: Final = 1.0
+TABLE_ROWS: Final = 8
+SPARKLINE_ITERATIONS: Final = 60
+
+
+class Column(NamedTuple):
+    """One figure of an iteration: name in ``values``, title, format, and the narrowest window that shows it."""
+
+    name: str
+    title: str
+    spec: str
+    window_chars: int
+
+
+COLUMNS: Final = (
+    Column("reward", "reward", ".3f", 0),
+    Column("tokens_per_s", "tokens/s", ",.0f", 0),
+    Column("lag", "lag", ".2f", 0),
+    Column("turns", "turns", ".1f", 0),
+    Column("failures", "failures", ",.0f", 0),
+    Column("iteration_s", "iteration s", ".1f", 0),
+    Column("rollout_s", "rollout s", ".1f", 90),
+    Column("train_s", "train s", ".1f", 90),
+    Column("loss", "loss", ".4f", 110),
+    Column("grad_norm", "grad norm", ".3f", 110),
+)
+
+
+def figure_text(value: Any, spec: str) -> str:
+    """A number by its format, an integer whole; ``-`` for what is missing or NaN; a mapping of counts by its total."""
+    if isinstance(value, Mapping):
+        value = sum(value.values())
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return format(value, spec)
+
+
+def sparkline(values: Sequence[float], steps: str = "▁▂▃▄▅▆▇█") -> str:
+    """One character per value, from the lowest to the highest of ``values``; a gap where there is no number."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(steps) - 1
+
+    def step(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return steps[round(top * (value - low) / span)] if span else steps[top // 2]
+
+    return "".join(map(step, values))
+
+
+class RunProgress:
+    """Live progress of one run; a context manager for the driver.
+
+    Parameters
+    ----------
+    run : str
+    iterations : int
+        How many the run will take.
+    dashboard_url : str
+        Shown once, where to look.
+    enabled : bool
+        False: nothing is written at all.
+    console : Console, optional
+        Where to write; None: standard output.
+    clock_s : callable
+        Monotonic seconds.
+    refreshes_per_s : float
+        How often the clock of the live table moves; 0: only when something happens.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        iterations: int,
+        dashboard_url: str,
+        enabled: bool = True,
+        *,
+        console: Console | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+        refreshes_per_s: float = 2.0,
+    ) -> None:
+        self.run, self.iterations, self.dashboard_url, self.enabled = run, iterations, dashboard_url, enabled
+        self._console = console or Console()
+        self._clock_s = clock_s
+        self._refreshes_per_s = refreshes_per_s
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=TABLE_ROWS)
+        self._rewards: deque[float] = deque(maxlen=SPARKLINE_ITERATIONS)
+        self._num_done = 0
+        self._started_s = self._printed_s = clock_s()
+        self._unprinted: Mapping[str, Any] | None = None
+        self._live: Live | None = None
+        self._moved: list[tuple[logging.StreamHandler[Any], TextIO]] = []
+
+    def __enter__(self) -> Self:
+        self._started_s = self._clock_s()
+        if not self.enabled:
+            return self
+        self.message(f"{self.run}: {self.iterations} iterations, watch them at {self.dashboard_url}")
+        if self._console.is_terminal:
+            streams = (sys.stdout, sys.stderr)
+            self._live = Live(
+                console=self._console, get_renderable=self._render, auto_refresh=self._refreshes_per_s > 0,
+                refresh_per_second=self._refreshes_per_s or 1, vertical_overflow="crop",
+            )  # fmt: skip
+            self._live.start(refresh=True)
+            self._move_log_handlers(streams)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._unprinted is not None:
+            self._print_plain(self._unprinted)
+        if self._live is not None:
+            for handler, stream in self._moved:
+                handler.setStream(stream)
+            self._moved.clear()
+            self._live.stop()
+            self._live = None
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        if self.enabled:
+            self._console.print(Text(text), soft_wrap=True, highlight=False)
+
+    def evaluated(self, label: str, mean_reward: float, num: int) -> None:
+        """Held-out questions were asked: ``num`` of them, at the weights that ``label`` names."""
+        self.message(
+            f"evaluation, {label}: mean reward {figure_text(mean_reward, '.3f')} on {num:,} held-out questions"
+        )
+
+    def iteration(self, values: Mapping[str, Any]) -> None:
+        """An iteration is done; ``values`` has its 0-based ``iteration`` and, where known, what ``COLUMNS`` names."""
+        self._num_done = int(values["iteration"]) + 1
+        reward = values.get("reward")
+        self._rewards.append(math.nan if reward is None else float(reward))
+        self._rows.append(values)
+        if not self.enabled:
+            return
+        if self._live is not None:
+            self._live.refresh()
+            return
+        first, last = len(self._rewards) == 1, self._num_done == self.iterations
+        if first or last or self._clock_s() - self._printed_s >= PLAIN_INTERVAL_S:
+            self._print_plain(values)
+        else:
+            self._unprinted = values
+
+    def _print_plain(self, values: Mapping[str, Any]) -> None:
+        self._printed_s, self._unprinted = self._clock_s(), None
+        figures = ", ".join(
+            f"{column.title} {figure_text(values[column.name], column.spec)}"
+            for column in COLUMNS
+            if column.name in values
+        )
+        self.message(
+            f"iteration {values['iteration']} ({int(values['iteration']) + 1} of {self.iterations}): {figures}"
+        )
+
+    def _render(self) -> RenderableType:
+        """The live part: bar, reward over iterations, last rows."""
+        elapsed_s = self._clock_s() - self._started_s
+        num_left = self.iterations - self._num_done
+        left_s = elapsed_s / self._num_done * num_left if self._num_done else 0.0
+        left = f", about {_minutes(left_s)} to go" if left_s else ""
+        line = Table.grid(padding=(0, 1))
+        line.add_row(
+            Text(self.run, style="bold"),
+            ProgressBar(total=self.iterations, completed=self._num_done, width=24),
+            Text(f"{self._num_done} of {self.iterations} iterations in {_minutes(elapsed_s)}{left}"),
+        )
+        if not self._rows:
+            return line
+        known = {name for values in self._rows for name in values}
+        columns = [c for c in COLUMNS if c.window_chars <= self._console.width and c.name in known]
+        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+        for title in ("iteration", *(column.title for column in columns)):
+            table.add_column(title, justify="right", no_wrap=True)
+        for values in self._rows:
+            cells = [figure_text(values.get(column.name), column.spec) for column in columns]
+            table.add_row(str(values["iteration"]), *cells, style="bold" if values is self._rows[-1] else "")
+        return Group(line, self._reward_line(), table)
+
+    def _reward_line(self) -> Text:
+        finite = [reward for reward in self._rewards if math.isfinite(reward)]
+        blocks = "▁▂▃▄▅▆▇█" if self._console.encoding.startswith("utf") else "_.-=+*#@"
+        bounds = f"  {min(finite):.3f} to {max(finite):.3f}" if finite else ""
+        shown = list(self._rewards)[-max(8, self._console.width - 28) :]
+        return Text.assemble(("reward ", "dim"), (sparkline(shown, blocks), "green"), (bounds, "dim"))
+
+    def _move_log_handlers(self, streams: tuple[TextIO, TextIO]) -> None:
+        """Send log records that would hit the terminal through the live table's own streams."""
+        replacement = dict(zip(streams, (sys.stdout, sys.stderr), strict=True))
+        loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+        for handler in {handler for logger in loggers for handler in logger.handlers}:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in replacement:
+                self._moved.append((handler, handler.stream))
+                handler.setStream(replacement[handler.stream])
+
+
+def _minutes(seconds: float) -> str:
+    """Seconds as minutes and seconds, e.g. ``3:07``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

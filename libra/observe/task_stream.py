@@ -1,0 +1,148 @@
+"""Every quantum of every trajectory as a row of Dask's own task stream.
+
+Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one key that
+runs many times and leaves ``processing`` for ``released`` each time but the last, so the stock stream shows its last
+quantum only.
+
+Invariants
+----------
+1. Every quantum given to :meth:`QuantumStream.add` is one row of the buffer behind ``/status`` and
+   ``Client.get_task_stream``; the buffer keeps its own bound, so nothing here grows with the length of a run.
+2. A key whose quanta were added gets no second row when it reaches ``memory``; where it errs, Dask's own row stays.
+3. Rows of one lane of one worker never overlap in time; a lane is a line of the drawing, not a thread.
+4. What is kept per key is dropped when the scheduler forgets the key, per worker when the worker leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from distributed.diagnostics import task_stream as dask_task_stream
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from libra.types import Phase
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.diagnostics.task_stream import TaskStreamPlugin
+
+logger = logging.getLogger(__name__)
+
+PHASE_COLORS: Final = {Phase.ROLLOUT: "#3566a8", Phase.TOOL: "#e08214"}
+"""Colour of each phase, here and on the Libra page."""
+
+_PHASE_FIELD: Final = "libra_phase"
+
+
+def _color_of_row(row: dict[str, Any]) -> str:
+    """Colour by phase for a quantum, Dask's own choice for everything else."""
+    phase = (row.get("metadata") or {}).get(_PHASE_FIELD)
+    return PHASE_COLORS[Phase(phase)] if phase else str(dask_task_stream.color_of_message(row))
+
+
+class QuantumStream(SchedulerPlugin):
+    """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if nobody opened a page yet.
+
+    Registers itself as the scheduler plugin ``libra-task-stream``; a second one on the same scheduler replaces the
+    first and inherits what it knew. Colours are set in the scheduler's process; a client that plots the rows itself
+    gets Dask's.
+
+    Attributes
+    ----------
+    refused : int
+        Quanta not shown because their stop lies before their start (a worker's clock was set back).
+    """
+
+    name = "libra-task-stream"
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.refused = 0
+        self._scheduler = scheduler
+        self._num_quanta: dict[Any, int] = {}  # key -> rows added
+        self._lanes: dict[tuple[str, Phase], list[float]] = {}  # (worker, phase) -> last stop of each lane
+        previous = scheduler.plugins.pop(self.name, None)
+        if isinstance(previous, QuantumStream):
+            self.refused, self._num_quanta, self._lanes = previous.refused, previous._num_quanta, previous._lanes
+        dask_task_stream.colors["compute"] = _color_of_row
+        self._stock()
+        scheduler.add_plugin(self, name=self.name)
+
+    def add(self, key: Any, worker_address: str, phase: Phase | str, start_s: float, stop_s: float, label: str) -> None:
+        """Append one finished quantum.
+
+        Parameters
+        ----------
+        key : Dask key
+            The trajectory's key. The row's key is ``(label, key, n)``, n counting the key's rows from 0, so that Dask
+            names and groups rows by label.
+        worker_address : str
+            Address Dask knows the worker by.
+        phase : Phase
+        start_s, stop_s : float
+            Unix seconds.
+        label : str
+            What is shown: ``generate``, or the tool's name; where it is empty (a malformed call has none), the phase.
+        """
+        phase = Phase(phase)
+        if stop_s < start_s:
+            self.refused += 1
+            logger.warning(
+                "task stream: quantum of %s on %s not shown: its stop %.6f s is before its start %.6f s; "
+                "compare the worker's clock with the scheduler's (%d refused so far)",
+                key, worker_address, stop_s, start_s, self.refused,
+            )  # fmt: skip
+            return
+        number = self._num_quanta.get(key, 0)
+        self._num_quanta[key] = number + 1
+        stock = self._stock()
+        stock.buffer.append(
+            {
+                "key": (label or str(phase), key, number),
+                "worker": worker_address,
+                "thread": f"{phase}-{self._lane(worker_address, phase, start_s, stop_s)}",
+                "status": "OK",
+                "startstops": [{"action": "compute", "start": start_s, "stop": stop_s}],
+                "nbytes": 0,
+                "type": b"",
+                "typename": "",
+                "metadata": {_PHASE_FIELD: str(phase)},
+            }
+        )
+        stock.index += 1
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Take back Dask's row for the last quantum of a key, and forget keys that the scheduler forgets."""
+        if key not in self._num_quanta:
+            return
+        if start == "processing" and finish == "memory":
+            stock = self._stock()
+            if stock.buffer and stock.buffer[-1]["key"] == key:
+                stock.buffer.pop()
+                stock.index -= 1
+        elif finish == "forgotten":
+            del self._num_quanta[key]
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """Free the lanes of a worker that left."""
+        for phase in Phase:
+            self._lanes.pop((worker, phase), None)
+
+    def _lane(self, worker: str, phase: Phase, start_s: float, stop_s: float) -> int:
+        """First line of the drawing that is free from ``start_s`` on."""
+        lanes = self._lanes.setdefault((worker, phase), [])
+        for lane, free_from_s in enumerate(lanes):
+            if free_from_s <= start_s:
+                lanes[lane] = stop_s
+                return lane
+        lanes.append(stop_s)
+        return len(lanes) - 1
+
+    def _stock(self) -> TaskStreamPlugin:
+        """Dask's plugin. Ours stays behind it, since plugins are told of a transition in order of registration."""
+        plugins = self._scheduler.plugins
+        if dask_task_stream.TaskStreamPlugin.name not in plugins:
+            self._scheduler.add_plugin(dask_task_stream.TaskStreamPlugin(self._scheduler))
+            if plugins.pop(self.name, None) is not None:
+                self._scheduler.add_plugin(self, name=self.name)
+        return plugins[dask_task_stream.TaskStreamPlugin.name]  # type: ignore[return-value]

@@ -1,0 +1,32 @@
+"""Decisions, and nothing else: events in, commands out. No clock, no I/O, no Dask; the live plugin and the simulator share it."""
+
+from __future__ import annotations
+
+from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.fifo import Fifo
+from libra.policy.messages import (
+    Command,
+    Event,
+    OpenBatch,
+    OpenGate,
+    Priority,
+    QuantumFinished,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+)
+
+__all__ = [
+    "Admission",
+    "Command",
+    "CommittedGroup",
+    "Event",
+    "Fifo",
+    "OpenBatch",
+    "OpenGate",
+    "Priority",
+    "QuantumFinished",
+    "SetPriority",
+    "TrajectoryEnded",
+    "TrajectoryParked",
+]

@@ -1,0 +1,35 @@
+"""First come, first served within an iteration; earlier iterations first.
+
+Promises
+--------
+1. A trajectory keeps the place it got when it was first parked: one that has started goes before one that has not, so
+   its KV cache is used again soon.
+2. An earlier iteration always goes before a later one.
+3. Nothing waits for ever: only finitely many trajectories can be ahead of one, those of earlier or equal iterations
+   that were parked before it.
+"""
+
+from __future__ import annotations
+
+from libra.policy.messages import Event, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
+
+
+class Fifo:
+    """The order of arrival as a policy object; one per run."""
+
+    def __init__(self) -> None:
+        self._order: dict[str, int] = {}
+        self._arrivals = 0
+
+    def handle(self, event: Event) -> tuple[SetPriority, ...]:
+        """Answer one event; deterministic in the sequence of events."""
+        match event:
+            case TrajectoryParked(key=key, iteration=iteration):
+                order = self._order.get(key)
+                if order is None:
+                    order = self._order[key] = self._arrivals
+                    self._arrivals += 1
+                return (SetPriority(key, Priority(iteration, 0, order), "fifo: place of first arrival"),)
+            case TrajectoryEnded(key=key):
+                self._order.pop(key, None)
+        return ()

@@ -1,0 +1,9 @@
+"""Engines that generate turns, and the chat format that turns messages into token ids and back."""
+
+from __future__ import annotations
+
+from libra.rollout.chat import ChatFormat, load_chat_format
+from libra.rollout.engine import EngineStats, RolloutEngine
+from libra.rollout.transformers_engine import TransformersEngine
+
+__all__ = ["ChatFormat", "EngineStats", "RolloutEngine", "TransformersEngine", "load_chat_format"]

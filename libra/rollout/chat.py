@@ -1,0 +1,146 @@
+"""Messages to token ids and back, by the model's own chat template and without ever tokenising generated text again.
+
+A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ... The observation ids are
+what the template puts after an assistant turn, found by rendering a conversation with a stand-in assistant turn and
+keeping what follows it. So they hold whatever the template does with tool messages (Qwen joins several in one user block).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import ModelError
+
+_STAND_IN = "LIBRA-STANDS-IN"
+_AWKWARD = " \"q\" 'a'\n{b}\\ <c> & \n"
+"""Text that a template which trims, escapes or quotes tool messages would change."""
+
+
+class ChatFormat:
+    """A tokenizer, its chat template, and the tools that the template shows to the model.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer with a chat template
+    tool_schemas : sequence of JSON-schema function descriptions, may be empty
+    generation_stop_ids : sequence of int
+        Stop ids of the model's generation_config.
+    template_args : mapping
+        Further variables of the template, e.g. ``{"enable_thinking": False}``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_stop_ids: Sequence[int] = (),
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ModelError(f"{tokenizer.name_or_path}: its tokenizer has no chat template; use a chat model")
+        self.tokenizer = tokenizer
+        self.tool_schemas = [dict(schema) for schema in tool_schemas]
+        self._template_args = dict(template_args or {})
+        self._frames: dict[int, list[str] | None] = {}
+        closing = self._encode(self._after_assistant([_STAND_IN]))
+        self.end_of_turn_id = int(closing[0])
+        """The token with which the template ends an assistant turn."""
+        if self.end_of_turn_id not in tokenizer.added_tokens_decoder:
+            raise ModelError(
+                f"{tokenizer.name_or_path}: its template ends an assistant turn with "
+                f"{tokenizer.decode([self.end_of_turn_id])!r}, which is no special token, so no turn could end"
+            )
+        ids = {self.end_of_turn_id, *generation_stop_ids}
+        if tokenizer.eos_token_id is not None:
+            ids.add(tokenizer.eos_token_id)
+        self.stop_ids: tuple[int, ...] = tuple(sorted(int(i) for i in ids))
+        """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+        """A conversation up to and including the generation prompt, int32 (T,)."""
+        return self._encode(self._render([dict(message) for message in messages]))
+
+    def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
+        """What to append after an assistant turn to show it these tool messages and let it go on, int32 (T,).
+
+        ``ended`` says whether the turn's last token was a stop id; where it was not, the end-of-turn token comes first.
+        """
+        if not contents:
+            raise ValueError("observation_ids: got no contents; there must be at least one tool message")
+        ids = self._encode(self._after_assistant(list(contents)))
+        return ids[1:] if ended else ids
+
+    def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """Text of generated ids: special tokens such as ``<tool_call>`` stay, the stop id at the end goes."""
+        ids = [int(i) for i in ids]
+        while ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=self.tool_schemas or None, add_generation_prompt=True, tokenize=False, **self._template_args
+        )
+
+    def _render_after(self, contents: list[str]) -> str:
+        tools = [{"role": "tool", "name": "tool", "content": content} for content in contents]
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN + "-ASSISTANT"}]
+        try:
+            text = self._render(said + tools)
+        except Exception as error:  # jinja runs the model's own template, which may raise anything
+            raise ModelError(
+                f"{self.tokenizer.name_or_path}: its template cannot show tool messages: {error}"
+            ) from error
+        _before, found, after = text.partition(_STAND_IN + "-ASSISTANT")
+        if not found:
+            raise ModelError(f"{self.tokenizer.name_or_path}: its template leaves out assistant turns")
+        return after
+
+    def _after_assistant(self, contents: list[str]) -> str:
+        """Text after an assistant turn. Rendering costs more than a token does, so plain templates are rendered once."""
+        count = len(contents)
+        if count not in self._frames:
+            self._frames[count] = self._frame(count)
+        frame = self._frames[count]
+        if frame is None:
+            return self._render_after(contents)
+        return "".join(part for pair in zip(frame, [*contents, ""], strict=True) for part in pair)
+
+    def _frame(self, count: int) -> list[str] | None:
+        """The text around ``count`` tool messages; None where the template does more than insert them verbatim."""
+        marks = [f"{_STAND_IN}-{i}-" for i in range(count)]
+        rest, frame = self._render_after(marks), []
+        for mark in marks:
+            if rest.count(mark) != 1:
+                return None
+            before, _, rest = rest.partition(mark)
+            frame.append(before)
+        frame.append(rest)
+        awkward = [f"{_AWKWARD}{i}{_AWKWARD}" for i in range(count)]
+        joined = "".join(part for pair in zip(frame, [*awkward, ""], strict=True) for part in pair)
+        return frame if joined == self._render_after(awkward) else None
+
+
+def load_chat_format(model_dir: Path | str, tool_schemas: Sequence[Mapping[str, Any]] = ()) -> ChatFormat:
+    """The chat format of a model directory; ModelError where there is none."""
+    from transformers import AutoTokenizer
+
+    directory = Path(model_dir)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        path = directory / "generation_config.json"
+        stop = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory}: no usable tokenizer or generation_config.json: {error}") from error
+    stop_ids = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+    return ChatFormat(tokenizer, tool_schemas, generation_stop_ids=stop_ids)

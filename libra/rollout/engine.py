@@ -1,0 +1,89 @@
+"""What every inference engine promises; the rest of Libra knows engines only through this.
+
+Invariants
+1. Every ``generate`` ends exactly once: with a TurnOutput, or with an EngineError.
+2. Tokens in, tokens out: an engine never sees text, and returns the very ids it sampled.
+3. A token's weight version is that of the weights whose logits it was drawn from; its KV version is that of the weights
+   that computed every key and value it attended to.
+4. ``load_version`` takes effect between two tokens. It changes nothing where it raises.
+5. A trajectory has at most one request in the engine. Between its turns the engine may keep its KV; it never has to.
+6. Smaller ``priority`` is served first, then earlier arrival; a running request is never preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from libra.types import TurnOutput, TurnRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds now (first five) and has done since it started (the rest).
+
+    Attributes
+    ----------
+    running, waiting, retained : int
+        Requests generating, requests queued, and trajectories whose KV is kept between turns.
+    slots : int
+        Requests that can run at once; ``running + retained <= slots``.
+    version : int
+        Weight version in use.
+    generated_tokens, prefilled_tokens, cached_tokens : int
+        Tokens sampled, context tokens computed, and context tokens whose KV was already there.
+    busy_s : float
+        Wall seconds spent inside steps.
+    steps : int
+        Forward passes.
+    """
+
+    running: int
+    waiting: int
+    retained: int
+    slots: int
+    version: int
+    generated_tokens: int
+    prefilled_tokens: int
+    cached_tokens: int
+    busy_s: float
+    steps: int
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """One inference engine on one worker. All coroutines may be awaited from any event loop."""
+
+    version: int
+
+    async def start(self) -> None:
+        """Load the model; ModelError where it cannot be served."""
+
+    async def generate(self, request: TurnRequest) -> TurnOutput:
+        """Generate one turn; ContextOverflow where it cannot fit, EngineError where the engine failed."""
+
+    async def abort(self, trajectory_id: str) -> None:
+        """End the trajectory's request with StopReason.ABORT, if it has one, and free its KV."""
+
+    def forget(self, trajectory_id: str) -> None:
+        """Free the KV kept for a trajectory that will not come back; at once, or when its request ends."""
+
+    async def pause(self) -> None:
+        """Stop between two steps; running requests keep their place."""
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+
+    async def load_version(self, version: int, directory: Path) -> None:
+        """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next token on.
+
+        Running requests are computed again under the new weights and retained KV is dropped. WeightsError where tensors
+        are missing, unknown, of another shape or unreadable; the old version then stays.
+        """
+
+    def stats(self) -> EngineStats:
+        """Counters as of the last step."""
+
+    async def close(self) -> None:
+        """Fail what is pending with EngineError and release everything; may be called twice."""

@@ -1,0 +1,71 @@
+"""The forward pass of a step, fused where the model's family is known, stock otherwise, and never served unchecked.
+
+Invariant: whatever pass is chosen, before the first request its log-probabilities of a short probe, prefilled and decoded
+through the slots, were compared with those of the model as transformers runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from libra.errors import ModelError
+from libra.rollout.fused import FusedDecoder, can_fuse
+from libra.rollout.slots import SLOT_ATTENTION, Chunk, SlotKV, Step
+
+TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Largest allowed difference of a log-probability between the two passes; bfloat16 rounds at 1 part in 256."""
+PROBE_TOKENS = 7
+
+
+class Forward:
+    """From the token ids of a step to hidden states, and from hidden states to logits.
+
+    ``model`` is a transformers causal LM; ``fused`` False keeps to its own modules, with only their attention replaced.
+    """
+
+    def __init__(self, model: Any, kv: SlotKV, *, fused: bool = True) -> None:
+        self.model, self.kv = model, kv
+        self.decoder, self.head = model.base_model, model.get_output_embeddings()
+        self.fused = FusedDecoder(model, kv) if fused and can_fuse(model) else None
+        self._compare_with_stock()
+
+    def hidden(self, ids_T: Tensor, step: Step) -> Tensor:
+        """Last hidden states (T, E); the step's keys and values are written on the way."""
+        if self.fused is not None:
+            return self.fused(ids_T, step)
+        return self.decoder(
+            input_ids=ids_T[None], position_ids=step.position_T[None], use_cache=False, step=step
+        ).last_hidden_state[0]
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Logits (N, V)."""
+        return self.head(hidden_NE)
+
+    def weights_changed(self) -> None:
+        """To be called after new weights were copied into the model."""
+        if self.fused is not None:
+            self.fused.refresh()
+
+    @torch.inference_mode()
+    def _compare_with_stock(self) -> None:
+        ids = torch.arange(PROBE_TOKENS) % self.model.config.vocab_size
+        last = PROBE_TOKENS - 1
+        slots, places = torch.zeros(last, dtype=torch.long), torch.arange(last)
+        prefill = Step(self.kv, slots, places, 0, [Chunk(0, last, 0, 0, last)])
+        decode = Step(self.kv, slots[:1], torch.tensor([last]), 1)
+        decode.view_span(np.array([0]), np.array([last]))
+        got = torch.cat([self.logits(self.hidden(ids[:last], prefill)), self.logits(self.hidden(ids[last:], decode))])
+        self.model.set_attn_implementation("sdpa")
+        expected = self.model(input_ids=ids[None], use_cache=False).logits[0]
+        self.model.set_attn_implementation(SLOT_ATTENTION)
+        gap = (got.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
+        allowed = TOLERANCE_NATS[self.kv.dtype]
+        if not gap <= allowed:
+            raise ModelError(
+                f"{self.model.config.name_or_path}: log-probabilities through slots differ by {gap:.2g} nats from those "
+                f"of transformers (allowed: {allowed:g}); this engine cannot serve {self.model.config.model_type} models"
+            )

@@ -1,0 +1,62 @@
+"""Which token comes next, and its log-probability, for a whole batch at once. Pure: randomness comes in as numbers.
+
+A token is drawn by inverse CDF from one uniform number per token, fixed by the request's seed before its first token. So
+the same seed, context and weights give the same tokens whatever else is in the batch (up to floating point).
+
+The log-probability is that of the distribution sampled from: after temperature and top_p. A greedy token (temperature 0)
+has probability 1 there, which says nothing; its log-probability is the one at temperature 1, the model's own.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def draw_uniforms(seed: int, num_tokens: int) -> NDArray[np.float32]:
+    """The uniform numbers in [0, 1) that decide a request's tokens, one each (num_tokens,)."""
+    return np.random.default_rng(seed).random(num_tokens, dtype=np.float32)
+
+
+def sample(
+    logits_NV: Tensor, uniforms_N: Tensor, temperature_N: Tensor | None, top_p_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Next token ids (N,) int64 and their log-probabilities (N,) float32.
+
+    ``temperature_N`` None means 1 everywhere, ``top_p_N`` None means no row is cut; both are shortcuts, not defaults.
+    """
+    logits_NV = logits_NV.float()
+    greedy_N = None
+    if temperature_N is not None:
+        greedy_N = temperature_N == 0
+        logits_NV = logits_NV / torch.where(greedy_N, 1.0, temperature_N)[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    if top_p_N is not None:
+        cut_N = top_p_N if greedy_N is None else torch.where(greedy_N, 1.0, top_p_N)
+        logprobs_NV = _keep_top_p(logprobs_NV, cut_N)
+    cdf_NV = logprobs_NV.exp().cumsum_(dim=-1)
+    total_N1 = cdf_NV[:, -1:]
+    # Rounding may carry u * total up to the total itself, past the last token that has any probability.
+    aim_N1 = torch.minimum(uniforms_N[:, None] * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    tokens_N1 = torch.searchsorted(cdf_NV, aim_N1, right=True)
+    # Only a row of NaN is searched to its end; the index is made valid and its log-probability tells the caller.
+    tokens_N1.clamp_(max=logits_NV.shape[-1] - 1)
+    if greedy_N is not None:
+        tokens_N1 = torch.where(greedy_N[:, None], logits_NV.argmax(dim=-1, keepdim=True), tokens_N1)
+    return tokens_N1[:, 0], logprobs_NV.gather(1, tokens_N1)[:, 0]
+
+
+def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; -inf elsewhere."""
+    sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True, stable=True)
+    probs_NV = sorted_NV.exp()
+    before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+    # A token stays while the mass before it is short of top_p; rows at 1 keep everything, rounding or not.
+    drop_NV = (before_NV >= top_p_N[:, None]) & (top_p_N < 1)[:, None]
+    drop_NV = torch.zeros_like(drop_NV).scatter_(1, order_NV, drop_NV)
+    kept_NV = logprobs_NV.masked_fill(drop_NV, -torch.inf)
+    return torch.where((top_p_N < 1)[:, None], kept_NV - kept_NV.logsumexp(dim=-1, keepdim=True), kept_NV)

@@ -1,0 +1,205 @@
+"""The KV cache as slots, and the attention that stock Hugging Face models use to write and read it.
+
+A step is one forward pass over a flat list of T tokens: one for every row that decodes, a chunk for every row that
+prefills. Linear layers see them as one sequence; only attention knows that they belong to different slots.
+
+Invariants
+1. Position p of slot s holds the key and value of token p of one trajectory, or something finite that no token attends to.
+2. A token attends to its own slot, positions 0 to its own, and nothing else.
+3. Decoding reads the slots as one strided view (no gather); slots between the first and last row that do not decode cost
+   attention over a span, and the batch keeps that span short by swapping slots.
+
+Shapes: T tokens, R decoding rows, S slots in their span, H heads, K KV heads, G = H / K, C context read, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+SLOT_ATTENTION = "libra_slots"
+"""Name under which the attention is registered with transformers."""
+CONTEXT_STEP_TOKENS = 16
+"""Decoding reads the longest context in the batch, rounded up to this many positions."""
+GROWTH_TOKENS = 32
+"""The cache holds a multiple of this many positions per slot."""
+WHOLE_FRAC = 0.75
+"""From this part of the cache's length on, decoding reads all of it: contiguous memory is worth the extra positions."""
+
+
+class SlotKV:
+    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest context needs.
+
+    Short rows lie close together that way, which halves the time attention takes to read them.
+    """
+
+    def __init__(self, config: Any, slots: int, max_context_tokens: int, dtype: torch.dtype) -> None:
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.slots, self.dtype = slots, dtype
+        self.positions = torch.arange(_round_up(max_context_tokens, GROWTH_TOKENS))
+        self.context_tokens = 0
+        empty = torch.zeros(2, slots, self.num_kv_heads, 0, self.head_dim, dtype=dtype)
+        self._rebind([empty] * config.num_hidden_layers)
+        self.resize(1)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for contexts of this length; grows by an eighth at least, so that copying stays rare."""
+        if num_tokens > self.context_tokens:
+            self.resize(min(max(num_tokens, self.context_tokens * 9 // 8), len(self.positions)))
+
+    def resize(self, num_tokens: int) -> None:
+        """Hold contexts of this length, rounded up; what lies beyond it is lost."""
+        old, new = self.context_tokens, _round_up(num_tokens, GROWTH_TOKENS)
+        if new == old:
+            return
+        kept = min(old, new)
+        for index, layer in enumerate(self.data):
+            self.data[index] = layer.new_zeros(2, self.slots, self.num_kv_heads, new, self.head_dim)
+            self.data[index][:, :, :, :kept] = layer[:, :, :, :kept]
+        self.context_tokens = new
+        self._rebind(self.data)
+
+    def _rebind(self, data: list[Tensor]) -> None:
+        self.data = data
+        self.layers = [(layer[0], layer[1]) for layer in data]
+        self.folded = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self.layers]  # (slots * K, C, D)
+
+    def swap(self, one: int, other: int, num_tokens: int) -> None:
+        """Exchange the first ``num_tokens`` positions of two slots, in every layer."""
+        for layer in self.data:
+            first, second = layer[:, one, :, :num_tokens], layer[:, other, :, :num_tokens]
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
+
+    def clear(self) -> None:
+        """Start from zeros: after a fault, stale NaN must not reach a masked position (0 * NaN is NaN)."""
+        self._rebind([torch.zeros_like(layer) for layer in self.data])
+
+
+def _round_up(num: int, step: int) -> int:
+    return -(-num // step) * step
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens ``begin:end`` of a step, which are positions ``start:stop`` of one slot being prefilled."""
+
+    begin: int
+    end: int
+    slot: int
+    start: int
+    stop: int
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.start > 0:
+            own = torch.arange(self.start, self.stop)
+            self.mask = torch.arange(self.stop) <= own[:, None]
+
+
+@dataclass(slots=True)
+class Step:
+    """Where the tokens of one forward pass are written, and what each of them reads.
+
+    The first ``num_rows`` tokens decode (one per slot, ascending); the rest are chunks.
+    """
+
+    kv: SlotKV
+    slot_T: Tensor
+    position_T: Tensor
+    num_rows: int
+    chunks: list[Chunk] = field(default_factory=list)
+    rows_R: Tensor | None = None  # place of each decoding row in the span; None where they are the span
+    mask_S1C: Tensor | None = None
+    spans: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: keys (S*K, D, C), values (S*K, C, D)
+
+    def view_span(self, slots_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> None:
+        """Prepare what decoding reads: the span of slots, the context of its longest row, and who may see what."""
+        kv, first = self.kv, int(slots_R[0])
+        span = int(slots_R[-1]) - first + 1
+        longest = int(positions_R.max()) + 1
+        context = _round_up(longest, CONTEXT_STEP_TOKENS)
+        if context > WHOLE_FRAC * kv.context_tokens:
+            context = kv.context_tokens
+        last_S = torch.from_numpy(positions_R)
+        if span != len(slots_R):
+            self.rows_R = torch.from_numpy(slots_R - first)
+            last_S = last_S.new_zeros(span).index_copy_(0, self.rows_R, last_S)
+        hidden_SC = kv.positions[:context] > last_S[:, None]
+        self.mask_S1C = torch.zeros(span, context, dtype=kv.dtype).masked_fill_(hidden_SC, -torch.inf)[:, None]
+        begin, end = first * kv.num_kv_heads, (first + span) * kv.num_kv_heads
+        self.spans = [(k[begin:end, :context].transpose(1, 2), v[begin:end, :context]) for k, v in kv.folded]
+
+
+def slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    step: Any = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention in the form transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step."""
+    kv, layer = step.kv, module.layer_idx
+    keys, values = kv.layers[layer]
+    keys[step.slot_T, :, step.position_T] = key[0].transpose(0, 1)
+    values[step.slot_T, :, step.position_T] = value[0].transpose(0, 1)
+    scale = kv.head_dim**-0.5 if scaling is None else scaling
+    return attend(query[0].transpose(0, 1), step, layer, scale)[None], None
+
+
+def attend(query_THD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
+    """What each token of a step reads from its slot (T, H, D); the step's own keys and values are already there."""
+    kv = step.kv
+    parts = [_decode(query_THD[: step.num_rows], step, layer, scale)] if step.num_rows else []
+    keys, values = kv.layers[layer]
+    for chunk in step.chunks:
+        out = F.scaled_dot_product_attention(
+            query_THD[chunk.begin : chunk.end].transpose(0, 1)[None],
+            keys[chunk.slot : chunk.slot + 1, :, : chunk.stop],
+            values[chunk.slot : chunk.slot + 1, :, : chunk.stop],
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=scale,
+            enable_gqa=kv.num_heads != kv.num_kv_heads,
+        )
+        parts.append(out[0].transpose(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
+    """One token per row against its slot (R, H, D).
+
+    Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product per head.
+    """
+    kv = step.kv
+    assert step.mask_S1C is not None, "view_span was not called"
+    if step.rows_R is None:
+        query_SHD = query_RHD if scale == 1 else query_RHD * scale
+    else:
+        span = step.mask_S1C.shape[0]
+        query_SHD = query_RHD.new_zeros(span, kv.num_heads, kv.head_dim).index_copy_(0, step.rows_R, query_RHD * scale)
+    keys, values = step.spans[layer]
+    folded = query_SHD.reshape(-1, kv.num_heads // kv.num_kv_heads, kv.head_dim)
+    scores = torch.bmm(folded, keys)
+    scores.view(-1, kv.num_heads, scores.shape[-1]).add_(step.mask_S1C)
+    out_SHD = torch.bmm(torch.softmax(scores, dim=-1), values).view(-1, kv.num_heads, kv.head_dim)
+    return out_SHD if step.rows_R is None else out_SHD.index_select(0, step.rows_R)
+
+
+def register() -> None:
+    """Make ``attn_implementation=SLOT_ATTENTION`` known to transformers; may be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SLOT_ATTENTION, slot_attention)

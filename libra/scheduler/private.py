@@ -1,0 +1,87 @@
+"""Everything Libra uses of the Dask scheduler that Dask does not promise to keep (distributed 2026.8), in one place.
+
+``tests/scheduler/test_private.py`` is its contract: when Dask changes one of these, that file fails and this one mends it.
+
+* A task whose ``resource_restrictions`` name a resource that nobody supplies waits in state ``no-worker``: it is *parked*.
+* Setting restrictions and ``priority`` and recommending ``processing`` through ``Scheduler.transitions`` releases it.
+* Restrictions must be put back on **every** exit from ``processing``, or a result lost with its worker stays pinned to
+  a dead address.
+* ``suspicious`` counts worker deaths over a task's whole life and is never reset by Dask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from libra.keys import PARK
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler, TaskState
+
+_PARKED = {PARK: 1}
+
+
+class Release(NamedTuple):
+    """One parked task to be let go: the resources it takes, and the only worker it may run on (None: any that fits)."""
+
+    key: str
+    resources: Mapping[str, float]
+    address: str | None
+
+
+def is_parked(ts: TaskState) -> bool:
+    """Whether the task asks for the resource that nobody supplies."""
+    return bool(ts.resource_restrictions == _PARKED)
+
+
+def park(ts: TaskState) -> None:
+    """Make the task wait the next time it is scheduled."""
+    ts.resource_restrictions = dict(_PARKED)
+    ts.worker_restrictions = None
+
+
+def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str) -> list[str]:
+    """Send parked tasks to their workers in the given order; returns the keys that were still waiting."""
+    recommendations: dict[Any, Any] = {}
+    for key, resources, address in releases:
+        ts = scheduler.tasks.get(key)
+        if ts is None or ts.state != "no-worker":
+            continue
+        ts.resource_restrictions = dict(resources)
+        ts.worker_restrictions = None if address is None else {address}
+        recommendations[key] = "processing"
+    if recommendations:
+        scheduler.transitions(recommendations, stimulus_id)
+    return list(recommendations)
+
+
+def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
+    """Declared slots of ``resource`` by address, of workers that accept tasks."""
+    running = scheduler.running
+    return {
+        address: int(count)
+        for address, count in scheduler.resources.get(resource, {}).items()
+        if count > 0 and (ws := scheduler.workers.get(address)) is not None and ws in running
+    }
+
+
+def worker_name(scheduler: Scheduler, address: str) -> str:
+    """Name of a worker, its address where it is gone."""
+    ws = scheduler.workers.get(address)
+    return str(ws.name) if ws is not None else address
+
+
+def forgive(ts: TaskState) -> None:
+    """Forget that workers died under this task: it has committed something since."""
+    ts.suspicious = 0
+
+
+def set_priority(ts: TaskState, priority: tuple[int, ...]) -> None:
+    """Write the order of a task that is not in a scheduler or worker heap (parked, waiting, released)."""
+    ts.priority = tuple(priority)
+
+
+def add_handlers(scheduler: Scheduler, handlers: Mapping[str, Any]) -> None:
+    """Make functions callable as ``client.scheduler.<name>(**kwargs)``."""
+    scheduler.handlers.update(handlers)

@@ -1,0 +1,80 @@
+"""One record as bytes: a header with magic, schema number, length and crc32, then msgpack with numpy arrays.
+
+1. What `unpack` returns is what `pack` was given, up to tuples (lists) and numpy scalars (plain numbers).
+2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the source's name.
+3. A schema number this code does not know is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from libra.errors import StoreError
+
+SCHEMA = 1
+"""Layout of a record; a change that old code cannot read takes the next number."""
+
+_MAGIC = b"LBRR"
+_HEADER = struct.Struct("<4sHHII")  # magic, schema, reserved, body length, crc32 of the body
+_ARRAY = 1  # msgpack extension code of a numpy array: (dtype, shape, bytes)
+
+
+def _encode_object(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise TypeError(f"an array of dtype {value.dtype} (only fixed-size numbers can be stored)")
+        return msgpack.ExtType(_ARRAY, msgpack.packb((value.dtype.str, value.shape, value.tobytes())))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _decode_extension(code: int, data: bytes) -> Any:
+    if code != _ARRAY:
+        return msgpack.ExtType(code, data)
+    dtype, shape, raw = msgpack.unpackb(data)
+    return np.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+
+
+def pack(record: Mapping[str, Any], *, source: str) -> bytes:
+    """``record`` as bytes; StoreError names ``source`` where a value is of a kind that cannot be stored."""
+    try:
+        body: bytes = msgpack.packb(record, default=_encode_object)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StoreError(
+            f"{source}: cannot store {error}; allowed are None, bool, int (64 bit), float, str, bytes, list, dict and "
+            "numeric arrays"
+        ) from error
+    return _HEADER.pack(_MAGIC, SCHEMA, 0, len(body), zlib.crc32(body)) + body
+
+
+def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
+    """The record in ``data``. Arrays are writable copies.
+
+    Raises
+    ------
+    StoreError
+        The bytes are torn, corrupt, no record at all, or of another schema; the message names ``source``.
+    """
+    if len(data) < _HEADER.size or data[:4] != _MAGIC:
+        raise StoreError(
+            f"{source}: not a Libra record ({len(data)} bytes); it was cut, or is another file. "
+            "Delete it to go on without it"
+        )
+    _, schema, _, length, crc = _HEADER.unpack_from(data)
+    if schema != SCHEMA:
+        raise StoreError(f"{source}: record schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it")
+    body = memoryview(data)[_HEADER.size :]
+    if len(body) != length or zlib.crc32(body) != crc:
+        raise StoreError(
+            f"{source}: torn or corrupt record, {len(body)} bytes where {length} were announced"
+            f"{'' if len(body) != length else ', checksum differs'}. Delete it to go on without it"
+        )
+    return msgpack.unpackb(body, ext_hook=_decode_extension, strict_map_key=False)  # type: ignore[no-any-return]

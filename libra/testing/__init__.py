@@ -1,0 +1,7 @@
+"""What tests and benchmarks of Libra, and of environments made for it, can share."""
+
+from __future__ import annotations
+
+from libra.testing.environments import FixedTurns
+
+__all__ = ["FixedTurns"]

@@ -1,0 +1,44 @@
+"""Environments with no task in them. Declared emulations: they exercise the machinery, and no model learns from them."""
+
+from __future__ import annotations
+
+import hashlib
+
+from libra.envs import Environment, tool
+from libra.types import Episode, Prompt, ToolCall
+
+
+class FixedTurns(Environment):
+    """Every turn is answered by a tool, so that each trajectory has ``rollout.max_turns`` turns.
+
+    Reward is a number in [0, 1) drawn by the text of the last turn: it varies within a group, and means nothing.
+
+    Parameters
+    ----------
+    prompt_chars, payload_chars : int
+        Length of each question and of each observation.
+    inline : bool
+        Whether the tool runs within the generation quantum.
+    """
+
+    def __init__(self, *, prompt_chars: int = 16, payload_chars: int = 8, inline: bool = False, seed: int = 0) -> None:
+        self.prompt_chars, self.payload_chars, self.seed = prompt_chars, payload_chars, seed
+        self.tools = (tool(self.echo, inline=inline),)
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        text = f"{split} {self.seed} {index} ".ljust(self.prompt_chars, "x")[: max(self.prompt_chars, 1)]
+        return Prompt(f"{split}-{index}", ({"role": "user", "content": text},))
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("echo", {"text": "y" * self.payload_chars}),)
+
+    def grade(self, episode: Episode) -> float:
+        return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
+
+    async def echo(self, text: str) -> str:
+        """Give back the text.
+
+        Args:
+            text: What to give back.
+        """
+        return text

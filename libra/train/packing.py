@@ -1,0 +1,203 @@
+"""Variable-length trajectories laid out as rows and micro-batches for one forward pass each.
+
+Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a micro-batch.
+
+Invariants
+----------
+1. Every sequence is in exactly one row, whole and in order; every action token is scored exactly once.
+2. Positions restart at 0 with every sequence; transformers reads restarts as borders that attention never crosses.
+3. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
+4. Padding lies at the end of a row and continues the positions of its last sequence: causal attention keeps it out of
+   every real token, and a row that holds one sequence needs no mask at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.errors import TrainError
+from libra.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """The part of a trajectory that a forward pass needs: everything before its last action token, and what to score.
+
+    Tokens after the last action token (a final observation) have no influence on the loss and are left out.
+
+    Attributes
+    ----------
+    token_ids : int64 array (T,)
+        Inputs.
+    action_at : int64 array (A,)
+        Positions of inputs whose *next* token is an action.
+    target : int64 array (A,)
+        That next token.
+    behaviour_logp : float32 array (A,)
+        As the engine recorded it; read, never written.
+    current : bool array (A,)
+        Whether token and KV cache both come from the version now being trained.
+    advantage : float
+    """
+
+    token_ids: NDArray[np.int64]
+    action_at: NDArray[np.int64]
+    target: NDArray[np.int64]
+    behaviour_logp: NDArray[np.float32]
+    current: NDArray[np.bool_]
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs."""
+        return len(self.token_ids)
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens scored."""
+        return len(self.target)
+
+
+def sample_of(trajectory: Trajectory, version: int) -> Sample:
+    """What the step that trains weights ``version`` needs of ``trajectory``.
+
+    Raises
+    ------
+    TrainError
+        Where the advantage or a behaviour log-probability is not finite, nothing was generated, the first token is an
+        action (nothing predicts it), or arrays differ in length.
+    """
+    name = f"trajectory {trajectory.trajectory_id}"
+    where = np.flatnonzero(trajectory.is_action)
+    lengths = {len(trajectory.token_ids), len(trajectory.is_action), len(trajectory.behaviour_logprob)}
+    if len(lengths | {len(trajectory.weight_version), len(trajectory.kv_version)}) != 1:
+        raise TrainError(
+            f"{name}: token_ids, is_action, behaviour_logprob and versions differ in length: {sorted(lengths)}"
+        )
+    if not len(where) or where[0] == 0:
+        got = "its first token is an action" if len(where) else "no generated token"
+        raise TrainError(
+            f"{name}: {got}; a trajectory trains only with a prompt and at least one generated token after it"
+        )
+    if not np.isfinite(trajectory.advantage):
+        raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
+    behaviour_logp = trajectory.behaviour_logprob[where]
+    if not np.isfinite(behaviour_logp).all():
+        at = int(where[~np.isfinite(behaviour_logp)][0])
+        raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
+    token_ids = trajectory.token_ids.astype(np.int64)
+    return Sample(
+        token_ids=token_ids[: where[-1]],
+        action_at=where - 1,
+        target=token_ids[where],
+        behaviour_logp=behaviour_logp.astype(np.float32),
+        current=(trajectory.weight_version[where] == version) & (trajectory.kv_version[where] == version),
+        advantage=float(trajectory.advantage),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows of one forward pass, and the action tokens scored in it.
+
+    ``action_at_N`` indexes the flattened (R * W) places; ``num_tokens`` counts inputs without padding.
+    """
+
+    token_ids_RW: Tensor
+    position_ids_RW: Tensor
+    action_at_N: Tensor
+    target_N: Tensor
+    behaviour_logp_N: Tensor
+    advantage_N: Tensor
+    current_N: Tensor
+    num_tokens: int
+    num_sequences: int
+
+    @property
+    def num_places(self) -> int:
+        """Rows times width."""
+        return self.token_ids_RW.numel()
+
+
+def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
+    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; longest row first.
+
+    A sequence longer than ``max_row_tokens`` has a row of its own.
+    """
+    rows: list[list[int]] = []
+    used: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        row = next((row for row in range(len(rows)) if used[row] + lengths[index] <= max_row_tokens), len(rows))
+        if row == len(rows):
+            rows.append([])
+            used.append(0)
+        rows[row].append(index)
+        used[row] += lengths[index]
+    order = sorted(range(len(rows)), key=lambda row: (-used[row], row))
+    return [rows[row] for row in order]
+
+
+def pack(
+    samples: Sequence[Sample], *, max_row_tokens: int, micro_batch_tokens: int, logp_dtype: torch.dtype = torch.float32
+) -> list[MicroBatch]:
+    """``samples`` as micro-batches of rows of similar length, widest first.
+
+    Raises
+    ------
+    TrainError
+        Where one sequence is longer than ``micro_batch_tokens``.
+    """
+    lengths = [sample.num_tokens for sample in samples]
+    if lengths and max(lengths) > micro_batch_tokens:
+        raise TrainError(
+            f"packing: a sequence of {max(lengths)} tokens exceeds trainer.micro_batch_tokens={micro_batch_tokens}; "
+            f"type trainer.micro_batch_tokens={max(lengths)} or more, or a smaller rollout.max_context_tokens"
+        )
+    batches: list[MicroBatch] = []
+    rows: list[list[int]] = []
+    width = 0
+    for row in fill_rows(lengths, min(max_row_tokens, micro_batch_tokens)):
+        if rows and width * (len(rows) + 1) > micro_batch_tokens:
+            batches.append(_micro_batch([[samples[index] for index in row] for row in rows], width, logp_dtype))
+            rows = []
+        if not rows:
+            width = sum(lengths[index] for index in row)
+        rows.append(row)
+    if rows:
+        batches.append(_micro_batch([[samples[index] for index in row] for row in rows], width, logp_dtype))
+    return batches
+
+
+def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype) -> MicroBatch:
+    token_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
+    position_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
+    action_at: list[NDArray[np.int64]] = []
+    for number, row in enumerate(rows):
+        start = 0
+        for sample in row:
+            end = start + sample.num_tokens
+            token_ids_RW[number, start:end] = sample.token_ids
+            # Running on to the end of the row numbers the padding too; the next sequence overwrites its part.
+            position_ids_RW[number, start:] = np.arange(width - start)
+            action_at.append(sample.action_at + number * width + start)
+            start = end
+    flat = [sample for row in rows for sample in row]
+    advantage_N = np.repeat([sample.advantage for sample in flat], [sample.num_actions for sample in flat])
+    behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
+    return MicroBatch(
+        token_ids_RW=torch.from_numpy(token_ids_RW),
+        position_ids_RW=torch.from_numpy(position_ids_RW),
+        action_at_N=torch.from_numpy(np.concatenate(action_at)),
+        target_N=torch.from_numpy(np.concatenate([sample.target for sample in flat])),
+        behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
+        advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
+        current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
+        num_tokens=sum(sample.num_tokens for sample in flat),
+        num_sequences=len(flat),
+    )

@@ -1,0 +1,299 @@
+"""One training replica: a model, its optimizer, and the step that turns weights k into weights k + 1.
+
+Invariants
+----------
+1. Steps are taken in order, once: `Replica.step` accepts step ``steps_done``; the step just done returns its report
+   again (a relaunched task changes nothing); every other number is a TrainError.
+2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they were.
+3. A gradient is the sum over the minibatch's action tokens divided by their number, however they are laid out.
+4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
+   numerator or denominator.
+5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
+
+Shape legend: N action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from libra.errors import ModelError, TrainError
+from libra.tensors import digest, untied
+from libra.train.checkpoint import load_checkpoint, save_checkpoint
+from libra.train.kl import k3
+from libra.train.logprobs import Scorer, check_packing
+from libra.train.packing import MicroBatch, Sample, pack, sample_of
+from libra.train.partition import karmarkar_karp
+from libra.train.policy_loss import clip_sums, clipped_policy_loss
+from libra.train.report import StepReport, Tally
+from libra.train.settings import TrainSettings
+from libra.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for narrower dtypes
+
+
+class Replica:
+    """A model in training on one process.
+
+    Parameters
+    ----------
+    model_dir : path
+        Hugging Face layout; its tokenizer files travel with every checkpoint.
+    settings : TrainSettings
+    dtype : torch.dtype or str
+        Of weights and forward pass; log-probabilities are at least float32.
+    threads : int, optional
+        torch threads of this process; None leaves them as they are.
+    seed : int
+        Orders minibatches; nothing else is random (dropout is off).
+
+    Raises
+    ------
+    ModelError
+        Where ``model_dir`` does not hold a causal language model.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        settings: TrainSettings,
+        *,
+        dtype: torch.dtype | str = torch.float32,
+        threads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.model_dir = Path(model_dir)
+        self.settings = settings
+        self.seed = seed
+        self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.model = _load_model(self.model_dir, self.dtype)
+        self.steps_done = 0
+        self.last_report: StepReport | None = None
+        self._scorer = Scorer(self.model, settings.temperature)
+        self._reference: Scorer | None = None
+        if settings.kl_coef > 0:
+            self._reference = Scorer(
+                _load_model(self.model_dir, self.dtype).requires_grad_(False), settings.temperature
+            )
+        self._packing_checked = settings.max_row_tokens == 1
+        self.optimizer = torch.optim.AdamW(
+            self.parameters().values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Trained parameters by name, tied ones once."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The state dict to publish, tied tensors once. Views of live storage: the next step changes them."""
+        return untied({name: tensor.detach() for name, tensor in self.model.state_dict().items()})[0]
+
+    def save(self, directory: str | Path) -> None:
+        """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
+        save_checkpoint(Path(directory), self)
+
+    def load(self, directory: str | Path) -> None:
+        """Take weights, optimizer state, step count and last report from a directory written by `save`."""
+        load_checkpoint(Path(directory), self)
+
+    def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
+        """Train weights ``step`` on a batch whose trajectories carry their advantages.
+
+        Where no trajectory has an advantage (and kl_coef is 0) nothing is learnt: the report says loss 0 and
+        optimizer_steps 0, weights and optimizer state stay, and the step counts as done.
+
+        Raises
+        ------
+        TrainError
+            Step out of order; a trajectory that cannot be trained on; a loss or gradient that is not finite.
+        """
+        if self.last_report is not None and step == self.last_report.step == self.steps_done - 1:
+            return self.last_report
+        if step != self.steps_done:
+            raise TrainError(
+                f"train step: got step {step}, but {self.steps_done} steps are done; allowed is {self.steps_done}"
+            )
+        started = time.perf_counter()
+        tally = Tally()
+        trained = [trajectory for trajectory in trajectories if trajectory.failure.trains]
+        samples = [sample_of(trajectory, step) for trajectory in trained if trajectory.num_action_tokens]
+        tally.add(
+            sequences=len(samples),
+            excluded_sequences=len(trajectories) - len(samples),
+            action_tokens=sum(sample.num_actions for sample in samples),
+            pack_s=time.perf_counter() - started,
+        )
+        lr = self.settings.lr_at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        passes = self._minibatches(samples, step)
+        backup = self._snapshot() if len(passes) > 1 else None
+        try:
+            for minibatch in passes:
+                self._train(minibatch, step, tally)
+        except BaseException:
+            if backup is not None:
+                self._restore(*backup)
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        content = digest(self.weights())
+        self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=time.perf_counter() - started)
+        self.steps_done = step + 1
+        return self.last_report
+
+    def _minibatches(self, samples: list[Sample], step: int) -> list[list[Sample]]:
+        """All minibatches of all epochs, balanced by tokens; never an empty one, so fewer where samples are few."""
+        settings, passes = self.settings, []
+        for epoch in range(settings.epochs if samples else 0):
+            if settings.minibatches == 1:
+                passes.append(samples)
+                continue
+            order = np.random.default_rng((self.seed, step, epoch)).permutation(len(samples))
+            shuffled = [samples[index] for index in order]
+            parts = karmarkar_karp([sample.num_tokens for sample in shuffled], min(settings.minibatches, len(shuffled)))
+            passes += [[shuffled[index] for index in part] for part in parts]
+        return passes
+
+    def _train(self, minibatch: list[Sample], step: int, tally: Tally) -> None:
+        """One optimizer step, or none where no sample has an advantage and there is no KL term."""
+        settings = self.settings
+        denominator = sum(sample.num_actions for sample in minibatch)
+        # Without advantage and KL term a token's gradient is exactly zero, so its forward pass would change nothing.
+        useful = [sample for sample in minibatch if sample.advantage != 0 or self._reference is not None]
+        tally.add(minibatches=1)
+        if not useful:
+            return
+        began = time.perf_counter()
+        batches = pack(
+            useful,
+            max_row_tokens=settings.max_row_tokens,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            logp_dtype=torch.promote_types(self.dtype, torch.float32),
+        )
+        packed = time.perf_counter()
+        for batch in batches:
+            self._check_packing(batch)
+            loss = self.micro_batch_loss(batch, tally) / denominator
+            value = float(loss.detach())
+            if not np.isfinite(value):
+                raise TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
+            loss.backward()
+            tally.add(loss=value)
+        computed = time.perf_counter()
+        self._apply_gradient(step, tally)
+        tally.add(
+            pack_s=packed - began,
+            forward_backward_s=computed - packed,
+            optimizer_s=time.perf_counter() - computed,
+        )
+
+    def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
+        """Sum of the loss over the action tokens of ``batch``, with gradient; what it saw goes into ``tally``."""
+        settings = self.settings
+        logp_N, entropy_N = self._scorer.logp(
+            batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N
+        )
+        loss_N = clipped_policy_loss(
+            logp_N,
+            batch.behaviour_logp_N,
+            batch.advantage_N,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_logp_N, _ = self._reference.logp(
+                    batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N
+                )
+            kl_N = k3(logp_N, reference_logp_N)
+            loss_N = loss_N + settings.kl_coef * kl_N
+            tally.add(kl_reference=float(kl_N.detach().sum()))
+        self._observe(batch, logp_N.detach(), entropy_N, tally)
+        return loss_N.sum()
+
+    def _observe(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, tally: Tally) -> None:
+        sums = clip_sums(
+            logp_N,
+            batch.behaviour_logp_N,
+            batch.advantage_N,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+        )
+        tally.at_least(ratio_max=sums.pop("ratio_max"))
+        tally.add(
+            **sums,
+            scored=len(logp_N),
+            entropy=float(entropy_N.sum()),
+            places=batch.num_places,
+            forwarded_tokens=batch.num_tokens,
+            forwarded_sequences=batch.num_sequences,
+            rows=len(batch.token_ids_RW),
+            micro_batches=1,
+        )
+        if not tally.sums.get("optimizer_steps") and bool(batch.current_N.any()):
+            gap_N = (logp_N - batch.behaviour_logp_N)[batch.current_N].abs()
+            tally.add(mismatch_sum=float(gap_N.sum()), mismatch_tokens=len(gap_N))
+            tally.at_least(mismatch=float(gap_N.max()))
+
+    def _apply_gradient(self, step: int, tally: Tally) -> None:
+        parameters = self.parameters()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        if not bool(torch.isfinite(norm)):
+            bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+            raise TrainError(
+                f"train step {step}: the gradient is not finite (norm {float(norm)}; {len(bad)} of {len(parameters)} "
+                f"parameters, first {bad[:3]}); weights stay those of version {step}"
+            )
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        tally.add(grad_norm=float(norm), optimizer_steps=1)
+
+    def _check_packing(self, batch: MicroBatch) -> None:
+        """Once, before the first row that holds two sequences: does this architecture keep them apart?"""
+        if not self._packing_checked and batch.num_sequences > len(batch.token_ids_RW):
+            check_packing(self._scorer, _PACKING_TOLERANCE.get(self.dtype, 0.1))
+            self._packing_checked = True
+
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        weights = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        return weights, copy.deepcopy(self.optimizer.state_dict())
+
+    def _restore(self, weights: dict[str, Tensor], optimizer_state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                parameter.copy_(weights[name])
+        self.optimizer.load_state_dict(optimizer_state)
+
+
+def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
+    """The causal model of a directory, dropout off, attention by torch's scaled dot product."""
+    if not (model_dir / "config.json").is_file():
+        raise ModelError(f"model: {model_dir} holds no config.json; type model.path=DIR of a Hugging Face model")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as fault:
+        raise ModelError(f"model: {model_dir} cannot be loaded as a causal language model: {fault}") from fault
+    return model.eval()

@@ -1,0 +1,132 @@
+"""What one training step did, as flat numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One training step. Every field is a JSON number or string; means are over the action tokens forwarded.
+
+    Attributes
+    ----------
+    step : int
+        0-based; the step turned weights ``step`` into weights ``step + 1``.
+    digest : str
+        Content hash of the weights after the step (`libra.tensors.digest`).
+    loss, grad_norm, lr
+        Token-mean loss with KL term; 2-norm of the gradient before clipping; means over optimizer steps.
+    optimizer_steps : int
+        0 where nothing had an advantage: then the weights stay as they are.
+    sequences, action_tokens : int
+        Trajectories that may train, and their generated tokens: the denominator of the loss.
+    excluded_sequences : int
+        Trajectories of a failure class that does not train.
+    forwarded_sequences, forwarded_tokens, rows, micro_batches : int
+        What went through the model, over all passes; sequences without advantage need no forward pass where kl_coef=0.
+    packing_efficiency_frac : float
+        Real tokens over places computed (1: no padding).
+    ratio_mean, ratio_max, clip_low_frac, clip_high_frac, kl_behaviour, kl_reference, entropy
+        Of p_now / p_behaviour, the two clipped shares, k3 divergences and entropy in nats.
+    mismatch_tokens, mismatch_mean_abs, mismatch_max_abs
+        |log p_rollout - log p_trainer| over tokens whose weights and KV cache are of the version being trained, before
+        the first optimizer step.
+    pack_s, forward_backward_s, optimizer_s, total_s : float
+        Wall seconds; total includes the digest.
+    tokens_per_s : float
+        Forwarded tokens over total_s.
+    """
+
+    step: int
+    digest: str
+    loss: float
+    grad_norm: float
+    lr: float
+    optimizer_steps: int
+    sequences: int
+    excluded_sequences: int
+    action_tokens: int
+    forwarded_sequences: int
+    forwarded_tokens: int
+    rows: int
+    micro_batches: int
+    packing_efficiency_frac: float
+    ratio_mean: float
+    ratio_max: float
+    clip_low_frac: float
+    clip_high_frac: float
+    kl_behaviour: float
+    kl_reference: float
+    entropy: float
+    mismatch_tokens: int
+    mismatch_mean_abs: float
+    mismatch_max_abs: float
+    pack_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    total_s: float
+    tokens_per_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat and JSON-able."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums and maxima collected during one step, from which the report is made."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, **amounts: float) -> None:
+        """Add to the named sums."""
+        for name, amount in amounts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + amount
+
+    def at_least(self, **values: float) -> None:
+        """Raise the named maxima."""
+        for name, value in values.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+
+    def mean(self, name: str, count: str) -> float:
+        """One sum over another, 0 where nothing was counted."""
+        total = self.sums.get(count, 0.0)
+        return self.sums.get(name, 0.0) / total if total else 0.0
+
+    def report(self, *, step: int, digest: str, lr: float, total_s: float) -> StepReport:
+        """The step as numbers."""
+        count = self.sums.get
+        return StepReport(
+            step=step,
+            digest=digest,
+            loss=self.mean("loss", "minibatches"),
+            grad_norm=self.mean("grad_norm", "optimizer_steps"),
+            lr=lr,
+            optimizer_steps=int(count("optimizer_steps", 0)),
+            sequences=int(count("sequences", 0)),
+            excluded_sequences=int(count("excluded_sequences", 0)),
+            action_tokens=int(count("action_tokens", 0)),
+            forwarded_sequences=int(count("forwarded_sequences", 0)),
+            forwarded_tokens=int(count("forwarded_tokens", 0)),
+            rows=int(count("rows", 0)),
+            micro_batches=int(count("micro_batches", 0)),
+            packing_efficiency_frac=self.mean("forwarded_tokens", "places"),
+            ratio_mean=self.mean("ratio_sum", "scored"),
+            ratio_max=self.maxima.get("ratio_max", 0.0),
+            clip_low_frac=self.mean("clipped_low", "scored"),
+            clip_high_frac=self.mean("clipped_high", "scored"),
+            kl_behaviour=self.mean("kl_sum", "scored"),
+            kl_reference=self.mean("kl_reference", "scored"),
+            entropy=self.mean("entropy", "scored"),
+            mismatch_tokens=int(count("mismatch_tokens", 0)),
+            mismatch_mean_abs=self.mean("mismatch_sum", "mismatch_tokens"),
+            mismatch_max_abs=self.maxima.get("mismatch", 0.0),
+            pack_s=count("pack_s", 0.0),
+            forward_backward_s=count("forward_backward_s", 0.0),
+            optimizer_s=count("optimizer_s", 0.0),
+            total_s=total_s,
+            tokens_per_s=count("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
+        )

@@ -1,0 +1,246 @@
+"""Value types shared by every part of Libra. Nothing here does I/O, reads a clock, or imports torch or dask.
+
+The hierarchy is run > iteration > group (one prompt, G samples) > trajectory > turn (one generation, then at most one
+round of tool calls). A *quantum* is what a trajectory does in one go on one worker: a generation (ROLLOUT slot) or an
+action (TOOL slot). A *version* is a number given to weights, 0 for those the run started from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Phase(StrEnum):
+    """What a trajectory needs next, which is also the Dask resource its quantum takes one slot of."""
+
+    ROLLOUT = "ROLLOUT"
+    TOOL = "TOOL"
+
+
+class StopReason(StrEnum):
+    """Why one generation ended."""
+
+    STOP = "stop"  # the model ended its turn
+    LENGTH = "length"  # max_new_tokens reached
+    ABORT = "abort"  # abort() was called
+
+
+class EndReason(StrEnum):
+    """Why a trajectory ended."""
+
+    ANSWERED = "answered"  # a turn without a tool call
+    LENGTH = "length"  # a turn was cut at max_new_tokens, or the context is full
+    MAX_TURNS = "max_turns"
+    FAILURE = "failure"  # see the failure class
+
+
+class FailureClass(StrEnum):
+    """Whose fault a bad trajectory is. Only ``none`` and ``policy`` enter the gradient."""
+
+    NONE = "none"
+    POLICY = "policy"  # the model's own doing: malformed calls to the end, cut by length, too many turns
+    TOOL = "tool"
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    ENGINE = "engine"
+    WORKER = "worker"
+
+    @property
+    def trains(self) -> bool:
+        """Whether a trajectory of this class may carry an advantage."""
+        return self in (FailureClass.NONE, FailureClass.POLICY)
+
+
+class ToolStatus(StrEnum):
+    """How one tool call came back. All of these are shown to the model, none ends the trajectory by itself."""
+
+    OK = "ok"
+    ERROR = "error"  # the tool raised, or reported an error of its own
+    TIMEOUT = "timeout"
+    MALFORMED = "malformed"  # the call was not valid JSON, or named no known tool
+    TRUNCATED = "truncated"  # the tool returned more than max_payload_chars; the rest was dropped
+
+
+class TrajectoryId(NamedTuple):
+    """Position of a trajectory in its run; ``split`` is "train" or "eval" (then ``iteration`` is the weight version)."""
+
+    iteration: int
+    group: int
+    sample: int
+    split: str = "train"
+
+    def __str__(self) -> str:
+        return f"{self.split}-{self.iteration}-{self.group}-{self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question: what the model sees, and what only the grader knows.
+
+    Attributes
+    ----------
+    prompt_id : str
+        Stable name, unique within an environment and split.
+    messages : tuple of {"role", "content"}
+        Chat messages before the first generation.
+    facts : mapping
+        JSON-able facts for tools and grader (answer, number of operations, ...).
+    """
+
+    prompt_id: str
+    messages: tuple[Mapping[str, str], ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call parsed from generated text. ``error`` is set, and the rest empty, where the text was malformed."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReturn:
+    """What one call gave back. ``content`` is what the model reads; ``latency_s`` is wall time of the call."""
+
+    tool: str
+    status: ToolStatus
+    content: str
+    latency_s: float = 0.0
+    payload_chars: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One generation asked of an engine.
+
+    Attributes
+    ----------
+    trajectory_id : str
+        Names the KV cache to reuse: a later request of the same trajectory extends an earlier one.
+    turn : int
+        0-based.
+    context_ids : int32 array (T,)
+        The whole context so far: prompt, earlier generations, observations.
+    max_new_tokens : int
+    temperature : float
+        1.0 is the model's own distribution; 0 is greedy.
+    stop_ids : tuple of int
+        A generated stop id is kept in the output and ends the turn.
+    seed : int
+        The only source of randomness: same seed, context and weights give the same tokens in any batch, up to floating point.
+    priority : tuple of int
+        Smaller is served first when the engine is full.
+    """
+
+    trajectory_id: str
+    turn: int
+    context_ids: NDArray[np.int32]
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    priority: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOutput:
+    """What an engine generated for one request; all arrays have one entry per new token (T,).
+
+    Attributes
+    ----------
+    token_ids : int32
+    logprobs : float32
+        Behaviour log-probability in nats, of the distribution actually sampled from.
+    weight_versions, kv_versions : int32
+        Version of the weights that produced the token, and of those that produced the KV cache it attended to.
+    stop_reason : StopReason
+    cached_tokens : int
+        Context tokens whose KV was already there.
+    queued_s, busy_s : float
+        Wall seconds before the first forward pass, and from then to the end.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    weight_versions: NDArray[np.int32]
+    kv_versions: NDArray[np.int32]
+    stop_reason: StopReason
+    cached_tokens: int = 0
+    queued_s: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a finished trajectory: the text generated, its calls, and what they returned."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    returns: tuple[ToolReturn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished trajectory as the grader sees it."""
+
+    trajectory_id: str
+    prompt: Prompt
+    turns: tuple[Turn, ...]
+    end_reason: EndReason
+
+    @property
+    def answer(self) -> str:
+        """Text of the last turn, empty where there is none."""
+        return self.turns[-1].text if self.turns else ""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """A finished trajectory with every token, as the store keeps it and the trainer reads it.
+
+    Attributes
+    ----------
+    token_ids, is_action, behaviour_logprob, weight_version, kv_version : arrays (T,)
+        One entry per token of prompt, generations and observations. ``is_action`` marks generated tokens; elsewhere
+        log-probability is 0 and versions are -1.
+    turns : list of dict
+        One flat, JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens, generated_tokens,
+        observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, text_chars, payload_chars.
+    reward : float
+        NaN where the failure class is not one that trains.
+    """
+
+    trajectory_id: TrajectoryId
+    prompt: Prompt
+    token_ids: NDArray[np.int32]
+    is_action: NDArray[np.bool_]
+    behaviour_logprob: NDArray[np.float32]
+    weight_version: NDArray[np.int32]
+    kv_version: NDArray[np.int32]
+    turns: list[dict[str, Any]]
+    end_reason: EndReason
+    failure: FailureClass = FailureClass.NONE
+    failure_detail: str = ""
+    reward: float = float("nan")
+    advantage: float = 0.0
+    epoch: int = 0
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Generated tokens."""
+        return int(self.is_action.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version among generated tokens, -1 where nothing was generated."""
+        return int(self.weight_version[self.is_action].min()) if self.is_action.any() else -1

@@ -1,0 +1,71 @@
+"""Files have names that say what is in them, and a size one can read; tests wait for events, not for time."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+MAX_LINES = 500
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "common", "base", "misc"}
+
+
+def sleeps(source: str) -> list[int]:
+    """Lines that wait for time to pass: ``time.sleep``, ``asyncio.sleep`` of anything but 0, under any imported name."""
+    tree = ast.parse(source)
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio")
+        for alias in node.names
+        if alias.name == "sleep"
+    }
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            module = called.value if isinstance(called, ast.Attribute) and called.attr == "sleep" else None
+            direct = isinstance(called, ast.Name) and called.id in names
+            if direct or (isinstance(module, ast.Name) and module.id in ("time", "asyncio")):
+                zero = len(node.args) == 1 and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
+                if not zero:
+                    lines.append(node.lineno)
+    return lines
+
+
+def test_no_module_has_an_empty_name(modules: dict[str, Path]) -> None:
+    found = [name for name in modules if EMPTY_NAMES & set(name.split("."))]
+    assert not found, f"name these after what is in them: {found}"
+
+
+def test_no_file_is_too_long_to_read(modules: dict[str, Path]) -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
+    found = {name: length for name, length in lengths.items() if length > MAX_LINES}
+    assert not found, f"split these along a seam that has a name (at most {MAX_LINES} lines): {found}"
+
+
+def test_no_test_sleeps(repository: Path) -> None:
+    found = [
+        f"{path.relative_to(repository)}:{line}"
+        for path in sorted((repository / "tests").rglob("*.py"))
+        for line in sleeps(path.read_text())
+    ]
+    assert not found, f"wait for an event or give the code a clock: {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ntime.sleep(1)",
+        "import asyncio\nasync def f():\n    await asyncio.sleep(0.1)",
+        "from time import sleep as nap\nnap(2)",
+        "import time\ntime.sleep(delay)",
+    ],
+)
+def test_a_sleep_is_found(source: str) -> None:
+    assert len(sleeps(source)) == 1
+
+
+def test_giving_way_is_no_sleep() -> None:
+    assert sleeps("import asyncio\nasync def f():\n    await asyncio.sleep(0)") == []

@@ -1,0 +1,116 @@
+"""The import arrows of the design: who may know whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Imports = Callable[[str, str], list[tuple[int, str]]]
+
+FOUNDATION = {"types", "errors", "keys", "events", "config", "hardware"}
+"""Value types, errors, names and settings: everybody may import these."""
+
+ALLOWED: dict[str, set[str]] = {
+    "policy": FOUNDATION,
+    "planner": FOUNDATION,
+    "rollout": FOUNDATION | {"tensors"},
+    "train": FOUNDATION | {"tensors"},
+    "weights": FOUNDATION | {"tensors"},
+    "store": FOUNDATION | {"tensors"},
+    "envs": FOUNDATION,
+    "types": set(),
+    "errors": set(),
+    "keys": {"errors"},
+    "config": {"errors", "keys", "types", "hardware"},
+    "tensors": {"errors", "types"},
+}
+"""What each part may import of Libra beside itself; a part that is not listed may import what `FORBIDDEN` leaves."""
+
+FORBIDDEN: dict[str, set[str]] = {
+    "scheduler": {"sim", "cli", "graph", "rollout", "train", "weights", "envs"},
+    "sim": {"scheduler", "cli"},
+    "graph": {"cli", "sim"},
+    "observe": {"cli", "graph", "rollout", "train", "weights", "envs", "scheduler"},
+    "cluster": {"cli", "graph", "rollout", "train", "weights", "store", "envs", "scheduler"},
+}
+
+IMPURE = {
+    "time",
+    "random",
+    "os",
+    "asyncio",
+    "logging",
+    "dask",
+    "distributed",
+    "torch",
+    "threading",
+    "subprocess",
+    "socket",
+}
+PURE_PARTS = {"policy", "planner"}
+
+
+def violations(source: str, module: str, imports_of: Imports) -> list[str]:
+    """What ``source``, which is ``module`` (``libra.part...``), imports against the arrows."""
+    part = module.split(".")[1] if "." in module else ""
+    found = []
+    for line, name in imports_of(source, module):
+        root, *rest = name.split(".")
+        if root == "libra":
+            target = rest[0] if rest else ""
+            if target == part:
+                continue
+            if part in ALLOWED and target not in ALLOWED[part]:
+                found.append(f"{module}:{line} imports {name}; {part} may import {', '.join(sorted(ALLOWED[part]))}")
+            elif target in FORBIDDEN.get(part, ()):
+                found.append(f"{module}:{line} imports {name}; {part} must not know {target}")
+        elif part in PURE_PARTS and root in IMPURE:
+            found.append(f"{module}:{line} imports {name}; {part} is pure: time and randomness arrive from outside")
+    return found
+
+
+def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: Imports) -> None:
+    found = [text for name, path in modules.items() for text in violations(path.read_text(), name, imports_of)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("libra.policy.fifo", "import time"),
+        ("libra.policy.fifo", "def late():\n    from random import Random"),
+        ("libra.policy.fifo", "import dask.config"),
+        ("libra.policy.fifo", "import torch.nn as nn"),
+        ("libra.policy.fifo", "from libra.store import record"),
+        ("libra.planner.split", "from libra.scheduler.plugin import LibraPlugin"),
+        ("libra.scheduler.plugin", "import libra.sim.clock"),
+        ("libra.sim.clock", "from libra import scheduler"),
+        ("libra.rollout.engine", "from libra.train import Replica"),
+        ("libra.train.step", "from ..weights import WeightStore"),
+        ("libra.weights.store", "from libra.graph.spec import RunSpec"),
+        ("libra.store.record", "from libra.scheduler.queue import ParkedQueue"),
+        ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
+        ("libra.types", "from libra.keys import make"),
+        ("libra.graph.driver", "from libra.cli.main import main"),
+    ],
+)
+def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) -> None:
+    assert len(violations(source, module, imports_of)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "libra.policy.fifo",
+            "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.messages import OpenGate",
+        ),
+        ("libra.policy.fifo", "from .messages import OpenGate"),
+        ("libra.graph.host", "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time"),
+        ("libra.store.journal", "import os\nfrom libra import keys"),
+    ],
+)
+def test_what_the_design_allows_is_allowed(module: str, source: str, imports_of: Imports) -> None:
+    assert violations(source, module, imports_of) == []

@@ -1,0 +1,100 @@
+"""`libra doctor --scheduler`: what a cluster lacks."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import dask.config
+import pytest
+from distributed import LocalCluster
+
+from libra.cli import cluster_checks as checks
+from libra.cluster.settings import DASK_SETTINGS
+
+
+def versions(**changed: str) -> dict[str, Any]:
+    packages = {"python": "3.11.7", "dask": "1", "distributed": "1", "torch": "2.13.0"}
+    return {
+        "client": {"packages": packages},
+        "scheduler": {"packages": packages},
+        "workers": {"tcp://a": {"packages": packages}, "tcp://b": {"packages": packages | changed}},
+    }
+
+
+def worker(name: str, nthreads: int, **resources: int) -> dict[str, Any]:
+    return {"name": name, "nthreads": nthreads, "resources": resources}
+
+
+WORKERS = {
+    "tcp://r": worker("rollout-0", 72, ROLLOUT=64),
+    "tcp://t": worker("tool-0", 72, TOOL=64, GRADE=4, COMMIT=1),
+    "tcp://g": worker("train-0", 9, TRAIN=1),
+}
+
+
+def test_equal_versions_share_a_line() -> None:
+    (check,) = checks.version_checks(versions())
+    assert check.state == "ok"
+    assert "2 workers" in check.detail
+
+
+def test_a_worker_with_another_version_is_named() -> None:
+    (check,) = checks.version_checks(versions(torch="2.12.0"))
+    assert (check.name, check.state) == ("versions of torch", "fail")
+    assert "2.12.0 on tcp://b" in check.detail
+    assert "constraints.txt" in check.advice
+
+
+def test_workers_for_every_role_share_a_line() -> None:
+    (check,) = checks.role_checks(WORKERS, "tcp://s")
+    assert check.state == "ok"
+    assert "ROLLOUT 64" in check.detail
+
+
+@pytest.mark.parametrize("role", ["tcp://r", "tcp://t", "tcp://g"])
+def test_a_missing_role_says_how_to_start_it(role: str) -> None:
+    found = list(checks.role_checks({k: v for k, v in WORKERS.items() if k != role}, "tcp://s"))
+    missing = WORKERS[role]["resources"]
+    assert len(found) == len(missing)
+    for check, resource in zip(found, missing, strict=True):
+        assert check.state == "fail"
+        assert resource in check.detail
+        assert check.advice.startswith("dask worker tcp://s ")
+
+
+def test_two_committers_fail() -> None:
+    two = WORKERS | {"tcp://t2": worker("tool-1", 72, TOOL=64, COMMIT=1)}
+    (check,) = checks.role_checks(two, "tcp://s")
+    assert "COMMIT" in check.detail
+
+
+def test_slots_without_threads_fail() -> None:
+    (check,) = checks.role_checks(WORKERS | {"tcp://r": worker("rollout-0", 2, ROLLOUT=64)}, "tcp://s")
+    assert "rollout-0" in check.detail
+
+
+def test_no_scheduler_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CONNECT_TIMEOUT_S", 0.2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+        (check,) = checks.cluster_checks(address)
+    assert (check.state, check.advice) == ("fail", "dask scheduler --port 8786")
+    assert address in check.detail
+    (check,) = checks.cluster_checks("nonsense://x")
+    assert check.state == "fail"
+
+
+def test_a_stock_cluster_is_told_what_it_lacks() -> None:
+    with (
+        dask.config.set(DASK_SETTINGS | {"distributed.scheduler.work-stealing": True}),
+        LocalCluster(n_workers=1, processes=False, threads_per_worker=1, dashboard_address=":0") as cluster,
+    ):
+        found = {check.name: check for check in checks.cluster_checks(cluster.scheduler_address)}
+    assert found["scheduler"].state == "ok"
+    assert found["versions"].state == "ok"
+    stealing = found["distributed.scheduler.work-stealing"]
+    assert stealing.state == "fail"
+    assert stealing.advice.startswith("libra doctor --settings > libra-dask.yaml")
+    assert found["workers"].state == "fail"

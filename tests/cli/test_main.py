@@ -1,0 +1,222 @@
+"""The command line: what it prints, to which stream, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from libra.cli.main import installed_version, made_run_name, main
+from libra.cli.reference import reference_markdown
+from libra.config import RunConfig, load_config
+from libra.config.fields import field_references
+from libra.errors import ConfigError
+from libra.keys import check_run_name
+
+Libra = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
+    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
+    """Configurations that reach the driver, which is replaced."""
+    seen: list[RunConfig] = []
+
+    def driver_run(config: RunConfig) -> SimpleNamespace:
+        seen.append(config)
+        evaluations = [
+            {"reward": 0.25, "num": 4, "failures": 0, "bins": {"1": [0.5, 2], "2": [0.0, 2]}},
+            {"reward": 0.75, "num": 4, "failures": 1, "bins": {"1": [1.0, 2], "2": [0.5, 1]}},
+        ]
+        return SimpleNamespace(
+            run=config.run.name,
+            directory=tmp_path / "the run",
+            iterations=[{"reward": 0.1}, {"reward": 0.2}],
+            evaluations=evaluations,
+            reward_before=0.25,
+            reward_after=0.75,
+            checkpoint=None,
+            wall_s=75.0,
+        )
+
+    monkeypatch.setattr("libra.graph.driver.run", driver_run)
+    return seen
+
+
+def test_importing_the_command_imports_nothing_heavy() -> None:
+    heavy = "'torch', 'dask', 'distributed', 'transformers', 'zarr', 'pydantic', 'numpy', 'rich', 'bokeh'"
+    code = f"import sys, libra.cli.main; print([name for name in ({heavy}) if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_every_command(libra: Libra) -> None:
+    code, out, _ = libra("--help")
+    assert code == 0
+    for command in ("run", "config", "inspect", "doctor"):
+        assert f"\n  {command} " in out
+        assert libra(command, "--help")[0] == 0
+
+
+def test_version_is_that_of_the_package(libra: Libra) -> None:
+    assert libra("--version")[:2] == (0, f"libra, version {installed_version()}\n")
+
+
+def test_config_prints_what_reads_back(libra: Libra, tmp_path: Path) -> None:
+    code, out, err = libra("config", "libra/quickstart", "run.seed=7", "trainer.lr=1e-5")
+    assert (code, err) == (0, "")
+    (tmp_path / "resolved.yaml").write_text(out)
+    assert load_config(tmp_path / "resolved.yaml") == load_config("libra/quickstart", ["run.seed=7", "trainer.lr=1e-5"])
+
+
+def test_config_fields_explains_every_key(libra: Libra) -> None:
+    code, out, _ = libra("config", "--fields")
+    assert code == 0
+    assert all(f"{name} = {field.default}" in out for name, field in field_references().items())
+
+
+def test_config_without_a_file_says_what_to_type(libra: Libra) -> None:
+    code, out, err = libra("config")
+    assert (code, out) == (2, "")
+    assert "libra config configs/quickstart.yaml" in err
+
+
+@pytest.mark.parametrize("command", ["config", "run", "doctor"])
+def test_a_wrong_configuration_is_one_message_and_exit_code_2(libra: Libra, ran: list[RunConfig], command: str) -> None:
+    code, out, err = libra(command, "libra/quickstart", "trainer.lrr=3")
+    assert (code, out) == (2, "")
+    assert err.startswith("libra: unknown key trainer.lrr")
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+    assert ran == []
+
+
+def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBRA_TRACEBACK", "1")
+    with pytest.raises(ConfigError):
+        main(["config", "nowhere.yaml"])
+
+
+def test_an_unknown_option_is_exit_code_2(libra: Libra) -> None:
+    code, _, err = libra("run", "--nonsense")
+    assert code == 2
+    assert "No such option" in err
+
+
+def test_run_hands_the_configuration_to_the_driver(libra: Libra, ran: list[RunConfig]) -> None:
+    address = "tls://[::1]:8786"
+    code, _, _ = libra("run", "libra/quickstart", "run.name=mine", "run.seed=3", "--scheduler", address)
+    assert code == 0
+    assert ran == [load_config("libra/quickstart", ["run.name=mine", "run.seed=3", f"cluster.scheduler='{address}'"])]
+
+
+def test_run_makes_a_name_from_the_file_and_the_time(libra: Libra, ran: list[RunConfig]) -> None:
+    assert libra("run", "libra/quickstart")[0] == 0
+    name = ran[0].run.name
+    assert name is not None
+    assert name.startswith("quickstart_")
+    assert check_run_name(name) == name
+
+
+@pytest.mark.parametrize("config", ["a b.yaml", "x/-.yaml", "libra/quick-start", "é.yaml", f"{'y' * 80}.yaml"])
+def test_a_made_name_always_fits_a_key(config: str) -> None:
+    name = made_run_name(config, datetime(2026, 1, 31, 14, 25, 1))
+    assert check_run_name(name).endswith("_0131_142501")
+
+
+def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: list[RunConfig], tmp_path: Path) -> None:
+    _, out, _ = libra("run", "libra/quickstart")
+    assert "2 iterations in 1 min 15 s" in out
+    assert "mean reward 0.250 before, 0.750 after (+0.500), 4 questions each" in out
+    assert "1: 0.50 -> 1.00, 2: 0.00 -> 0.50" in out
+    assert "1 questions" in out
+    assert f"libra inspect '{tmp_path}/the run'" in out
+    assert "tensorboard --logdir" in out
+    assert "tensorboard" not in libra("run", "libra/quickstart", "observe.tensorboard=false")[1]
+
+
+def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: RunConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("libra.graph.driver.run", interrupted)
+    code, _, err = libra("run", "libra/quickstart")
+    assert code == 130
+    assert "interrupted" in err
+
+
+def test_inspect_passes_every_option_on(libra: Libra, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Path, dict[str, object]]] = []
+    monkeypatch.setattr("libra.observe.inspect.inspect_run", lambda run_dir, **choice: seen.append((run_dir, choice)))
+    options = (
+        "--index 3 --split eval --iteration 1 --group 2 --sample 4 --failed --order best --tokens --limit 5 --json"
+    )
+    assert libra("inspect", "runs/x", *options.split())[0] == 0
+    choice = {"index": 3, "split": "eval", "iteration": 1, "group": 2, "sample": 4, "failed": True}
+    assert seen == [(Path("runs/x"), choice | {"order": "best", "tokens": True, "limit": 5, "as_json": True})]
+
+
+def test_inspect_of_no_run_is_a_clear_error(libra: Libra, tmp_path: Path) -> None:
+    code, out, err = libra("inspect", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert err.startswith("libra: ")
+    assert str(tmp_path) in err
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback(repository: Path) -> None:
+    code = "import libra.cli.main as m; m.main(['config', 'libra/quickstart'])"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=nobody, stderr=subprocess.PIPE, text=True, cwd=repository, check=False
+        )
+    assert done.stderr == ""
+
+
+def test_doctor_prints_dask_settings_as_a_file(libra: Libra, repository: Path) -> None:
+    code, out, _ = libra("doctor", "--settings")
+    assert code == 0
+    assert out == (repository / "docker/dask.yaml").read_text(), "type: make docs"
+
+
+def test_doctor_of_a_sound_machine_ends_well(libra: Libra) -> None:
+    code, out, _ = libra("doctor", "libra/quickstart", "cluster.dashboard_port=0", "cluster.threads=1", "--json")
+    checks = json.loads(out)
+    assert {check["name"] for check in checks} >= {"Python", "packages", "model", "environment", "dashboard port"}
+    assert [check for check in checks if check["state"] == "fail"] == []
+    assert code == 0
+
+
+def test_doctor_fails_on_what_would_fail_a_run(libra: Libra) -> None:
+    code, out, _ = libra("doctor", "libra/quickstart", "model.path=./gone", "cluster.dashboard_port=0")
+    assert code == 1
+    assert "there is no directory './gone'" in out.replace("\n", " ").replace("  ", "").replace(
+        "directory'", "directory '"
+    )
+    assert "type: model.path=libra/tiny-arithmetic" in out
+    assert "1 to mend" in out
+
+
+def test_the_page_in_docs_is_up_to_date(repository: Path) -> None:
+    assert (repository / "docs/cli.md").read_text() == reference_markdown(), "type: make docs"

@@ -1,0 +1,94 @@
+"""Dask's settings: stock ones are found wanting, Libra's are not, and the file says the same as the code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.config
+import pytest
+import yaml
+from distributed import Client, LocalCluster
+
+from libra.cluster.settings import (
+    DASK_SETTINGS,
+    SETTINGS,
+    check_settings,
+    cluster_setting_problems,
+    settings_yaml,
+)
+
+
+def stock() -> dict[str, Any]:
+    """The settings Dask comes with, whatever this machine or an earlier test set."""
+    config: dict[str, Any] = {}
+    dask.config.refresh(config=config, paths=[], env={})
+    return config
+
+
+def tree(**values: Any) -> dict[str, Any]:
+    """Dask's configuration with Libra's settings, some of them changed (by the last part of their key)."""
+    config = stock()
+    dask.config.set(DASK_SETTINGS, config=config)
+    for name, value in values.items():
+        (key,) = (setting.key for setting in SETTINGS if setting.key.endswith(f".{name.replace('_', '-')}"))
+        dask.config.set({key: value}, config=config)
+    return config
+
+
+def keys(process: Any, in_force: Any) -> set[str]:
+    return {problem.setting.key.removeprefix("distributed.") for problem in check_settings(in_force, process)}
+
+
+def test_what_dask_comes_with_is_not_enough() -> None:
+    assert "scheduler.work-stealing" in keys("scheduler", stock())
+    assert {"worker.daemon", "worker.memory.spill", "worker.memory.pause"} <= keys("worker", stock())
+
+
+def test_libras_own_settings_have_no_problem() -> None:
+    assert keys("scheduler", tree()) | keys("worker", tree()) == set()
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_every_setting_is_checked_in_its_process_and_explained(setting: Any) -> None:
+    wrong = {False: True, None: "10s", "120s": "5s", 1.0: 1.5, 3: 1}[setting.value]
+    changed = tree(**{setting.key.rpartition(".")[2].replace("-", "_"): wrong})
+    (problem,) = check_settings(changed, setting.process)
+    assert problem.setting == setting
+    assert setting.reason in problem.message
+    assert "DASK_CONFIG" in problem.message
+    other = "worker" if setting.process == "scheduler" else "scheduler"
+    assert check_settings(changed, other) == ()
+
+
+@pytest.mark.parametrize("value", ["30s", "10 minutes", 60, None])
+def test_a_longer_time_to_live_is_as_good(value: object) -> None:
+    assert keys("scheduler", tree(worker_ttl=value)) == set()
+
+
+@pytest.mark.parametrize("value", ["5s", 29.9, "soon", True])
+def test_a_short_or_unreadable_time_to_live_is_not(value: object) -> None:
+    assert keys("scheduler", tree(worker_ttl=value)) == {"scheduler.worker-ttl"}
+
+
+def test_a_setting_that_is_not_there_is_a_problem() -> None:
+    problems = check_settings({}, "worker")
+    assert {problem.got for problem in problems} == {"not set"}
+    assert len(problems) == sum(setting.process == "worker" for setting in SETTINGS)
+
+
+def test_dask_reads_the_file_as_the_settings() -> None:
+    from_file: dict[str, Any] = {}
+    dask.config.update(from_file, yaml.safe_load(settings_yaml()))
+    assert {key: dask.config.get(key, config=from_file) for key in DASK_SETTINGS} == DASK_SETTINGS
+
+
+def test_a_running_cluster_is_asked_for_what_is_in_force_there() -> None:
+    with (
+        dask.config.set(DASK_SETTINGS),
+        LocalCluster(n_workers=2, processes=False, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        assert cluster_setting_problems(client) == ()
+        with dask.config.set({"distributed.scheduler.work-stealing": True, "distributed.worker.daemon": True}):
+            found = [problem.setting.key for problem in cluster_setting_problems(client)]
+        assert found == ["distributed.scheduler.work-stealing", "distributed.worker.daemon"]

@@ -1,0 +1,105 @@
+"""What names of models stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from libra.config import resolve_model
+from libra.errors import ModelError
+
+
+def make_model(directory: Path, *files: str) -> Path:
+    directory.mkdir(parents=True)
+    for name in files:
+        (directory / name).write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_a_directory_with_a_model_is_itself(tmp_path: Path, weights: str) -> None:
+    directory = make_model(tmp_path / "model", "config.json", weights)
+    assert resolve_model(str(directory)) == directory
+
+
+def test_the_model_that_ships_is_whole() -> None:
+    directory = resolve_model("libra/tiny-arithmetic")
+    assert isinstance(directory, Path)
+    assert (directory / "config.json").is_file()
+    assert sum(path.stat().st_size for path in directory.glob("*.safetensors")) <= 6 * 2**20
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_a_hugging_face_id_is_left_to_transformers(name: str) -> None:
+    assert resolve_model(name) == name
+
+
+@pytest.mark.parametrize("name", ["./gone", "/gone/model", "~/gone", "a/b/c", "gone/", "../gone"])
+def test_a_missing_directory_is_named(name: str) -> None:
+    with pytest.raises(ModelError, match="there is no directory") as caught:
+        resolve_model(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_missing_directory_in_one_that_exists_is_no_hugging_face_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="there is no directory 'models/gone'"):
+        resolve_model("models/gone")
+
+
+@pytest.mark.parametrize("name", ["two words", "org/na me", "-x", "org:model"])
+def test_what_is_no_id_either_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="neither a directory nor a Hugging Face id"):
+        resolve_model(name)
+
+
+def test_an_unknown_shipped_model_lists_those_that_ship() -> None:
+    with pytest.raises(
+        ModelError, match=r"no model 'libra/huge' ships with Libra; those that do: .*libra/tiny-arithmetic"
+    ):
+        resolve_model("libra/huge")
+
+
+@pytest.mark.parametrize(
+    ("files", "lacks"),
+    [
+        ((), "config.json, *.safetensors (or pytorch_model*.bin)"),
+        (("config.json",), "*.safetensors"),
+        (("model.safetensors",), "config.json"),
+    ],
+)
+def test_an_incomplete_directory_says_what_it_lacks(tmp_path: Path, files: tuple[str, ...], lacks: str) -> None:
+    directory = make_model(tmp_path / "model", *files)
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(directory))
+    assert f"lacks {lacks}" in str(caught.value)
+
+
+def test_every_shard_of_the_index_has_to_be_there(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", "config.json", "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors;"):
+        resolve_model(str(directory))
+    (directory / "model-2.safetensors").write_text("")
+    assert resolve_model(str(directory)) == directory
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_a_model_error(tmp_path: Path, text: str) -> None:
+    directory = make_model(tmp_path / "model", "config.json")
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="no index of weights"):
+        resolve_model(str(directory))
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_text("")
+    with pytest.raises(ModelError, match="is a file"):
+        resolve_model(str(path))

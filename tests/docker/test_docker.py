@@ -1,0 +1,193 @@
+"""Nothing here can build the images, so every command in them is one that `make` offers, or that these tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from distributed import Client
+
+from libra.cli.main import cli, main
+from libra.cluster.checks import NEEDED
+from libra.config import load_config
+
+DASK_COMMANDS = {"scheduler": "distributed.cli.dask_scheduler", "worker": "distributed.cli.dask_worker"}
+
+
+def dockerfile_commands(text: str) -> list[list[str]]:
+    """Words of every RUN and CMD; one that joins commands by shell operators is not simple enough to be checked."""
+    found = []
+    for instruction, rest in re.findall(r"^(RUN|CMD|ENTRYPOINT)\s+(.*)$", text, re.MULTILINE):
+        assert not re.search(r"&&|\|\||;|\\$", rest), f"{instruction} {rest}: one command each"
+        found.append(json.loads(rest) if rest.startswith("[") else shlex.split(rest))
+    return found
+
+
+def compose_commands(compose: dict[str, Any]) -> dict[str, list[str]]:
+    """Command of every service, and of every health check."""
+    found = {}
+    for name, service in compose["services"].items():
+        found[name] = service["command"]
+        if "healthcheck" in service:
+            kind, *words = service["healthcheck"]["test"]
+            assert kind == "CMD"
+            found[f"{name} health"] = words
+    return found
+
+
+def check_command(words: list[str], makefile: str) -> None:
+    """Raise where ``words`` is no target of the Makefile, no `libra` command and no `dask` command with these options."""
+    if words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word]
+        variables = [word.partition("=")[0] for word in words[1:] if "=" in word]
+        assert len(targets) == 1
+        assert re.search(rf"^{targets[0]}:", makefile, re.MULTILINE), f"no target {targets[0]}"
+        assert all(re.search(rf"^{name} \?=", makefile, re.MULTILINE) for name in variables), variables
+    elif words[0] == "libra":
+        command = cli.commands[words[1]]
+        command.make_context(words[1], list(words[2:]))
+    else:
+        assert words[0] == "dask", words
+        command = import_module(DASK_COMMANDS[words[1]]).main
+        context = command.make_context(words[1], list(words[2:]))
+        values = (*context.params["preload_argv"], context.params.get("scheduler") or "")
+        unknown = [value for value in values if value.startswith("-")]
+        if unknown:
+            raise click.NoSuchOption(unknown[0])
+
+
+@pytest.fixture(scope="module")
+def compose(repository: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((repository / "docker/compose.yaml").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def makefile(repository: Path) -> str:
+    return (repository / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+def test_every_command_of_an_image_is_known(repository: Path, makefile: str, name: str) -> None:
+    commands = dockerfile_commands((repository / "docker" / name).read_text())
+    assert [words[:2] for words in commands] == [["make", "setup"], ["libra", "doctor"], ["libra", "run"]]
+    for words in commands:
+        check_command(words, makefile)
+    load_config(repository / commands[-1][2], commands[-1][3:])
+
+
+def test_every_command_of_the_cluster_is_known(compose: dict[str, Any], makefile: str, repository: Path) -> None:
+    commands = compose_commands(compose)
+    assert set(commands) == {"scheduler", "scheduler health", "rollout", "tool", "train", "driver"}
+    for words in commands.values():
+        check_command(words, makefile)
+    load_config(repository / commands["driver"][2])
+
+
+@pytest.mark.parametrize(
+    "words", [["make", "nothing"], ["make", "setup", "NOTHING=1"], ["libra", "fly"], ["pip", "install", "x"]]
+)
+def test_an_unknown_command_is_caught(words: list[str], makefile: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        check_command(words, makefile)
+
+
+@pytest.mark.parametrize("words", [["libra", "run", "--nothing"], ["dask", "worker", "--nothing"]])
+def test_an_unknown_option_is_caught(words: list[str], makefile: str) -> None:
+    with pytest.raises(click.UsageError):
+        check_command(words, makefile)
+
+
+def test_workers_are_started_as_libra_says_they_are(compose: dict[str, Any]) -> None:
+    commands = [" ".join(words) for name, words in compose_commands(compose).items() if words[:2] == ["dask", "worker"]]
+    for _, options in NEEDED.values():
+        assert sum(options in command for command in commands) == 1, options
+
+
+def test_only_loopback_sees_the_dashboard_and_nobody_the_scheduler(compose: dict[str, Any]) -> None:
+    published = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert published == ["127.0.0.1:8787:8787"]
+
+
+def test_dockerfiles_and_compose_name_files_that_exist(repository: Path, compose: dict[str, Any]) -> None:
+    for name in ("Dockerfile.cpu", "Dockerfile.cuda"):
+        (path,) = re.findall(r"DASK_CONFIG=/opt/libra/(\S+)", (repository / "docker" / name).read_text())
+        assert (repository / path).is_file()
+    for service in compose["services"].values():
+        build = service["build"]
+        assert (repository / "docker" / build["context"] / build["dockerfile"]).is_file()
+
+
+@contextmanager
+def processes(commands: list[list[str]], repository: Path, logs: Path) -> Iterator[None]:
+    """Commands of the cluster as processes of their own, with the settings the images set; all stopped at the end."""
+    environment = os.environ | {"DASK_CONFIG": str(repository / "docker/dask.yaml"), "PYTHONPATH": str(repository)}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, words in enumerate(commands):
+            with (logs / f"{number}.log").open("wb") as output:
+                words = [sys.executable, "-m", *words]
+                started.append(
+                    subprocess.Popen(words, stdout=output, stderr=output, env=environment, start_new_session=True)
+                )
+        yield
+    finally:
+        for each in started:  # a nanny and its worker are one session
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+        for each in started:
+            each.wait()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Callable[[list[str]], list[str]]:
+    """A command of compose.yaml as it is typed on this machine: any free port, the address it came to, loopback."""
+
+    def changed(words: list[str]) -> list[str]:
+        file = str(tmp_path / "scheduler.json")
+        words = ["--scheduler-file" if word == "--port" else file if word == "8786" else word for word in words]
+        words = ["127.0.0.1:0" if word == ":8787" else word for word in words]
+        words = [
+            part for word in words for part in ((["--scheduler-file", file]) if word.startswith("tcp://") else [word])
+        ]
+        return [*words, "--host", "127.0.0.1", *(["--port", "0"] if words[1] == "scheduler" else ["--no-dashboard"])]
+
+    return changed
+
+
+def test_the_cluster_comes_up_and_passes_the_doctor(
+    compose: dict[str, Any],
+    repository: Path,
+    tmp_path: Path,
+    here: Callable[[list[str]], list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands = compose_commands(compose)
+    roles = [here(commands[name]) for name in ("scheduler", "rollout", "tool", "train")]
+    file = str(tmp_path / "scheduler.json")
+    with (
+        processes(roles, repository, tmp_path),
+        Client(scheduler_file=file, timeout=60, set_as_default=False) as client,
+    ):
+        client.wait_for_workers(3, timeout=60)
+        address = client.scheduler.address
+        health = [word.replace("tcp://127.0.0.1:8786", address) for word in commands["scheduler health"]]
+        with pytest.raises(SystemExit):
+            main([*health[1:], "--json"])
+        checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+        logs = "\n".join(path.read_text()[-2000:] for path in sorted(tmp_path.glob("*.log")))
+    cluster = {name: checks[name]["state"] for name in ("scheduler", "versions", "Dask settings", "workers")}
+    assert set(cluster.values()) == {"ok"}, f"{checks}\n{logs}"

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from libra.envs import FunctionEnvironment, run_grader
+from libra.errors import RewardFault
+
+gate = threading.Event()
+
+
+def graded(reward, make_episode, timeout_s: float = 10.0) -> float:
+    environment = FunctionEnvironment(prompts=["hi"], reward=reward)
+    episode = make_episode(environment.prompt("train", 0), "four")
+    return asyncio.run(run_grader(environment, episode, timeout_s))
+
+
+async def waits(completion: str) -> float:
+    return len(completion) / 2
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"),
+    [
+        (lambda completion: len(completion), 4.0),
+        (lambda completion: completion == "four", 1.0),
+        (lambda completion: np.float32(0.5), 0.5),
+        (lambda completion: np.bool_(True), 1.0),
+        (lambda prompt, episode: -float(episode.prompt is prompt), -1.0),
+        (waits, 2.0),
+    ],
+)
+def test_a_finite_number_is_the_reward(reward, value, make_episode):
+    given = graded(reward, make_episode)
+    assert given == value
+    assert type(given) is float
+
+
+def raises(completion):
+    raise ZeroDivisionError("nothing to divide")
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (raises, "ZeroDivisionError: nothing to divide"),
+        (lambda completion: float("nan"), "nan"),
+        (lambda completion: float("inf"), "inf"),
+        (lambda completion: None, "None (NoneType)"),
+        (lambda completion: "1.0", "'1.0' (str)"),
+        (lambda completion: [1.0], "[1.0] (list)"),
+        (lambda completion: 10**400, "too large"),
+        (lambda completion: exit(1), "SystemExit"),
+    ],
+)
+def test_anything_else_is_a_fault_that_names_environment_trajectory_and_value(reward, says, make_episode):
+    with pytest.raises(RewardFault) as caught:
+        graded(reward, make_episode)
+    for part in ("FunctionEnvironment", "train-0-0-0", says):
+        assert part in str(caught.value)
+
+
+def test_a_reward_that_hangs_is_a_fault(make_episode):
+    with pytest.raises(RewardFault, match=r"did not return within 0\.01 s"):
+        graded(lambda completion: gate.wait(), make_episode, timeout_s=0.01)
+    gate.set()

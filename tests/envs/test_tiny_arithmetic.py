@@ -1,0 +1,137 @@
+"""The model that ships: its files, its tokenizer and template, and the script that makes them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import libra
+from libra.envs import make_environment
+
+MODEL = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
+SCRIPT = Path(libra.__file__).parent.parent / "workflows" / "make_tiny_model.py"
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "d = 22 * 3"}}\n</tool_call>'
+END = "<|im_end|>"
+
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return make_environment("tool_arithmetic", {}, 0)
+
+
+def rendered(environment, messages, **options):
+    return tokenizer.apply_chat_template(messages, tools=environment.tool_schemas, tokenize=False, **options)
+
+
+def test_it_is_a_qwen3_of_the_stated_size():
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    assert model.config.model_type == "qwen3"
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000
+    assert (MODEL / "model.safetensors").stat().st_size <= 6_000_000
+    assert len(tokenizer) <= model.config.vocab_size
+    assert tokenizer.eos_token == END
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_the_tokenizer(text):
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_digits_and_lone_letters_are_single_tokens_and_scaffolding_is_few():
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode(CALL + END)]
+    assert pieces == [
+        "<tool_call>",
+        '\n{"name": "calculator", "arguments": {"expression": "',
+        *("d", " = ", "2", "2", " * ", "3"),
+        '"}}\n',
+        "</tool_call>",
+        END,
+    ]
+
+
+def test_tool_markup_is_kept_where_special_tokens_are_skipped():
+    assert tokenizer.decode(tokenizer.encode(CALL + END), skip_special_tokens=True) == CALL
+
+
+def test_the_template_renders_tools_calls_and_responses_as_qwen_does(environment):
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "d = 22 * 3"}}}
+    messages = [
+        {"role": "system", "content": "Be right."},
+        {"role": "user", "content": "k = 22\nd = k * 3\nWhat is d?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "d = 66"},
+        {"role": "tool", "content": "again"},
+    ]
+    assert rendered(environment, messages, add_generation_prompt=True) == (
+        "<|im_start|>system\nBe right.\nTools: calculator<|im_end|>\n"
+        "<|im_start|>user\nk = 22\nd = k * 3\nWhat is d?<|im_end|>\n"
+        f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nd = 66\n</tool_response>\n<tool_response>\nagain\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_what_follows_a_turn_does_not_depend_on_what_came_before(environment):
+    messages = [*environment.prompt("eval", 3).messages, {"role": "assistant", "content": CALL}]
+    longer = [*messages, {"role": "tool", "content": "d = 66"}]
+    before = rendered(environment, messages)
+    assert rendered(environment, longer).startswith(before)
+    assert before.endswith(f"{CALL}{END}\n")
+
+
+def test_the_longest_question_fits_in_four_hundred_tokens(environment):
+    messages = list(environment.prompt("eval", 7).messages)
+    for _ in range(8):
+        messages += [
+            {"role": "assistant", "content": CALL.replace("22", "222")},
+            {"role": "tool", "content": "d = 666"},
+        ]
+    assert len(tokenizer.encode(rendered(environment, messages, add_generation_prompt=True))) <= 400
+
+
+def test_demonstrations_have_at_most_three_operations_and_show_every_habit(script):
+    demonstrator = script.Demonstrator(5, script.HABITS)
+    flawless = script.Demonstrator(5, {})
+    shown = [demonstrator.conversation(index) for index in range(400)]
+    text = json.dumps(shown)
+    for index, messages in enumerate(shown):
+        assert 1 <= len(messages[1]["content"].splitlines()) - 2 <= 3
+        answer = flawless.environment.prompt("train", index).facts["answer"]
+        assert flawless.conversation(index)[-1]["content"] == str(answer)
+    for said in ("timed out after", "malformed call: not valid JSON", "malformed call: no", "OverflowError"):
+        assert said in text
+
+
+def test_the_script_makes_the_tokenizer_that_ships(script, tmp_path, monkeypatch, capsys):
+    arguments = ["--out", str(tmp_path), "--skill-steps", "2", "--habit-steps", "1", "--batch", "4"]
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", *arguments])
+    script.main()
+    assert "1-3 operations only" in capsys.readouterr().out
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+    ):
+        assert (tmp_path / name).read_text() == (MODEL / name).read_text(), name
+    assert (tmp_path / "model.safetensors").stat().st_size == (MODEL / "model.safetensors").stat().st_size

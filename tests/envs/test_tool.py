@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from libra.envs import Tool, tool
+from libra.errors import ConfigError
+
+
+def weather(city: str, days: int = 1, action_id: str = "") -> str:
+    """Forecast for a city.
+
+    Args:
+        city: Its name.
+        days: How many days ahead.
+    """
+    return f"{city} {days} {action_id}"
+
+
+def no_docstring(city: str) -> str:
+    return city
+
+
+def no_hint(city) -> str:
+    """Forecast.
+
+    Args:
+        city: Its name.
+    """
+    return city
+
+
+def no_description(city: str, days: int) -> str:
+    """Forecast.
+
+    Args:
+        city: Its name.
+    """
+    return city
+
+
+def positional(*cities: str) -> str:
+    """Forecast."""
+    return cities[0]
+
+
+def test_schema_says_what_the_function_says_and_hides_the_action_id():
+    made = tool(weather)
+    function = made.schema["function"]
+    assert made.schema["type"] == "function"
+    assert (function["name"], function["description"]) == ("weather", "Forecast for a city.")
+    assert function["parameters"]["properties"] == {
+        "city": {"type": "string", "description": "Its name."},
+        "days": {"type": "integer", "description": "How many days ahead."},
+    }
+    assert made.required == ("city",)
+    assert made.takes_action_id
+    assert not made.is_async
+    assert made.usage == '{"name": "weather", "arguments": {"city": ..., "days": ...}}'
+
+
+def test_methods_and_async_functions_are_tools_too():
+    class Shop:
+        async def price(self, item: str) -> float:
+            """Price.
+
+            Args:
+                item: What.
+            """
+            return 1.0
+
+    made = tool(Shop().price, name="cost")
+    assert made.name == made.schema["function"]["name"] == "cost"
+    assert made.is_async
+    assert list(made.parameters) == ["item"]
+    assert not made.takes_action_id
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (no_docstring, "city: what it is"),
+        (no_hint, "'city: str'"),
+        (no_description, "'    days: what it is'"),
+        (positional, "named arguments"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_says_what_to_add(function, says):
+    with pytest.raises(ConfigError) as caught:
+        tool(function)
+    assert f"tool {function.__name__!r}" in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"max_payload_chars": 0}])
+def test_limits_must_be_positive(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        tool(weather, **wrong)
+
+
+def test_a_tool_can_be_made_by_hand_from_a_partial():
+    made = Tool("w", functools.partial(weather, days=3), tool(weather).schema)
+    assert made.function(city="x") == "x 3 "

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.envs import make_environment, run_action
+from libra.envs.tool_arithmetic import LIMIT, TRAIN_SHARES, ToolArithmetic, calculate
+from libra.errors import ConfigError
+from libra.types import ToolCall, ToolStatus
+
+LINE = re.compile(r"([a-z]) = ([a-z]) ([-+*]) (\d)")
+
+
+def text_of(environment, split, index):
+    return environment.prompt(split, index).messages[-1]["content"]
+
+
+def test_questions_are_a_chain_in_which_each_line_uses_another():
+    environment = ToolArithmetic()
+    for index in range(400):
+        prompt = environment.prompt("train", index)
+        start, *lines, ask = prompt.messages[-1]["content"].splitlines()
+        assert len(lines) == prompt.facts["num_operations"]
+        name, number = start.split(" = ")
+        value, by_use = int(number), {LINE.fullmatch(line)[2]: LINE.fullmatch(line) for line in lines}
+        while name in by_use:
+            name, _, sign, operand = by_use.pop(name).groups()
+            value = int(calculate(f"{value} {sign} {operand}"))
+            assert 0 <= value <= LIMIT
+        assert not by_use
+        assert (ask, value) == (f"What is {name}?", prompt.facts["answer"])
+
+
+def test_lines_are_in_no_order():
+    environment = ToolArithmetic()
+    first_lines = [text_of(environment, "eval", 8 * index + 1).splitlines() for index in range(60)]
+    uses_start = sum(lines[1].split()[2] == lines[0][0] for lines in first_lines)
+    assert 15 < uses_start < 45
+
+
+def test_training_lengths_have_a_long_tail_and_evaluation_has_equal_shares():
+    environment = ToolArithmetic()
+    train = Counter(environment.prompt("train", index).facts["num_operations"] for index in range(3000))
+    assert [train[n] / 3000 for n in range(1, 9)] == pytest.approx(TRAIN_SHARES, abs=0.03)
+    held_out = Counter(environment.prompt("eval", index).facts["num_operations"] for index in range(256))
+    assert set(held_out.values()) == {32}
+    assert len(held_out) == 8
+
+
+def test_no_question_is_in_both_splits_whatever_the_seeds():
+    def texts(split, seeds, count):
+        made = [ToolArithmetic(seed=seed, max_operations=1) for seed in seeds]
+        return {text_of(environment, split, index) for environment in made for index in range(count)}
+
+    train, held_out = texts("train", (0, 1), 2500), texts("eval", (0, 2), 500)
+    assert len(train) > 4500
+    assert len(held_out) > 900
+    assert not train & held_out
+
+
+@given(st.integers(0, 10**9), st.sampled_from(["train", "eval"]))
+def test_a_question_depends_on_seed_split_and_index_alone(index, split):
+    assert ToolArithmetic(seed=3).prompt(split, index) == ToolArithmetic(seed=3).prompt(split, index)
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("d = 22 * 3", "d = 66"), ("7-9", "-2"), ("d=-3 + -4", "d = -7"), (" total = 1 + 1 ", "total = 2")],
+)
+def test_the_calculator_does_one_operation(expression, result):
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "1 + 2 + 3", "d = k * 3", "6 / 2", "(1 + 2) * 3", "__import__('os')", "1" * 10**5 + "+1"]
+)
+def test_the_calculator_does_nothing_else(expression):
+    with pytest.raises(ValueError, match="one operation per call"):
+        calculate(expression)
+
+
+def test_overflow_is_an_error_the_model_reads():
+    environment = ToolArithmetic(timeout_rate=0.0)
+    call = ToolCall("calculator", {"expression": "d = 999 * 2"})
+    given = asyncio.run(run_action(environment, environment.prompt("train", 0), call, action_id="a"))
+    assert (given.status, given.content) == (ToolStatus.ERROR, "OverflowError: the result is above 999")
+
+
+def test_the_stated_share_of_calls_hangs_and_which_ones_depends_on_the_action_id():
+    environment = ToolArithmetic(timeout_rate=0.25, timeout_s=0.001)
+    prompt, call = environment.prompt("train", 0), ToolCall("calculator", {"expression": "d = 2 * 3"})
+
+    async def run() -> list[ToolStatus]:
+        actions = (run_action(environment, prompt, call, action_id=f"train-0-0-{i}/0/0") for i in range(400))
+        return [given.status for given in await asyncio.gather(*actions)]
+
+    first, again = asyncio.run(run()), asyncio.run(run())
+    assert first == again
+    assert set(first) == {ToolStatus.OK, ToolStatus.TIMEOUT}
+    assert first.count(ToolStatus.TIMEOUT) / 400 == pytest.approx(0.25, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("{}", 1.0),
+        ("The answer is {}.", 1.0),
+        ("1 then {}<|im_end|>", 1.0),
+        ("{}0", 0.0),
+        ("", 0.0),
+        ("{} or 1", 0.0),
+        ("9" * 10**5, 0.0),
+    ],
+)
+def test_the_reward_is_one_for_the_exact_last_number(answer, reward, make_episode):
+    prompt = ToolArithmetic().prompt("eval", 7)
+    assert ToolArithmetic().grade(make_episode(prompt, answer.format(prompt.facts["answer"]))) == reward
+
+
+def test_unknown_split_is_named():
+    with pytest.raises(ConfigError, match="'test'"):
+        make_environment("tool_arithmetic", {}, 0).prompt("test", 0)

@@ -1,0 +1,107 @@
+"""The shape of an iteration's graph: what depends on what, what is parked, how keys are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dask import delayed
+
+from libra import keys
+from libra.config import config_from_dict
+from libra.graph.iteration import evaluation_graph, iteration_graph
+from libra.graph.spec import RunSpec
+from libra.types import TrajectoryId
+
+
+def spec(**trainer: int) -> RunSpec:
+    config = config_from_dict({"trainer": {"prompts": 2, "group_size": 3} | trainer, "evaluation": {"prompts": 4}})
+    return RunSpec("demo", 7, Path("nowhere"), "model", config)
+
+
+def layers(node: object) -> dict[str, tuple[dict, set[str]]]:
+    """Annotations and dependencies of every task below a node, by key."""
+    graph = node.__dask_graph__()
+    found = {}
+    for layer in graph.layers.values():
+        for key in layer:
+            notes = {k: v(key) if callable(v) else v for k, v in (layer.annotations or {}).items()}
+            found[key] = (notes, set(graph.get_all_dependencies()[key]))
+    return found
+
+
+def test_the_nodes_of_an_iteration_and_their_keys() -> None:
+    graph = iteration_graph(spec(), 5)
+    tasks = layers(graph.end)
+    for group in graph.groups:
+        tasks |= layers(group)
+    names = sorted(keys.parse(key).node for key in tasks)
+    assert names == sorted(
+        ["gate", "prompts", "batch", "store", "step", "update", "publish", "summary"]
+        + ["trajectory"] * 6
+        + ["group"] * 2
+    )
+    assert all(keys.parse(key)[3:] == (7, "demo") for key in tasks)
+    assert all(keys.parse(key).indices[0] == 5 for key in tasks)
+
+
+def test_no_iteration_depends_on_another_and_the_batch_on_no_group() -> None:
+    tasks = layers(iteration_graph(spec(), 5).end)
+    assert "batch-train-5-e7-demo" in tasks and tasks["batch-train-5-e7-demo"][1] == set()
+    assert not any(key.startswith(("group", "trajectory", "gate")) for key in tasks)
+
+
+@pytest.mark.parametrize("node", ["gate-train-5", "trajectory-train-5-1-2", "batch-train-5"])
+def test_gates_trajectories_and_batches_are_parked(node: str) -> None:
+    graph = iteration_graph(spec(), 5)
+    tasks = layers(graph.end) | layers(graph.groups[1])
+    assert tasks[f"{node}-e7-demo"][0]["resources"] == {keys.PARK: 1}
+
+
+@pytest.mark.parametrize(
+    ("node", "resource"), [("group-train-5-0", "GRADE"), ("step-train-5-0", "TRAIN"), ("store-train-5", "COMMIT")]
+)
+def test_other_nodes_take_a_slot_of_their_own_kind(node: str, resource: str) -> None:
+    graph = iteration_graph(spec(), 5)
+    tasks = layers(graph.end) | layers(graph.groups[0])
+    assert tasks[f"{node}-e7-demo"][0]["resources"] == {resource: 1}
+
+
+def test_a_node_of_the_users_stands_between_trajectories_and_group() -> None:
+    def judge(episodes: list) -> list[float]:
+        return [0.0] * len(episodes)
+
+    tasks = layers(iteration_graph(spec(), 0, score=lambda episodes: delayed(judge)(episodes)).groups[0])
+    (mine,) = [key for key in tasks if key.startswith("judge")]
+    assert mine in tasks["group-train-0-0-e7-demo"][1]
+    assert tasks[mine][1] == {"episodes-train-0-0-e7-demo"}
+    assert {f"trajectory-train-0-0-{s}-e7-demo" for s in range(3)} <= tasks["episodes-train-0-0-e7-demo"][1]
+
+
+def test_an_evaluation_asks_each_question_once_and_steps_nowhere() -> None:
+    tasks = layers(evaluation_graph(spec(), 3).end)
+    assert sorted({keys.parse(key).node for key in tasks}) == ["evaluation", "gate", "group", "prompts", "trajectory"]
+    assert sum(key.startswith("trajectory-eval-3") for key in tasks) == 4
+
+
+def test_turn_seeds_differ_by_position_and_evaluations_repeat_theirs() -> None:
+    run = spec()
+    seeds = {
+        run.turn_seed(TrajectoryId(k, g, s), t) for k in range(3) for g in range(3) for s in range(3) for t in range(3)
+    }
+    assert len(seeds) == 81
+    assert run.turn_seed(TrajectoryId(0, 4, 0, "eval"), 2) == run.turn_seed(TrajectoryId(50, 4, 0, "eval"), 2)
+    assert run.turn_seed(TrajectoryId(0, 4, 0, "eval"), 2) != run.turn_seed(TrajectoryId(0, 4, 0), 2)
+
+
+@pytest.mark.parametrize(
+    "key", ["gate-train-3-e0-demo", "trajectory-eval-3-0-7-e12-a_run.2", "publish-train-e0-demo", "batch-train-10-e1-x"]
+)
+def test_keys_parse_to_what_they_were_made_from(key: str) -> None:
+    parsed = keys.parse(key)
+    assert keys.make(parsed.node, parsed.indices, epoch=parsed.epoch, run=parsed.run, split=parsed.split) == key
+
+
+@pytest.mark.parametrize("key", ["sum-123", ("x", 0, 0), "trajectory-train-1-2", "gate-other-1-e0-run"])
+def test_keys_of_others_are_not_ours(key: object) -> None:
+    assert keys.parse(key) is None

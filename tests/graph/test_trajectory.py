@@ -1,0 +1,106 @@
+"""A trajectory's state from its records: phases, ends, and the arrays the store and the trainer read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.types import (
+    EndReason,
+    FailureClass,
+    Phase,
+    Prompt,
+    StopReason,
+    ToolCall,
+    ToolReturn,
+    ToolStatus,
+    TrajectoryId,
+    TurnOutput,
+)
+
+PROMPT = Prompt("train-0", ({"role": "user", "content": "?"},), {"answer": 3})
+CALL = ToolCall("calculator", {"expression": "1 + 2"})
+STAMP = {"worker": "w", "start_s": 1.0, "stop_s": 1.5, "epoch": 0}
+
+
+def fresh(**limits: int) -> TrajectoryState:
+    return TrajectoryState(TrajectoryId(0, 1, 2), PROMPT, **({"max_turns": 3, "max_context_tokens": 100} | limits))
+
+
+def output(ids: list[int], version: int = 0, stop: StopReason = StopReason.STOP) -> TurnOutput:
+    n = len(ids)
+    return TurnOutput(
+        np.array(ids, np.int32), -np.arange(1, n + 1, dtype=np.float32), np.full(n, version, np.int32),
+        np.full(n, version, np.int32), stop,
+    )  # fmt: skip
+
+
+def generated(turn: int, ids: list[int], calls: tuple = (), first: list[int] | None = None, **kw: object) -> dict:
+    prompt_ids = None if first is None else np.array(first, np.int32)
+    return generation_record(turn, prompt_ids, output(ids, **kw), f"text {turn}", calls) | STAMP
+
+
+def acted(turn: int, ids: list[int], status: ToolStatus = ToolStatus.OK) -> dict:
+    return action_record(turn, [ToolReturn("calculator", status, "3", 0.25, 1)], np.array(ids, np.int32)) | STAMP
+
+
+def test_phases_alternate_until_a_turn_without_a_call() -> None:
+    state = fresh()
+    assert state.phase is Phase.ROLLOUT
+    state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
+    assert state.phase is Phase.TOOL and state.calls == (CALL,)
+    state.apply(acted(0, [20, 21]))
+    assert state.phase is Phase.ROLLOUT
+    assert state.context_ids.tolist() == [1, 2, 3, 10, 11, 20, 21]
+    state.apply(generated(1, [12], version=4))
+    assert (state.phase, state.end, state.failure, state.quanta) == (None, EndReason.ANSWERED, FailureClass.NONE, 3)
+
+
+def test_arrays_line_up_with_tokens() -> None:
+    state = fresh()
+    for record in (
+        generated(0, [10, 11], (CALL,), first=[1, 2, 3]),
+        acted(0, [20], ToolStatus.TIMEOUT),
+        generated(1, [12], version=4),
+    ):
+        state.apply(record)
+    t = state.trajectory(epoch=5)
+    assert t.token_ids.tolist() == [1, 2, 3, 10, 11, 20, 12]
+    assert t.is_action.tolist() == [False] * 3 + [True] * 2 + [False, True]
+    assert t.behaviour_logprob.tolist() == [0, 0, 0, -1, -2, 0, -1]
+    assert t.weight_version.tolist() == [-1, -1, -1, 0, 0, -1, 4]
+    assert (t.oldest_version, t.epoch, t.num_action_tokens) == (0, 5, 3)
+    assert [row["prompt_tokens"] for row in t.turns] == [3, 6]
+    assert [row["status"] for row in t.turns] == ["timeout", ""]
+    assert sum(row["generated_tokens"] + row["observation_tokens"] for row in t.turns) + 3 == len(t.token_ids)
+    episode = state.episode()
+    assert [turn.text for turn in episode.turns] == ["text 0", "text 1"]
+    assert episode.turns[0].returns[0].status is ToolStatus.TIMEOUT and episode.answer == "text 1"
+
+
+@pytest.mark.parametrize(
+    ("records", "limits", "end", "failure"),
+    [
+        ([generated(0, [9], (CALL,), first=[1], stop=StopReason.LENGTH)], {}, EndReason.LENGTH, FailureClass.POLICY),
+        ([generated(0, [9], (CALL,), first=[1])], {"max_turns": 1}, EndReason.MAX_TURNS, FailureClass.POLICY),
+        ([generated(0, [9], (CALL,), first=[1]), acted(0, [7, 7])], {"max_context_tokens": 4}, EndReason.LENGTH, FailureClass.POLICY),
+        ([failure_record(FailureClass.ENGINE, "boom") | STAMP], {}, EndReason.FAILURE, FailureClass.ENGINE),
+    ],
+)  # fmt: skip
+def test_how_a_trajectory_ends(
+    records: list[dict], limits: dict[str, int], end: EndReason, failure: FailureClass
+) -> None:
+    state = fresh(**limits)
+    for record in records:
+        state.apply(record)
+    assert (state.phase, state.end, state.failure) == (None, end, failure)
+    assert failure.trains is (failure is FailureClass.POLICY)
+
+
+def test_a_trajectory_that_failed_at_once_has_no_tokens() -> None:
+    state = fresh()
+    state.apply(failure_record(FailureClass.ENGINE, "boom") | STAMP)
+    t = state.trajectory(epoch=0)
+    assert len(t.token_ids) == len(t.kv_version) == 0 and t.turns == [] and t.oldest_version == -1
+    assert np.isnan(t.reward)

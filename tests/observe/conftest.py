@@ -1,0 +1,178 @@
+"""A headless Chromium driven by the DevTools protocol, a scheduler in this process, and made-up snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tornado.httpclient import AsyncHTTPClient
+from tornado.websocket import WebSocketClientConnection, websocket_connect
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ADDRESS_LINE = re.compile(rb"DevTools listening on ws://([^/]+)/")
+GUARD_S = 60.0
+"""Longest a page may take before a test is failed instead of hanging; nothing is measured by it."""
+
+# Every element of a page, those inside shadow roots included: Bokeh draws each of its models in one.
+DEEP_QUERY = """
+globalThis.deepQuery = (selector, root = document) => {
+  const found = [...root.querySelectorAll(selector)];
+  for (const element of root.querySelectorAll('*'))
+    if (element.shadowRoot) found.push(...deepQuery(selector, element.shadowRoot));
+  return found;
+};
+globalThis.modelNamed = (name) => Bokeh.documents[0].get_model_by_name(name);
+"""
+
+
+class Page:
+    """One tab: JavaScript goes in, values come out."""
+
+    def __init__(self, socket: WebSocketClientConnection) -> None:
+        self._socket = socket
+        self._sent = 0
+        self.exceptions: list[str] = []
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Result of one DevTools command; JavaScript exceptions met meanwhile are kept in ``exceptions``."""
+        self._sent += 1
+        await self._socket.write_message(json.dumps({"id": self._sent, "method": method, "params": params}))
+        while True:
+            raw = await self._socket.read_message()
+            assert raw is not None, f"Chromium closed the tab during {method}"
+            answer = json.loads(raw)
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.exceptions.append(json.dumps(answer["params"]["exceptionDetails"])[:600])
+            if answer.get("id") == self._sent:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+
+    async def open(self, url: str) -> None:
+        await self.call("Page.enable")
+        await self.call("Runtime.enable")
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=DEEP_QUERY)
+        await self.call("Page.navigate", url=url)
+
+    async def evaluate(self, expression: str) -> Any:
+        """JSON value of an expression; a promise is awaited in the page."""
+        answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    async def until(self, condition: str) -> Any:
+        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page, across loads."""
+        waiting = (
+            "new Promise(resolve => { const ask = () => {"
+            " let value; try { value = CONDITION } catch (_) { value = null }"
+            " if (value) resolve(value); else setTimeout(ask, 20) }; ask() })"
+        ).replace("CONDITION", f"({condition})")
+
+        async def ask() -> Any:
+            while True:
+                answer = await self.call("Runtime.evaluate", expression=waiting, awaitPromise=True, returnByValue=True)
+                if "exceptionDetails" not in answer:  # otherwise the page was replaced while we waited in it
+                    return answer["result"].get("value")
+
+        try:
+            return await asyncio.wait_for(ask(), GUARD_S)
+        except TimeoutError:
+            raise AssertionError(f"never became true: {condition}; JavaScript exceptions: {self.exceptions}") from None
+
+    async def shown(self, name: str) -> str:
+        """Text of the element that carries ``data-libra=name``, as rendered."""
+        return await self.until(f"deepQuery('[data-libra=\"{name}\"]')[0].innerText")
+
+    async def columns(self, name: str) -> dict[str, list[Any]]:
+        """Data of the named column data source, as the browser holds it."""
+        return await self.evaluate(
+            f"Object.fromEntries([...Object.entries(modelNamed('{name}').data)].map(([k, v]) => [k, Array.from(v)]))"
+        )
+
+    async def screenshot(self) -> bytes:
+        """PNG of the window."""
+        return base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
+
+
+@contextlib.asynccontextmanager
+async def open_page(executable: str, profile: Path, url: str) -> AsyncIterator[Page]:
+    """A fresh Chromium with one tab at ``url``; the whole browser is gone afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        executable, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+        f"--user-data-dir={profile}", "--remote-debugging-port=0", "--remote-debugging-address=127.0.0.1",
+        "--window-size=1400,820", "about:blank",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    drain: asyncio.Task[bytes] | None = None
+    try:
+        # Chromium says its address before it writes the file DevToolsActivePort, so the line is what can be awaited.
+        while not (found := ADDRESS_LINE.search(await asyncio.wait_for(process.stderr.readline(), GUARD_S))):
+            assert not process.stderr.at_eof(), "Chromium ended before it opened its DevTools port"
+        drain = asyncio.ensure_future(process.stderr.read())
+        tabs = json.loads((await AsyncHTTPClient().fetch(f"http://{found[1].decode()}/json/list")).body)
+        tab = next(tab for tab in tabs if tab["type"] == "page")
+        socket = await websocket_connect(tab["webSocketDebuggerUrl"], max_message_size=64 * 2**20)
+        try:
+            page = Page(socket)
+            await page.open(url)
+            yield page
+        finally:
+            socket.close()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if drain is not None:
+            await drain
+
+
+@pytest.fixture
+def chromium(tmp_path: Path) -> Callable[[str], contextlib.AbstractAsyncContextManager[Page]]:
+    """Opens a URL in a new browser: ``async with chromium(url) as page``. Skips where there is no Chromium."""
+    executable = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    if executable is None:
+        pytest.skip(f"no Chromium on PATH (looked for {', '.join(CHROMIUM_NAMES)}): apt-get install chromium")
+    count = iter(range(1000))
+    return lambda url: open_page(executable, tmp_path / f"profile-{next(count)}", url)
+
+
+@pytest.fixture
+def live_scheduler() -> Callable[..., contextlib.AbstractAsyncContextManager[Any]]:
+    """Opens a scheduler on this event loop, its dashboard at a free port: ``async with live_scheduler()``."""
+    from distributed import Scheduler
+
+    def start(**kwargs: Any) -> Any:
+        return Scheduler(**{"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", **kwargs})
+
+    return start
+
+
+@pytest.fixture
+def make_snapshot() -> Callable[..., dict[str, Any]]:
+    """A snapshot of a run in its fourth iteration of six; keyword arguments replace entries."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        history = [(0.5 * i, max(0, 40 - i // 2), i % 7, min(16, i), 1 + i % 4, 37 * i) for i in range(120)]
+        return {
+            "run": "demo", "epoch": 1, "uptime_s": 60.0, "eta": 1, "iterations": 6, "iteration": 3,
+            "versions": {"published": 3, "served": {"rollout-0": 3, "rollout-1": 2}},
+            "slots": {"ROLLOUT": {"used": 14, "total": 16}, "TOOL": {"used": 3, "total": 8}},
+            "queue": {"ROLLOUT": {0: 21, 1: 9, 3: 2}, "TOOL": {0: 5}},
+            "quanta": {"ROLLOUT": 1517, "TOOL": 1203}, "tokens": 4403, "groups": 23,
+            "failures": {"none": 180, "tool": 3, "worker": 1},
+            "rewards": [[0, 0.28125], [1, 0.40625], [2, 0.5625]], "lag": [[0, 0.0], [1, 0.5], [2, 0.75]],
+            "history": history,
+        } | changes  # fmt: skip
+
+    return make

@@ -1,0 +1,338 @@
+"""The Libra page: its figures against the snapshots, as text, as JSON, and as drawn by a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import math
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from tornado.httpclient import AsyncHTTPClient
+
+from libra.observe import page as page_module
+from libra.observe import page_document
+from libra.observe.page import Feed, attach_page, numbers, overview_html, summary_html, tokens_per_s
+
+
+async def fetch(scheduler, path):
+    return await AsyncHTTPClient().fetch(f"http://127.0.0.1:{scheduler.http_server.port}{path}", raise_error=False)
+
+
+def drawn(page):
+    """Columns of every source of a page, as lists."""
+    sources = (page.samples, page.levels, page.served, page.rewards, page.lag)
+    return {s.name: {column: list(values) for column, values in s.data.items()} for s in sources}
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_per_s_is_taken_over_the_window_only():
+    history = [(0.0, 0, 0, 0, 0, 0), (10.0, 0, 0, 0, 0, 1000), (15.0, 0, 0, 0, 0, 1100), (20.0, 0, 0, 0, 0, 1500)]
+    assert tokens_per_s(history, window_s=10.0) == pytest.approx(50.0)
+    assert tokens_per_s(history, window_s=5.0) == pytest.approx(80.0)
+    assert tokens_per_s(history[:1]) == 0.0
+    assert tokens_per_s([(1.0, 0, 0, 0, 0, 5), (1.0, 0, 0, 0, 0, 9)]) == 0.0
+
+
+def test_numbers_are_the_snapshots(make_snapshot):
+    shown = {name: value for name, (value, _) in numbers(make_snapshot()).items()}
+    assert shown == {
+        "iteration": "3", "reward": "0.562", "tokens_per_s": "74", "tokens": "4,403", "groups": "23",
+        "quanta_rollout": "1,517", "quanta_tool": "1,203", "version": "v3", "failures": "4",
+    }  # fmt: skip
+    assert numbers(make_snapshot())["failures"][1] == "tool 3, worker 1"
+    assert numbers(make_snapshot())["version"][1] == "on 1 of 2 engines"
+
+
+def test_a_run_that_has_not_begun_shows_dashes_instead_of_zeros(make_snapshot):
+    fresh = make_snapshot(
+        iteration=-1, rewards=[], lag=[], history=[], failures={}, versions={"published": 0, "served": {}}
+    )
+    shown = numbers(fresh)
+    assert shown["iteration"][0] == shown["reward"][0] == "–"
+    assert shown["version"] == ("v0", "on no engine yet")
+    assert shown["failures"] == ("0", "no trajectory failed")
+
+
+def test_an_iteration_without_a_graded_trajectory_is_a_gap(make_snapshot):
+    for missing in (None, math.nan):
+        runs = [make_snapshot(rewards=[[0, 0.5], [1, missing]], lag=[[0, 0.0], [1, missing]])]
+        assert numbers(runs[0])["reward"] == ("–", "in 1; 0.500 in 0")
+        page = page_document.LibraPage(Feed(lambda runs=runs: runs))
+        page.update()
+        assert page.rewards.data["reward"][0] == 0.5
+        assert math.isnan(page.rewards.data["reward"][1])
+        assert page.lag_plot.y_range.end == pytest.approx(1.15)
+
+
+def test_only_failures_that_do_not_train_are_marked(make_snapshot):
+    assert 'class="tile bad"' not in summary_html(make_snapshot(failures={"none": 5, "policy": 8, "tool": 0}))
+    assert 'class="tile bad"' in summary_html(make_snapshot(failures={"policy": 8, "engine": 1}))
+
+
+def test_names_from_outside_cannot_inject_markup(make_snapshot):
+    evil = make_snapshot(run="<script>x</script>", failures={"<b>": 1})
+    for html in (summary_html(evil), overview_html([evil, make_snapshot()], "demo")):
+        assert "<script>" not in html
+        assert "<b>:" not in html
+        assert "&lt;script&gt;" in html
+
+
+def test_overview_appears_with_the_second_run(make_snapshot):
+    assert "No run on this scheduler yet" in overview_html([], "")
+    assert overview_html([make_snapshot()], "demo") == ""
+    two = overview_html([make_snapshot(), make_snapshot(run="other", groups=7)], "other")
+    assert two.count("<tr") == 3
+    assert '<tr class="shown"><td>other</td>' in two
+    assert "<td>7</td>" in two
+
+
+# -- feed and documents ----------------------------------------------------------------------------------------------
+
+
+def test_many_readers_cost_one_snapshot_per_interval(make_snapshot):
+    now, calls = [0.0], []
+    feed = Feed(lambda: calls.append(1) or [make_snapshot()], max_age_s=0.4, clock_s=lambda: now[0])
+    for _ in range(50):
+        feed.read()
+    assert len(calls) == 1
+    now[0] = 0.4
+    feed.read()
+    assert len(calls) == 2
+    feed.follow(list)
+    assert feed.read() == []
+
+
+def test_document_holds_the_snapshots_values(make_snapshot):
+    snapshot = make_snapshot()
+    page = page_document.LibraPage(Feed(lambda: [snapshot]))
+    page.update()
+    data = drawn(page)
+    assert data["libra_levels"] == {
+        "level": ["0", "1", "3"], "ROLLOUT": [21, 9, 2], "TOOL": [5, 0, 0],
+    }  # fmt: skip
+    assert data["libra_rewards"] == {"iteration": [0, 1, 2], "reward": [0.28125, 0.40625, 0.5625]}
+    assert data["libra_lag"] == {"iteration": [0, 1, 2], "lag": [0.0, 0.5, 0.75]}
+    assert data["libra_served"]["version"] == ["v2", "v3"]
+    assert data["libra_served"]["workers"] == [1, 1]
+    for index, name in enumerate(("t_s", "queued_rollout", "queued_tool", "used_rollout", "used_tool")):
+        assert data["libra_samples"][name] == [row[index] for row in snapshot["history"]]
+    assert data["libra_samples"]["tokens_per_s"][10:] == pytest.approx([74.0] * 110)
+    assert page.slot_plot.title.text == "Slots in use: ROLLOUT 14 of 16, TOOL 3 of 8"
+    assert {str(phase): span.location for phase, span in page.capacity.items()} == {"ROLLOUT": 16, "TOOL": 8}
+
+
+def test_update_streams_new_samples_only_and_keeps_a_bound(make_snapshot, monkeypatch):
+    monkeypatch.setattr(page_document, "MAX_SAMPLES", 100)
+    history = [(0.5 * i, i, 0, 0, 0, 10 * i) for i in range(60)]
+    runs = [make_snapshot(history=list(history))]
+    page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))
+    page.update()
+    streamed = []
+    original = page.samples.stream
+    monkeypatch.setattr(type(page.samples), "stream", lambda _self, new, n: (streamed.append(new), original(new, n)))
+    page.update()
+    assert streamed == []
+    history += [(0.5 * i, i, 0, 0, 0, 10 * i) for i in range(60, 130)]
+    runs[0] = make_snapshot(history=history[10:])  # the oldest samples have left the plugin's own bound
+    page.update()
+    assert [list(new["queued_rollout"]) for new in streamed] == [list(range(60, 130))]
+    assert list(page.samples.data["queued_rollout"]) == list(range(30, 130))
+    assert streamed[0]["tokens_per_s"] == pytest.approx([20.0] * 70)
+
+
+def test_a_page_at_rest_sends_nothing(make_snapshot):
+    from bokeh.document import Document
+
+    runs = [make_snapshot(), make_snapshot(run="other")]
+    page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))
+    page.update()
+    doc = Document()
+    doc.add_root(page.root)
+    sent = []
+    doc.on_change(sent.append)
+    page.update()
+    assert sent == []
+    runs[1] = make_snapshot(run="other", groups=24)
+    page.update()
+    assert {event.model.name for event in sent} == {"libra_summary", "libra_overview"}
+
+
+def test_choosing_a_run_or_starting_it_anew_replaces_the_samples(make_snapshot):
+    runs = [make_snapshot(), make_snapshot(run="other", history=[(0.0, 5, 5, 5, 5, 0)], groups=99)]
+    page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))
+    page.update()
+    assert page.select.value == "other"
+    assert page.select.visible
+    assert list(page.samples.data["t_s"]) == [0.0]
+    page.select.value = "demo"
+    assert len(page.samples.data["t_s"]) == 120
+    assert "1,517" in page.summary.text
+    runs[0] = make_snapshot(epoch=2, history=[(0.0, 1, 1, 1, 1, 0), (0.5, 1, 1, 1, 1, 3)])
+    page.update()
+    assert list(page.samples.data["t_s"]) == [0.0, 0.5]
+    del runs[0]
+    page.update()
+    assert page.select.value == "other"
+    runs.clear()
+    page.update()
+    assert "No run" in page.overview.text
+    assert not page.summary.visible
+    assert not page.plots.visible
+
+
+# -- serving ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_the_snapshot_and_strict(make_snapshot, live_scheduler):
+    snapshot = make_snapshot(rewards=[[0, 0.5], [1, math.nan]])
+
+    async def main():
+        async with live_scheduler() as scheduler:
+            attach_page(scheduler, lambda: [snapshot])
+            answer = await fetch(scheduler, "/libra/state.json")
+            page = await fetch(scheduler, "/libra")
+            status = await fetch(scheduler, "/status")
+            return answer, page, status
+
+    answer, page, status = asyncio.run(main())
+    assert answer.code == page.code == status.code == 200
+    assert answer.headers["Content-Type"].startswith("application/json")
+    (got,) = json.loads(answer.body, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
+    assert got["rewards"] == [[0, 0.5], [1, None]]
+    assert got["queue"] == {"ROLLOUT": {"0": 21, "1": 9, "3": 2}, "TOOL": {"0": 5}}
+    assert got["history"] == [list(row) for row in snapshot["history"]]
+    assert {k: got[k] for k in ("run", "tokens", "groups", "quanta")} == {
+        k: snapshot[k] for k in ("run", "tokens", "groups", "quanta")
+    }
+    assert b'href="libra"' in page.body
+    assert b'href="libra"' in status.body
+
+
+def test_attaching_twice_leaves_one_page_with_the_latest_source(make_snapshot, live_scheduler):
+    async def main():
+        async with live_scheduler() as scheduler:
+            attach_page(scheduler, lambda: [make_snapshot(run="first")])
+            pages = len(scheduler.http_application.applications)
+            await fetch(scheduler, "/libra/state.json")
+            attach_page(scheduler, lambda: [make_snapshot(run="second")])
+            assert len(scheduler.http_application.applications) == pages
+            status = await fetch(scheduler, "/status")
+            assert status.body.count(b'href="libra"') == 1
+            return json.loads((await fetch(scheduler, "/libra/state.json")).body)
+
+    assert [snapshot["run"] for snapshot in asyncio.run(main())] == ["second"]
+
+
+@pytest.mark.parametrize("given", ["", "cluster-7", "/cluster-7/"])
+def test_dashboard_prefix_is_respected(make_snapshot, live_scheduler, given):
+    async def main():
+        async with live_scheduler(http_prefix="cluster-7") as scheduler:
+            attach_page(scheduler, lambda: [make_snapshot()], prefix=given)
+            paths = ("/cluster-7/libra", "/cluster-7/libra/state.json", "/cluster-7/status", "/libra/state.json")
+            return [(await fetch(scheduler, path)).code for path in paths]
+
+    assert asyncio.run(main()) == [200, 200, 200, 404]
+
+
+def test_without_a_dashboard_the_json_stays_and_the_reason_is_logged(make_snapshot, live_scheduler, caplog):
+    async def main():
+        async with live_scheduler(dashboard=False) as scheduler:
+            with caplog.at_level(logging.WARNING, "libra.observe.page"):
+                attach_page(scheduler, lambda: [make_snapshot()])
+            return [(await fetch(scheduler, path)).code for path in ("/libra/state.json", "/libra")]
+
+    assert asyncio.run(main()) == [200, 404]
+    assert "no Libra page" in caplog.text
+
+
+def test_without_an_http_server_nothing_happens_but_a_logged_reason(caplog):
+    with caplog.at_level(logging.WARNING, "libra.observe.page"):
+        attach_page(SimpleNamespace(), list)
+    assert "no HTTP server" in caplog.text
+
+
+def test_without_bokeh_the_reason_is_logged(make_snapshot, live_scheduler, caplog, monkeypatch):
+    import sys
+
+    async def main():
+        async with live_scheduler() as scheduler:
+            monkeypatch.setitem(sys.modules, "libra.observe.page_document", None)  # what a failing import leaves
+            with caplog.at_level(logging.WARNING, page_module.__name__):
+                attach_page(scheduler, lambda: [make_snapshot()])
+            return [(await fetch(scheduler, path)).code for path in ("/libra/state.json", "/libra", "/status")]
+
+    assert asyncio.run(main()) == [200, 404, 200]
+    assert "pip install bokeh" in caplog.text
+
+
+def test_documents_die_with_their_session(make_snapshot, live_scheduler, monkeypatch):
+    pages = weakref.WeakSet()
+
+    class Watched(page_document.LibraPage):
+        def __init__(self, feed):
+            super().__init__(feed)
+            pages.add(self)
+
+    monkeypatch.setattr(page_document, "LibraPage", Watched)
+
+    async def main():
+        async with live_scheduler() as scheduler:
+            attach_page(scheduler, lambda: [make_snapshot()])
+            for _ in range(3):
+                assert (await fetch(scheduler, "/libra")).code == 200
+            assert len(pages) == 3
+            app = next(a for a in scheduler.http_application.applications if "/libra" in getattr(a, "app_paths", ()))
+            context = app.get_sessions("/libra")
+            assert len(context) == 3
+            await app._applications["/libra"]._cleanup_sessions(-1)  # as Bokeh does every 17 s
+            assert app.get_sessions("/libra") == []
+            context.clear()
+            async with asyncio.timeout(30):  # the last tick of a periodic callback holds its page up to half a second
+                while pages:
+                    await fetch(scheduler, "/health")
+                    gc.collect()
+
+    asyncio.run(main())
+
+
+# -- in a browser ----------------------------------------------------------------------------------------------------
+
+
+def test_browser_draws_the_snapshots_numbers_and_follows_them(make_snapshot, live_scheduler, chromium, tmp_path):
+    runs = [make_snapshot()]
+
+    async def main():
+        async with live_scheduler() as scheduler:
+            attach_page(scheduler, lambda: list(runs))
+            async with chromium(f"http://127.0.0.1:{scheduler.http_server.port}/libra") as page:
+                for name, (value, _) in numbers(runs[0]).items():
+                    assert await page.shown(name) == value, name
+                assert await page.shown("run") == "demo"
+                assert await page.until("deepQuery('canvas').length >= 7")
+                assert (await page.columns("libra_levels"))["ROLLOUT"] == [21, 9, 2]
+                assert (await page.columns("libra_rewards"))["reward"] == [0.28125, 0.40625, 0.5625]
+                assert (await page.columns("libra_samples"))["t_s"] == [row[0] for row in runs[0]["history"]]
+                assert await page.until("[...document.querySelectorAll('.navbar a')].some(a => a.innerText == 'Libra')")
+
+                later = [*runs[0]["history"], (60.0, 1, 2, 3, 4, 5000)]
+                runs[0] = make_snapshot(groups=1024, history=later, rewards=[*runs[0]["rewards"], [3, 0.75]])
+                await page.until("deepQuery('[data-libra=groups]')[0].innerText == '1,024'")
+                assert await page.shown("reward") == "0.750"
+                samples = await page.columns("libra_samples")
+                assert [samples[c][-1] for c in ("t_s", "queued_rollout", "used_tool")] == [60.0, 1, 4]
+
+                runs.append(make_snapshot(run="second", groups=5))
+                await page.until("deepQuery('tr').length == 3 && modelNamed('libra_run').visible")
+                assert await page.shown("groups") == "1,024"  # a new run does not take the place of the one looked at
+                await page.evaluate("modelNamed('libra_run').value = 'second'; null")
+                await page.until("deepQuery('[data-libra=groups]')[0].innerText == '5'")
+                assert page.exceptions == []
+                return await page.screenshot()
+
+    (tmp_path / "libra.png").write_bytes(asyncio.run(main()))  # to look at; pytest keeps the last three

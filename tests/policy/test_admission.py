@@ -1,0 +1,108 @@
+"""The staleness bound under any schedule: lag <= eta, every group exactly once, never a dead end."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate
+
+
+def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, list[int]]:
+    """Run a whole training under a random schedule; lag of every group, by batch."""
+    rng = random.Random(seed)
+    admission = Admission(eta, groups)
+    version = -1
+    waiting: list[tuple[int, int]] = []  # gate open, not started
+    running: dict[tuple[int, int], int] = {}  # started, with the version it started on
+    started_with: dict[tuple[int, int], int] = {}
+    submitted = 0
+    lags: dict[int, list[int]] = {}
+    training: list[int] = []
+
+    def apply(commands: tuple[object, ...]) -> None:
+        for command in commands:
+            if isinstance(command, OpenGate):
+                assert command.iteration - eta <= version
+                waiting.extend((command.iteration, g) for g in range(groups))
+            elif isinstance(command, OpenBatch):
+                lags[command.batch] = [command.batch - started_with[m] for m in command.members]
+                training.append(command.batch)
+
+    def publish() -> None:
+        nonlocal version
+        version += 1
+        apply(admission.version_published(version))
+
+    publish()
+    while len(lags) < iterations or training:
+        moves = ["start"] * bool(waiting) + ["finish"] * bool(running) + ["train"] * bool(training)
+        if submitted < iterations and submitted <= version + eta + 1:
+            moves.append("submit")
+        assert moves, f"dead end at version {version}, submitted {submitted}, batches {sorted(lags)}"
+        match rng.choice(moves):
+            case "submit":
+                apply(admission.gate_parked(submitted))
+                apply(admission.batch_parked(submitted))
+                submitted += 1
+            case "start":
+                group = waiting.pop(rng.randrange(len(waiting)))
+                running[group] = started_with[group] = version
+                admission.generation_started(*group, version)
+            case "finish":
+                group = rng.choice(list(running))
+                apply(admission.group_committed(CommittedGroup(*group, running.pop(group))))
+            case "train":
+                assert training.pop(0) == version
+                publish()
+    consumed = [m for members in admission.opened.values() for m in members]
+    assert len(consumed) == len(set(consumed)) == iterations * groups
+    return lags
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32))
+def test_lag_never_above_eta_and_every_group_consumed_once(eta: int, groups: int, iterations: int, seed: int) -> None:
+    lags = simulate(eta, groups, iterations, seed)
+    assert sorted(lags) == list(range(iterations))
+    assert all(0 <= lag <= eta for batch in lags.values() for lag in batch)
+
+
+def test_the_bound_is_used_and_not_only_kept() -> None:
+    lags = [lag for seed in range(40) for batch in simulate(2, 3, 10, seed).values() for lag in batch]
+    assert set(lags) == {0, 1, 2}
+
+
+def test_synchronous_batches_are_their_own_iteration() -> None:
+    admission = Admission(0, 2)
+    admission.version_published(0)
+    assert isinstance(admission.gate_parked(0)[0], OpenGate)
+    assert admission.gate_parked(1) == ()
+    assert admission.batch_parked(0) == ()
+    admission.generation_started(0, 1, 0)
+    assert admission.group_committed(CommittedGroup(0, 1, 0)) == ()
+    (opened,) = admission.group_committed(CommittedGroup(0, 0, 0))
+    assert opened == OpenBatch(0, ((0, 0), (0, 1)), "2 groups committed, 0 carried over")
+
+
+def test_a_group_told_twice_is_counted_once_and_a_batch_asked_twice_gets_the_same_members() -> None:
+    admission = Admission(0, 2)
+    admission.version_published(0)
+    admission.batch_parked(0)
+    admission.group_committed(CommittedGroup(0, 0, 0))
+    assert admission.group_committed(CommittedGroup(0, 0, 0)) == ()
+    (opened,) = admission.group_committed(CommittedGroup(0, 1, 0))
+    assert isinstance(opened, OpenBatch)
+    assert admission.group_committed(CommittedGroup(0, 1, 0)) == ()
+    (again,) = admission.batch_parked(0)
+    assert isinstance(again, OpenBatch) and again.members == opened.members
+
+
+def test_a_group_without_any_token_still_counts() -> None:
+    admission = Admission(1, 1)
+    admission.version_published(0)
+    admission.batch_parked(0)
+    (opened,) = admission.group_committed(CommittedGroup(0, 0, -1))
+    assert isinstance(opened, OpenBatch)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from libra.rollout.sampling import draw_uniforms, sample
+
+
+def test_tokens_follow_the_distribution():
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    uniforms = torch.from_numpy(draw_uniforms(1, 40_000))
+    tokens, logprobs = sample(logits.expand(40_000, -1), uniforms, None, None)
+    expected = torch.softmax(logits, -1)
+    got = torch.bincount(tokens, minlength=4) / 40_000
+    assert (got - expected).abs().max() < 0.01  # four standard errors at the middle of the range
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1)[tokens])
+
+
+def test_each_row_has_its_own_temperature_and_zero_is_greedy():
+    logits = torch.tensor([[0.0, 2.0, 1.9]]).expand(3, -1)
+    uniforms = torch.tensor([0.01, 0.01, 0.01])
+    tokens, logprobs = sample(logits, uniforms, torch.tensor([0.0, 1.0, 0.01]), None)
+    assert tokens.tolist() == [1, 0, 1]
+    torch.testing.assert_close(logprobs[0], torch.log_softmax(logits[0], -1)[1])
+    assert logprobs[2] > -1e-3  # after temperature, not before
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_renormalises():
+    logits = torch.log(torch.tensor([[0.1, 0.5, 0.05, 0.35]])).expand(1000, -1)
+    uniforms = torch.linspace(0, 1 - 2**-24, 1000)
+    tokens, logprobs = sample(logits, uniforms, None, torch.full((1000,), 0.6))
+    assert set(tokens.tolist()) == {1, 3}
+    torch.testing.assert_close(logprobs.exp()[0], torch.tensor(0.5 / 0.85))
+    whole, _ = sample(logits, uniforms, None, torch.ones(1000))
+    assert set(whole.tolist()) == {0, 1, 2, 3}
+
+
+def test_top_p_does_not_touch_greedy_rows():
+    logits = torch.log(torch.tensor([[0.4, 0.35, 0.25]]))
+    _, logprobs = sample(logits, torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([0.1]))
+    torch.testing.assert_close(logprobs, torch.log(torch.tensor([0.4])))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_no_uniform_number_reaches_a_token_without_probability(uniform):
+    logits = torch.full((1, 1000), -torch.inf)
+    logits[0, 300:700] = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    token, logprob = sample(logits, torch.tensor([uniform]), None, None)
+    assert 300 <= token.item() < 700
+    assert torch.isfinite(logprob).all()
+
+
+def test_a_seed_names_its_numbers_and_a_longer_request_begins_with_the_same():
+    assert draw_uniforms(3, 8).tolist() == draw_uniforms(3, 20)[:8].tolist()
+    assert draw_uniforms(3, 8).tolist() != draw_uniforms(4, 8).tolist()
+    assert draw_uniforms(3, 8).dtype == np.float32

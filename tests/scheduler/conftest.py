@@ -1,0 +1,84 @@
+"""A scheduler with Libra's plugin and real workers in this process, and quanta that need no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Reschedule, Scheduler, Worker, get_worker
+
+from libra import keys
+from libra.cluster.settings import DASK_SETTINGS
+from libra.scheduler import LibraPlugin
+from libra.types import Phase
+
+DONE: dict[str, int] = {}
+"""Quanta finished, by key. Declared emulation: a real trajectory keeps this in its journal."""
+
+
+async def quantum(key: str, run: str, length: int, epoch: int = 0) -> int:
+    """Stand-in for a trajectory's task: ``length`` quanta, generations and actions in turn."""
+    done = DONE.get(key, 0)
+    await asyncio.sleep(0)
+    DONE[key] = done + 1
+    more = done + 1 < length
+    message = {
+        "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": done, "end": "" if more else "answered",
+        "next": str(Phase.TOOL if done % 2 == 0 else Phase.ROLLOUT) if more else "", "failure": "none", "detail": "",
+        "tokens": 1, "version": 0, "tool": "", "status": "", "payload_tokens": 0, "start_s": 1.0, "stop_s": 2.0,
+    }  # fmt: skip
+    get_worker().log_event("libra", message)
+    if more:
+        raise Reschedule()
+    return length
+
+
+@contextlib.asynccontextmanager
+async def cluster(rollout: int = 2, tool: int = 2) -> AsyncIterator[SimpleNamespace]:
+    """Scheduler with ``validate=True``, two workers with slots, a client, the plugin."""
+    with dask.config.set(DASK_SETTINGS):
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", validate=True) as scheduler,
+            Worker(
+                scheduler.address, nthreads=16, name="rollout-0", resources={keys.ROLLOUT: rollout, keys.GRADE: 4}
+            ) as a,
+            Worker(scheduler.address, nthreads=16, name="tool-0", resources={keys.TOOL: tool, keys.COMMIT: 1}) as b,
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            await client.register_plugin(LibraPlugin())
+            yield SimpleNamespace(
+                scheduler=scheduler, workers=(a, b), client=client, plugin=scheduler.plugins[LibraPlugin.name]
+            )
+
+
+def register(live: SimpleNamespace, directory: Path, run: str = "demo", **changes: Any) -> Any:
+    """Make a run known to the plugin, with a version 0."""
+    arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
+    answer = live.plugin.register_run(run=run, directory=str(directory), **arguments)
+    state = live.plugin.runs.get(run)
+    if state is not None:
+        state.admission.version_published(0)
+    return answer
+
+
+def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0) -> list[Any]:
+    """Trajectory tasks, as an iteration graph makes them."""
+    futures = []
+    for sample, length in enumerate(lengths):
+        key = keys.make("trajectory", (iteration, 0, sample), epoch=0, run=run)
+        DONE.pop(key, None)
+        futures.append(live.client.submit(quantum, key, run, length, key=key, resources={keys.PARK: 1}))
+    return futures
+
+
+@pytest.fixture
+def emulation() -> SimpleNamespace:
+    """The functions of this file, for tests."""
+    return SimpleNamespace(cluster=cluster, register=register, submit=submit, quantum=quantum, rng=random.Random(0))

@@ -1,0 +1,129 @@
+"""Parked trajectories on a real scheduler and real workers: order, capacity, two runs, gates, loss."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from libra import keys
+from libra.policy import Priority, SetPriority, TrajectoryParked
+from libra.store.event_log import read_events
+from libra.types import Phase
+
+
+class RandomOrder:
+    """A policy that gives every arrival a place of its own, at random: the worst case for the queue."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def handle(self, event: object) -> tuple[SetPriority, ...]:
+        if isinstance(event, TrajectoryParked):
+            place = Priority(self.rng.randrange(3), self.rng.randrange(3), self.rng.randrange(100))
+            return (SetPriority(event.key, place, "random"),)
+        return ()
+
+
+def check_order_and_capacity(events: list[dict], totals: dict[str, int]) -> int:
+    """Invariants 1 and 2 of the plugin, read from its event log; returns the number of dispatches."""
+    waiting: dict[str, dict[str, list[int]]] = {str(phase): {} for phase in Phase}
+    running: dict[str, str] = {}
+    dispatched = 0
+    for event in events:
+        match event["name"]:
+            case "trajectory_parked":
+                waiting[event["phase"]][event["key"]] = event["priority"]
+            case "quantum_dispatched":
+                others = waiting[event["phase"]]
+                assert event["priority"] == others.pop(event["key"])
+                assert all(event["priority"] <= other for other in others.values()), (event, others)
+                assert event["key"] not in running
+                running[event["key"]] = event["phase"]
+                assert sum(phase == event["phase"] for phase in running.values()) <= totals[event["phase"]]
+                dispatched += 1
+            case "quantum_finished" | "quantum_lost":
+                del running[event["key"]]
+    assert not running and not any(waiting.values())
+    return dispatched
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=24), seed=st.integers(0, 999))
+def test_dispatch_order_equals_ts_priority(
+    lengths: list[int], seed: int, emulation: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+
+    async def live_run() -> None:
+        async with emulation.cluster(rollout=2, tool=3) as live:
+            emulation.register(live, directory)
+            live.plugin.runs["demo"].policy = RandomOrder(seed)
+            assert await live.client.gather(emulation.submit(live, "demo", lengths)) == lengths
+            live.plugin.end_run("demo")
+
+    asyncio.run(live_run())
+    events = list(read_events(directory / "events.jsonl").events)
+    assert check_order_and_capacity(events, {"ROLLOUT": 2, "TOOL": 3}) == sum(lengths)
+
+
+def test_two_runs_on_one_scheduler_do_not_touch_each_other(emulation: SimpleNamespace, tmp_path: Path) -> None:
+    async def live_run() -> None:
+        async with emulation.cluster() as live:
+            for run in ("one", "two"):
+                emulation.register(live, tmp_path / run, run)
+            lengths = {"one": [3, 1, 4], "two": [2, 7, 1, 8]}
+            futures = {run: emulation.submit(live, run, quanta) for run, quanta in lengths.items()}
+            for run, quanta in lengths.items():
+                assert await live.client.gather(futures[run]) == quanta
+            for run in lengths:
+                live.plugin.end_run(run)
+
+    asyncio.run(live_run())
+    for run, quanta in {"one": 8, "two": 18}.items():
+        events = list(read_events(tmp_path / run / "events.jsonl").events)
+        assert {event["run"] for event in events} == {run}
+        assert all(event["key"].endswith(f"-e0-{run}") for event in events if "key" in event)
+        assert sum(event["name"] == "quantum_finished" for event in events) == quanta
+
+
+def test_a_run_of_the_same_name_and_epoch_is_refused(emulation: SimpleNamespace, tmp_path: Path) -> None:
+    async def live_run() -> None:
+        async with emulation.cluster() as live:
+            emulation.register(live, tmp_path / "a")
+            assert "already on this scheduler" in emulation.register(live, tmp_path / "b")["error"]
+            assert "error" not in emulation.register(live, tmp_path / "b", epoch=1)
+            assert live.plugin.runs["demo"].epoch == 1
+
+    asyncio.run(live_run())
+
+
+def test_a_gate_waits_for_its_version(emulation: SimpleNamespace, tmp_path: Path) -> None:
+    async def live_run() -> None:
+        async with emulation.cluster() as live:
+            emulation.register(live, tmp_path, eta=1)
+            gates = [keys.make("gate", (k,), epoch=0, run="demo") for k in range(3)]
+            futures = [live.client.submit(int, k, key=key, resources={keys.PARK: 1}) for k, key in enumerate(gates)]
+            assert await live.client.gather(futures[:2]) == [0, 1]
+            assert live.scheduler.tasks[gates[2]].state == "no-worker"
+            published = {"kind": "published", "run": "demo", "epoch": 0, "version": 1, "digest": "", "num_bytes": 0}
+            live.plugin.log_event("libra", published)
+            assert await futures[2] == 2
+
+    asyncio.run(live_run())
+
+
+def test_reports_of_an_older_epoch_change_nothing(emulation: SimpleNamespace, tmp_path: Path) -> None:
+    async def live_run() -> None:
+        async with emulation.cluster() as live:
+            emulation.register(live, tmp_path, epoch=3)
+            stale = {"kind": "published", "run": "demo", "epoch": 2, "version": 9, "digest": "", "num_bytes": 0}
+            live.plugin.log_event("libra", stale)
+            assert live.plugin.runs["demo"].admission.version == 0
+
+    asyncio.run(live_run())

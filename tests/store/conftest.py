@@ -1,0 +1,90 @@
+"""Trajectories to store, made from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra.types import EndReason, FailureClass, Prompt, StopReason, Trajectory, TrajectoryId
+
+
+def _turn(rng: np.random.Generator, turn: int) -> dict[str, Any]:
+    return {
+        "turn": turn,
+        "tool": str(rng.choice(["calculator", "python", ""])),
+        "status": str(rng.choice(["ok", "error", ""])),
+        "num_calls": int(rng.integers(3)),
+        "prompt_tokens": int(rng.integers(1000)),
+        "cached_tokens": int(rng.integers(1000)),
+        "generated_tokens": int(rng.integers(64)),
+        "observation_tokens": int(rng.integers(64)),
+        "stop_reason": str(rng.choice(list(StopReason))),
+        "generate_s": float(rng.random()),
+        "queued_s": float(rng.random()),
+        "tool_s": float(rng.random()),
+        "worker": f"rollout-{rng.integers(4)}",
+        "text_chars": int(rng.integers(200)),
+        "payload_chars": int(rng.integers(200)),
+    }
+
+
+def _make(
+    iteration: int = 0,
+    group: int = 0,
+    sample: int = 0,
+    split: str = "train",
+    *,
+    seed: int = 0,
+    num_tokens: int = 20,
+    num_turns: int = 2,
+    **changes: Any,
+) -> Trajectory:
+    rng = np.random.default_rng([seed, iteration, group, sample])
+    action = rng.random(num_tokens) < 0.5
+    values = {
+        "trajectory_id": TrajectoryId(iteration, group, sample, split),
+        "prompt": Prompt(
+            f"q-{group}", ({"role": "user", "content": "1 + 2 ∙ 3?"},), {"answer": 7, "operations": ["+", {"x": None}]}
+        ),
+        "token_ids": rng.integers(0, 500, num_tokens).astype(np.int32),
+        "is_action": action,
+        "behaviour_logprob": np.where(action, -rng.random(num_tokens), 0).astype(np.float32),
+        "weight_version": np.where(action, iteration, -1).astype(np.int32),
+        "kv_version": np.where(action, iteration - 1, -1).astype(np.int32),
+        "turns": [_turn(rng, turn) for turn in range(num_turns)],
+        "end_reason": EndReason.ANSWERED,
+        "failure": FailureClass.NONE,
+        "reward": float(rng.random()),
+        "advantage": float(rng.standard_normal()),
+        "epoch": 3,
+    }
+    return Trajectory(**(values | changes))
+
+
+def _assert_same(got: Trajectory, expected: Trajectory) -> None:
+    for field in fields(Trajectory):
+        one, other = getattr(got, field.name), getattr(expected, field.name)
+        if isinstance(other, np.ndarray):
+            assert one.dtype == other.dtype, field.name
+            np.testing.assert_array_equal(one, other, err_msg=field.name)
+        elif isinstance(other, float):
+            np.testing.assert_equal(one, other)  # equal bit for bit, and NaN is NaN
+        else:
+            assert one == other, field.name
+            assert type(one) is type(other), field.name
+
+
+@pytest.fixture(scope="session")
+def make_trajectory() -> Callable[..., Trajectory]:
+    """Makes a trajectory of a position; ``changes`` replace fields."""
+    return _make
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[Trajectory, Trajectory], None]:
+    """Asserts that two trajectories are equal in every field, arrays and NaN included."""
+    return _assert_same

@@ -1,0 +1,68 @@
+"""Every event survives its JSON form; nothing unknown is read as known."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import MISSING, fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.errors import StoreError
+from libra.events import EVENTS, SCHEMA, Event, GateOpened, from_dict, from_json, to_dict, to_json
+
+_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+_BY_TYPE = {
+    "str": st.text(),
+    "int": st.integers(),
+    "float": _FLOATS,
+    "str | None": st.none() | st.text(),
+    "float | None": st.none() | _FLOATS,
+    "tuple[int, ...]": st.lists(st.integers()).map(tuple),
+    "tuple[str, ...]": st.lists(st.text()).map(tuple),
+    "tuple[tuple[int, int], ...]": st.lists(st.tuples(st.integers(), st.integers())).map(tuple),
+    "dict[str, int]": st.dictionaries(st.text(), st.integers()),
+    "dict[str, float]": st.dictionaries(st.text(), _FLOATS),
+    "dict[str, Any]": st.dictionaries(st.text(), _FLOATS | st.text() | st.booleans()),
+}
+
+
+@pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_an_event_comes_back_from_its_line(kind, data):
+    event = kind(**{f.name: data.draw(_BY_TYPE[str(f.type)], label=f.name) for f in fields(kind)})
+    line = to_json(event)
+    assert "\n" not in line
+    assert from_json(line) == event
+    assert json.loads(line)["schema"] == SCHEMA
+
+
+def test_names_are_past_tense_snake_case_and_each_event_says_run_and_time():
+    assert {kind.__name__ for kind in EVENTS.values()} == {kind.__name__ for kind in Event.__subclasses__()}
+    for name, kind in EVENTS.items():
+        assert re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() == name
+        assert [f.name for f in fields(kind)][:2] == ["run", "t_s"]
+        assert all(f.default is MISSING for f in fields(kind)[:2])
+
+
+def test_numbers_that_json_has_no_word_for_are_refused():
+    with pytest.raises(StoreError, match="gate_opened"):
+        to_json(GateOpened(run="demo", t_s=float("nan"), iteration=0, reason=""))
+
+
+def test_unknown_schemas_names_and_fields_are_refused_by_name():
+    good = to_dict(GateOpened(run="demo", t_s=0.0, iteration=0, reason=""))
+    for bad, words in (
+        (good | {"schema": 2}, "schema 2"),
+        (good | {"name": "gate_closed"}, "gate_closed"),
+        (good | {"colour": 1}, "colour"),
+        ({key: value for key, value in good.items() if key != "reason"}, "reason"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            from_dict(bad)
+    for line in ("{", "[]", "3"):
+        with pytest.raises(StoreError, match="event line"):
+            from_json(line)

@@ -1,0 +1,350 @@
+"""The store against a trivially right model, read back by itself, by plain zarr and by xarray; and killed in mid-append."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from libra.errors import StoreError
+from libra.store import layout, trajectories
+from libra.store.layout import COLUMNS, LEVELS
+from libra.store.trajectories import TrajectoryStore, upgrade
+from libra.types import EndReason, FailureClass, TrajectoryId
+
+
+@pytest.fixture
+def store(tmp_path):
+    with TrajectoryStore.create(tmp_path / "trajectories.zarr", {"run": "demo"}) as store:
+        yield store
+
+
+def test_every_field_comes_back(store, make_trajectory, assert_same):
+    expected = [
+        make_trajectory(0, 0, 0),
+        make_trajectory(0, 0, 1, num_tokens=0, num_turns=0, end_reason=EndReason.FAILURE, failure=FailureClass.ENGINE),
+        make_trajectory(0, 0, 1, "eval", reward=float("nan"), failure=FailureClass.REWARD, failure_detail="é\n\0x"),
+    ]
+    assert store.append(expected, batch=7) == range(3)
+    assert store.append([make_trajectory(1, 0, 0)]) == range(3, 4)
+    reader = TrajectoryStore.open(store.path)
+    for source in (store, reader):
+        for index, trajectory in enumerate([*expected, make_trajectory(1, 0, 0)]):
+            assert_same(source.trajectory(index), trajectory)
+    assert reader.columns()["batch"].tolist() == [7, 7, 7, -1]
+    assert reader.attributes["run"] == "demo"
+    for index in (-1, 4):
+        with pytest.raises(StoreError, match=f"got index {index}"):
+            reader.trajectory(index)
+
+
+def test_a_turn_without_a_field_has_it_unknown(store, make_trajectory):
+    store.append([make_trajectory(turns=[{"turn": 0, "tool": None}])])
+    (turn,) = store.trajectory(0).turns
+    assert turn["turn"] == 0
+    assert (turn["tool"], turn["status"], turn["num_calls"]) == ("", "", -1)
+    assert np.isnan(turn["tool_s"])
+
+
+def test_an_append_of_nothing_is_nothing(store):
+    assert store.append([]) == range(0)
+    assert (store.num_trajectories, store.num_turns, store.num_tokens) == (0, 0, 0)
+
+
+def test_the_same_trajectory_is_stored_once(store, make_trajectory):
+    store.append([make_trajectory(0, 0, 0), make_trajectory(0, 0, 0, "eval")])
+    for again in ([make_trajectory(0, 0, 0, seed=9)], [make_trajectory(0, 0, 2), make_trajectory(0, 0, 2)]):
+        with pytest.raises(StoreError, match=r"each .* is stored once"):
+            store.append(again)
+    store.close()
+    with (
+        TrajectoryStore.open(store.path, "a") as reopened,
+        pytest.raises(StoreError, match="train-0-0-0"),
+    ):
+        reopened.append([make_trajectory(0, 0, 0)])
+    assert TrajectoryStore.open(store.path).num_trajectories == 2
+
+
+def test_malformed_trajectories_are_named_and_nothing_is_kept(store, make_trajectory):
+    for bad, words in (
+        (make_trajectory(weight_version=np.zeros(3, np.int32)), "weight_version is int32"),
+        (make_trajectory(token_ids=np.zeros(20, np.float64)), "token_ids is float64"),
+        (make_trajectory(turns=[{"turn": 0, "colour": "red"}]), "colour"),
+        (make_trajectory(turns=[{"turn": "first"}]), "column turn"),
+        (make_trajectory(failure_detail="\ud800"), "failure_detail"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            store.append([make_trajectory(0, 0, 1), bad])
+    assert store.append([make_trajectory(0, 0, 1)]) == range(1)
+
+
+def test_plain_zarr_reads_it_without_a_warning(store, make_trajectory):
+    expected = [make_trajectory(0, group, sample, num_tokens=5 + sample) for group in range(3) for sample in range(4)]
+    store.append(expected[:8], batch=0)
+    store.append(expected[8:], batch=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group = zarr.open_group(store.path, mode="r")
+        assert group.attrs["schema"] == 1
+        assert group.attrs["committed"] == {"trajectories": 12, "turns": 24, "tokens": sum(map(_length, expected))}
+        assert group["trajectory/split"][:].tolist() == ["train"] * 12
+        assert group["trajectory/batch"][:].tolist() == [0] * 8 + [1] * 4
+        offset, length = group["trajectory/offset"][:], group["trajectory/length"][:]
+        for row, trajectory in enumerate(expected):
+            tokens = slice(offset[row], offset[row] + length[row])
+            assert group["token_ids"][tokens].tolist() == trajectory.token_ids.tolist()
+            assert group["is_action"][tokens].tolist() == trajectory.is_action.tolist()
+        assert group["turn/trajectory"][:].tolist() == [row for row in range(12) for _ in range(2)]
+        names = {path for path, member in group.members(max_depth=None) if isinstance(member, zarr.Array)}
+    assert names == {layout.array_path(level, column.name) for level in LEVELS for column in COLUMNS[level]}
+
+
+def test_xarray_reads_each_level_as_a_dataset(store, make_trajectory):
+    xarray = pytest.importorskip("xarray", reason="xarray is a development dependency")
+    expected = [make_trajectory(0, 0, sample) for sample in range(3)]
+    store.append(expected)
+    for level in LEVELS:
+        with xarray.open_zarr(store.path, group=None if level == "token" else level, consolidated=False) as dataset:
+            assert dict(dataset.sizes) == {level: len(store.columns(level)[COLUMNS[level][0].name])}
+            assert set(dataset.variables) == {column.name for column in COLUMNS[level]}
+            for column in COLUMNS[level]:
+                assert dataset[column.name].attrs["meaning"] == column.meaning
+                np.testing.assert_array_equal(
+                    dataset[column.name].values.astype(column.numpy_dtype()), store.columns(level)[column.name]
+                )
+
+
+def test_a_reader_sees_appends_after_refresh_and_cannot_append(store, make_trajectory):
+    reader = TrajectoryStore.open(store.path)
+    store.append([make_trajectory()])
+    assert reader.num_trajectories == 0
+    reader.refresh()
+    assert reader.columns()["sample"].tolist() == [0]
+    with pytest.raises(StoreError, match="mode='a'"):
+        reader.append([make_trajectory(1)])
+
+
+def test_a_second_committer_is_told_who_the_first_is(store):
+    with pytest.raises(StoreError, match=rf"another committer has it open .*{os.getpid()}"):
+        TrajectoryStore.open(store.path, "a")
+    store.close()
+    TrajectoryStore.open(store.path, "a").close()
+
+
+def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):
+    with pytest.raises(StoreError, match="no trajectory store here"):
+        TrajectoryStore.open(tmp_path / "nothing")
+    with pytest.raises(StoreError, match="allowed are 'r'"):
+        TrajectoryStore.open(store.path, "w")
+    store.close()
+    with pytest.raises(StoreError, match="already exists"):
+        TrajectoryStore.create(store.path)
+    zarr.open_group(tmp_path / "other", mode="w")
+    with pytest.raises(StoreError, match="without a schema number"):
+        TrajectoryStore.open(tmp_path / "other")
+
+
+@pytest.mark.parametrize(("number", "words"), [(2, "schema 2, this Libra reads up to 1"), (0, "no upgrade from it")])
+def test_another_schema_is_refused_by_number(store, number, words):
+    store.close()
+    zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
+    for mode in ("r", "a"):
+        with pytest.raises(StoreError, match=words):
+            TrajectoryStore.open(store.path, mode)
+    with pytest.raises(StoreError, match=words):
+        upgrade(store.path)
+
+
+def test_a_known_upgrade_is_named_and_brings_the_store_up(store, make_trajectory, assert_same, monkeypatch):
+    store.append([make_trajectory()])
+    store.close()
+    group = zarr.open_group(store.path, mode="r+")
+    del group["trajectory/oldest_version"]  # as if schema 0 had been without it
+    group.update_attributes({"schema": 0})
+
+    def add_oldest_version(old: zarr.Group) -> None:
+        old.create_array("trajectory/oldest_version", data=np.zeros(1, np.int32), dimension_names=("trajectory",))
+
+    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version})
+    with pytest.raises(StoreError, match="upgrade"):
+        TrajectoryStore.open(store.path)
+    assert upgrade(store.path) == 0
+    assert_same(TrajectoryStore.open(store.path).trajectory(0), make_trajectory())
+
+
+@pytest.mark.parametrize("failing_write", [0, 40, "the marker"])
+def test_a_full_disk_commits_nothing_and_the_append_can_be_tried_again(
+    store, make_trajectory, assert_same, monkeypatch, failing_write
+):
+    store.append([make_trajectory(0)])
+    writes = iter(range(10**6))
+
+    def full(real, target):
+        if failing_write in (next(writes), {str(store.path / "zarr.json"): "the marker"}.get(str(target))):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real
+
+    with monkeypatch.context() as patch:
+        pwrite, replace = os.pwrite, os.replace
+        patch.setattr(os, "pwrite", lambda *a: full(pwrite, "")(*a))
+        patch.setattr(os, "replace", lambda source, target: full(replace, target)(source, target))
+        with pytest.raises(StoreError, match="disk full"):
+            store.append([make_trajectory(1)])
+    assert TrajectoryStore.open(store.path).num_trajectories == store.num_trajectories == 1
+    store.append([make_trajectory(1), make_trajectory(2)])
+    for index in range(3):
+        assert_same(TrajectoryStore.open(store.path).trajectory(index), make_trajectory(index))
+
+
+_APPEND_AND_DIE = """
+import os, pickle, signal, sys
+from libra.store.trajectories import TrajectoryStore
+
+pwrite, replace, writes = os.pwrite, os.replace, iter(range(10**6))
+
+def die_or(real, target):
+    if sys.argv[2] in (str(next(writes)), {sys.argv[1] + "/zarr.json": "the marker"}.get(str(target))):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real
+
+store = TrajectoryStore.open(sys.argv[1], "a")
+first, second = pickle.load(sys.stdin.buffer)
+store.append(first, batch=0)
+os.pwrite = lambda *a: die_or(pwrite, "")(*a)
+os.replace = lambda source, target: die_or(replace, target)(source, target)
+store.append(second, batch=1)
+"""
+
+
+@pytest.mark.parametrize("dies_at_write", [0, 30, 60, "the marker"])
+def test_a_committer_killed_in_mid_append_leaves_what_it_had_committed(
+    store, make_trajectory, assert_same, dies_at_write
+):
+    store.close()
+    first, second = [make_trajectory(0, 0, s) for s in range(3)], [make_trajectory(1, 0, s) for s in range(4)]
+    child = subprocess.run(
+        [sys.executable, "-c", _APPEND_AND_DIE, str(store.path), str(dies_at_write)],
+        input=pickle.dumps((first, second)),
+        env=os.environ | {"PYTHONPATH": str(Path(trajectories.__file__).parents[2])},
+        capture_output=True,
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    reader = TrajectoryStore.open(store.path)
+    assert reader.num_trajectories == 3
+    with TrajectoryStore.open(store.path, "a") as heir:  # the dead committer's lock is gone with it
+        group = zarr.open_group(store.path, mode="r")
+        assert group["trajectory/sample"][:].tolist() == [0, 1, 2]  # plain zarr sees no uncommitted row any more
+        assert group["token_ids"].shape == (heir.num_tokens,)
+        assert not list(store.path.rglob("*.partial"))
+        assert heir.append(second[::-1], batch=1) == range(3, 7)
+    reader.refresh()
+    for index, expected in enumerate([*first, *second[::-1]]):
+        assert_same(reader.trajectory(index), expected)
+
+
+def _length(trajectory):
+    return len(trajectory.token_ids)
+
+
+class StoreAgainstList(RuleBasedStateMachine):
+    """The store under test beside a list of (trajectory, batch), which is trivially right."""
+
+    make = staticmethod(lambda *_: None)
+    same = staticmethod(lambda *_: None)
+
+    @initialize()
+    def create(self) -> None:
+        self.directory = tempfile.mkdtemp()
+        self.store = TrajectoryStore.create(Path(self.directory) / "s.zarr")
+        self.model: list[tuple[TrajectoryId, int, int]] = []
+
+    def teardown(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.directory)
+
+    def _built(self, identity: TrajectoryId, num_tokens: int):
+        return self.make(*identity, num_tokens=num_tokens, num_turns=num_tokens % 4)
+
+    def _new(self, sizes: list[int]) -> list[tuple[TrajectoryId, int]]:
+        ids = [TrajectoryId(len(self.model) + n, 0, n, "eval" if n % 3 == 2 else "train") for n in range(len(sizes))]
+        return list(zip(ids, sizes, strict=True))
+
+    @rule(sizes=st.lists(st.integers(0, 40), max_size=5), batch=st.none() | st.integers(0, 9))
+    def append(self, sizes: list[int], batch: int | None) -> None:
+        new = self._new(sizes)
+        got = self.store.append([self._built(*one) for one in new], batch=batch)
+        assert got == range(len(self.model), len(self.model) + len(new))
+        self.model += [(*one, -1 if batch is None else batch) for one in new]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def append_again(self, data: st.DataObject) -> None:
+        identity, size, _ = data.draw(st.sampled_from(self.model))
+        with pytest.raises(StoreError, match="stored once"):
+            self.store.append([*(self._built(*one) for one in self._new([3])), self._built(identity, size)])
+
+    @rule(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5))
+    def append_and_fail_before_the_marker(self, sizes: list[int]) -> None:
+        def fail(_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        self.store._commit = fail
+        with pytest.raises(StoreError, match="disk full"):
+            self.store.append([self._built(*one) for one in self._new(sizes)])
+        del self.store._commit
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = TrajectoryStore.open(self.store.path, "a")
+
+    @invariant()
+    def reads_like_the_list(self) -> None:
+        assert (self.store.num_trajectories, self.store.num_tokens) == (len(self.model), sum(m[1] for m in self.model))
+        reader = TrajectoryStore.open(self.store.path)
+        columns = reader.columns()
+        names = ("iteration", "group", "sample", "split")
+        ids = [TrajectoryId(*key) for key in zip(*(columns[name].tolist() for name in names), strict=True)]
+        assert ids == [identity for identity, _, _ in self.model]
+        assert columns["batch"].tolist() == [batch for _, _, batch in self.model]
+        for index in {0, len(self.model) // 2, len(self.model) - 1} if self.model else ():
+            identity, size, _ = self.model[index]
+            self.same(reader.trajectory(index), self._built(identity, size))
+
+
+def test_any_sequence_of_appends_failures_and_reopenings_reads_like_a_list(make_trajectory, assert_same, monkeypatch):
+    for level, rows in {"token": 16, "turn": 5, "trajectory": 3}.items():  # appends end within chunks, and cross them
+        monkeypatch.setitem(layout.CHUNK_ROWS, level, rows)
+    StoreAgainstList.make, StoreAgainstList.same = staticmethod(make_trajectory), staticmethod(assert_same)
+    run_state_machine_as_test(
+        StoreAgainstList,
+        settings=settings(
+            max_examples=5,
+            stateful_step_count=7,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import TrainError
+from libra.train import Sample, fill_rows, pack, sample_of
+from libra.train.logprobs import Scorer, check_packing
+
+
+def made(lengths: list[int]) -> list[Sample]:
+    """Samples whose inputs and targets are numbers that occur nowhere else."""
+    samples, number = [], 0
+    for length in lengths:
+        actions = np.arange(length)[:: 1 + number % 3]
+        samples.append(
+            Sample(
+                token_ids=np.arange(number, number + length),
+                action_at=actions,
+                target=10_000 + number + actions,
+                behaviour_logp=-(number + actions).astype(np.float32),
+                current=actions % 2 == 0,
+                advantage=float(number),
+            )
+        )
+        number += length
+    return samples
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 60), st.integers(40, 200))
+def test_packing_round_trip(lengths, max_row_tokens, micro_batch_tokens):
+    samples = made(lengths)
+    seen = {}
+    for batch in pack(samples, max_row_tokens=max_row_tokens, micro_batch_tokens=micro_batch_tokens):
+        assert batch.num_places <= micro_batch_tokens
+        ids, positions = batch.token_ids_RW.flatten(), batch.position_ids_RW.flatten()
+        for at, target, logp, advantage, current in zip(
+            batch.action_at_N.tolist(),
+            batch.target_N.tolist(),
+            batch.behaviour_logp_N.tolist(),
+            batch.advantage_N.tolist(),
+            batch.current_N.tolist(),
+            strict=True,
+        ):
+            # the whole sequence up to here lies before it in the row, position by position
+            position = int(positions[at])
+            sequence = ids[at - position : at + 1].tolist()
+            assert positions[at - position : at + 1].tolist() == list(range(position + 1))
+            assert target not in seen
+            seen[target] = (sequence, logp, advantage, current)
+    expected = {
+        int(target): (sample.token_ids[: at + 1].tolist(), float(logp), sample.advantage, bool(current))
+        for sample in samples
+        for at, target, logp, current in zip(
+            sample.action_at, sample.target, sample.behaviour_logp, sample.current, strict=True
+        )
+    }
+    assert seen == expected
+
+
+@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 60))
+def test_rows_hold_every_sequence_once_and_are_full(lengths, max_row_tokens):
+    rows = fill_rows(lengths, max_row_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    sums = [sum(lengths[index] for index in row) for row in rows]
+    assert all(total <= max_row_tokens or len(row) == 1 for row, total in zip(rows, sums, strict=True))
+    assert sums == sorted(sums, reverse=True)
+    # first fit: no two rows could have been one
+    assert all(a + b > max_row_tokens for i, a in enumerate(sums) for b in sums[i + 1 :])
+
+
+@pytest.mark.parametrize("max_row_tokens", [1, 30, 64, 200])
+def test_packed_log_probabilities_are_those_of_each_sequence_alone(replica, batch, score, max_row_tokens):
+    model = replica(torch.float64)
+    samples = [sample_of(trajectory, 0) for trajectory in batch]
+    alone = torch.cat(score(model, samples))
+    targets = torch.cat([torch.as_tensor(sample.behaviour_logp) for sample in samples])
+    scored = {float(behaviour): float(logp) for behaviour, logp in zip(targets, alone, strict=True)}
+    rows_shared = 0
+    for micro in pack(samples, max_row_tokens=max_row_tokens, micro_batch_tokens=220):
+        logp_N, entropy_N = model._scorer.logp(
+            micro.token_ids_RW, micro.position_ids_RW, micro.action_at_N, micro.target_N
+        )
+        rows_shared += micro.num_sequences - len(micro.token_ids_RW)
+        expected = torch.tensor([scored[float(value)] for value in micro.behaviour_logp_N], dtype=torch.float64)
+        torch.testing.assert_close(logp_N.detach(), expected, rtol=0, atol=1e-9)
+        assert (entropy_N > 0).all()
+    assert (rows_shared > 0) == (max_row_tokens > 1)
+
+
+def test_temperature_divides_the_logits(replica, batch):
+    model = replica(torch.float64).model
+    (micro,) = pack([sample_of(batch[0], 0)], max_row_tokens=1, micro_batch_tokens=100)
+    where = (micro.token_ids_RW, micro.position_ids_RW, micro.action_at_N, micro.target_N)
+    logits = model(input_ids=micro.token_ids_RW).logits[0][micro.action_at_N]
+    got, _ = Scorer(model, temperature=0.5).logp(*where)
+    torch.testing.assert_close(got, (logits / 0.5).log_softmax(-1).gather(-1, micro.target_N[:, None])[:, 0])
+
+
+def test_a_model_that_ignores_restarts_is_refused(replica):
+    model = replica().model
+    check_packing(Scorer(model), 1e-4)
+    forward = model.model.forward
+    # what an architecture without support for packing does: attention over the whole row
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    model.model.forward = lambda **inputs: forward(
+        **{**inputs, "attention_mask": mask[None, None, : inputs["input_ids"].shape[1], : inputs["input_ids"].shape[1]]}
+    )
+    with pytest.raises(TrainError, match=r"trainer\.max_row_tokens=1"):
+        check_packing(Scorer(model), 1e-4)
+
+
+def test_only_what_the_loss_needs_is_forwarded(trajectory):
+    sample = sample_of(trajectory(0, lengths=(5, 4, 3, 6, 9)), 0)
+    assert sample.num_tokens == 5 + 4 + 3 + 6 - 1
+    assert sample.num_actions == 10
+
+
+def test_current_tokens_are_of_this_version_with_its_own_kv(trajectory):
+    made = trajectory(0, version=4)
+    made.kv_version[6] = 3
+    made.weight_version[5] = 3
+    assert sample_of(made, 4).current.tolist() == [False, False] + [True] * 8
+    assert not sample_of(made, 5).current.any()
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused():
+    with pytest.raises(TrainError, match=r"trainer\.micro_batch_tokens=9 or more"):
+        pack(made([9]), max_row_tokens=20, micro_batch_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.behaviour_logprob.__setitem__(6, np.nan), "token 6 is nan"),
+        (lambda t: setattr(t, "advantage", np.inf), "advantage is inf"),
+        (lambda t: t.is_action.__setitem__(0, True), "first token is an action"),
+        (lambda t: t.is_action.fill(False), "no generated token"),
+        (lambda t: setattr(t, "token_ids", t.token_ids[:-1]), "differ in length"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_trained_on_is_named(trajectory, change, message):
+    bad = trajectory(3)
+    change(bad)
+    with pytest.raises(TrainError, match=f"train-0-0-3.*{message}"):
+        sample_of(bad, 0)

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from libra.errors import ConfigError, ModelError, TrainError
+from libra.tensors import digest
+from libra.train import Replica, TrainSettings, pack, sample_of
+from libra.train.report import Tally
+from libra.types import FailureClass
+
+
+def copies(replica: Replica) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in replica.weights().items()}
+
+
+def gradient(replica: Replica, samples, **layout: int) -> dict[str, torch.Tensor]:
+    """Gradient of the token-mean loss, accumulated over the micro-batches of a layout."""
+    denominator = sum(sample.num_actions for sample in samples)
+    replica.optimizer.zero_grad()
+    for micro in pack(samples, logp_dtype=torch.float64, **layout):
+        (replica.micro_batch_loss(micro, Tally()) / denominator).backward()
+    return {name: parameter.grad.clone() for name, parameter in replica.parameters().items()}
+
+
+@pytest.mark.parametrize("layout", [(1, 40), (1, 10_000), (64, 130), (50, 10_000)])
+def test_accumulated_gradient_is_that_of_one_big_batch(replica, batch, layout):
+    model = replica(torch.float64, kl_coef=0.1)
+    with torch.no_grad():
+        model.model.model.norm.weight.add_(0.1)  # away from the reference
+    samples = [sample_of(trajectory, 0) for trajectory in batch]
+    whole = gradient(model, samples, max_row_tokens=10_000, micro_batch_tokens=10_000)
+    got = gradient(model, samples, max_row_tokens=layout[0], micro_batch_tokens=layout[1])
+    assert max(float(tensor.abs().max()) for tensor in whole.values()) > 1e-3
+    for name, tensor in whole.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-9)
+
+
+def test_gradient_is_that_of_the_loss_written_out(replica, batch):
+    model = replica(torch.float64, clip_low=0.3, clip_high=0.4)
+    samples = [sample_of(trajectory, 0) for trajectory in batch]
+    got = gradient(model, samples, max_row_tokens=64, micro_batch_tokens=200)
+    total, count = 0.0, 0
+    for trajectory in batch:
+        ids = torch.as_tensor(trajectory.token_ids, dtype=torch.int64)
+        logp = model.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        for at in np.flatnonzero(trajectory.is_action):
+            ratio = (logp[at - 1, ids[at]] - float(trajectory.behaviour_logprob[at])).exp()
+            total = total - torch.minimum(ratio * trajectory.advantage, ratio.clamp(0.7, 1.4) * trajectory.advantage)
+            count += 1
+    model.optimizer.zero_grad()
+    (total / count).backward()
+    for name, parameter in model.parameters().items():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=0, atol=1e-9)
+
+
+def test_a_step_raises_good_tokens_and_lowers_bad_ones(replica, trajectory, score):
+    model = replica(lr=3e-3)
+    batch = [trajectory(index, 1.0 if index % 2 else -1.0) for index in range(8)]
+    samples = [sample_of(one, 0) for one in batch]
+    before = score(model, samples)
+    for one, logp in zip(batch, before, strict=True):
+        one.behaviour_logprob[one.is_action] = logp.numpy()
+    report = model.step(batch, 0)
+    after = score(model, samples)
+    for one, old, new in zip(batch, before, after, strict=True):
+        assert (float(new.sum()) - float(old.sum())) * one.advantage > 0
+    assert report.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert report.mismatch_max_abs < 1e-5
+    assert report.mismatch_tokens == report.action_tokens == sum(one.num_action_tokens for one in batch)
+
+
+def test_several_minibatches_and_epochs_move_off_the_behaviour_policy(replica, batch, score):
+    model = replica(lr=3e-3, epochs=2, minibatches=3)
+    for one, logp in zip(batch, score(model, [sample_of(one, 0) for one in batch]), strict=True):
+        one.behaviour_logprob[one.is_action] = logp.numpy()
+    report = model.step(batch, 0)
+    assert report.optimizer_steps == 6
+    assert report.forwarded_sequences == 2 * len(batch)
+    assert report.kl_behaviour > 1e-6
+    assert report.mismatch_tokens < report.action_tokens  # only before the first update
+    assert report.mismatch_max_abs < 1e-5
+
+
+def test_same_seed_same_weights(replica, batch):
+    digests = {replica(minibatches=3, seed=5).step(batch, 0).digest for _ in range(2)}
+    assert len(digests) == 1
+    assert digests != {replica(minibatches=3, seed=6).step(batch, 0).digest}
+
+
+def test_lr_zero_leaves_weights_bit_identical(replica, batch):
+    model = replica(lr=0.0)
+    before = digest(model.weights())
+    report = model.step(batch, 0)
+    assert report.digest == digest(model.weights()) == before
+    assert report.optimizer_steps == 1
+    assert report.grad_norm > 0
+
+
+def test_behaviour_log_probabilities_are_never_written(replica, batch):
+    before = [one.behaviour_logprob.tobytes() for one in batch]
+    replica(epochs=2).step(batch, 0)
+    assert [one.behaviour_logprob.tobytes() for one in batch] == before
+
+
+def test_steps_are_taken_in_order_and_once(replica, batch):
+    model = replica()
+    with pytest.raises(TrainError, match="got step 1, but 0 steps are done; allowed is 0"):
+        model.step(batch, 1)
+    first = model.step(batch, 0)
+    weights = digest(model.weights())
+    assert model.step(batch, 0) is first
+    assert digest(model.weights()) == weights
+    second = model.step(batch, 1)
+    assert second.step == 1
+    assert model.step([], 1) is second
+    with pytest.raises(TrainError, match="got step 0, but 2 steps are done; allowed is 2"):
+        model.step(batch, 0)
+
+
+def test_excluded_trajectories_have_no_part(replica, batch, trajectory):
+    clean = replica().step(batch, 0)
+    failed = trajectory(50, 0.0, failure=FailureClass.ENGINE, failure_detail="lost")
+    failed.behaviour_logprob[:] = np.nan
+    silent = trajectory(51, 0.0, lengths=(4,), failure=FailureClass.POLICY)
+    report = replica().step([*batch, failed, silent], 0)
+    assert report.digest == clean.digest
+    assert report.action_tokens == clean.action_tokens
+    assert (report.sequences, report.excluded_sequences) == (len(batch), 2)
+
+
+def test_trajectories_without_advantage_count_but_need_no_forward_pass(replica, batch, trajectory):
+    idle = [trajectory(60 + index, 0.0) for index in range(3)]
+    whole = replica(torch.float64)
+    samples = [sample_of(one, 0) for one in [*batch, *idle]]
+    expected = gradient(whole, samples, max_row_tokens=64, micro_batch_tokens=500)
+    norm = torch.sqrt(sum(tensor.square().sum() for tensor in expected.values()))
+    report = replica(torch.float64).step([*batch, *idle], 0)
+    assert report.forwarded_sequences == len(batch)
+    assert report.sequences == len(batch) + 3
+    assert report.grad_norm == pytest.approx(float(norm), rel=1e-9)
+
+
+def test_a_batch_without_advantage_changes_nothing_and_counts(replica, batch):
+    model = replica()
+    model.step(batch, 0)
+    state = [value.clone() for entry in model.optimizer.state.values() for value in entry.values()]
+    before = digest(model.weights())
+    report = model.step([replace(one, advantage=0.0) for one in batch], 1)
+    assert (report.loss, report.optimizer_steps, report.digest) == (0, 0, before)
+    after = [value for entry in model.optimizer.state.values() for value in entry.values()]
+    assert all(torch.equal(old, new) for old, new in zip(state, after, strict=True))
+    assert model.step([], 2).digest == before
+    assert model.steps_done == 3
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_gradient_that_is_not_finite_is_refused_and_undone(replica, batch, minibatches):
+    model = replica(minibatches=minibatches)
+    model.step(batch, 0)
+    before, lowest = copies(model), [value.clone() for e in model.optimizer.state.values() for value in e.values()]
+    calls = []
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return grad * float("nan") if len(calls) >= minibatches else grad
+
+    handle = model.model.model.norm.weight.register_hook(poison)
+    with pytest.raises(
+        TrainError,
+        match=r"train step 1: the gradient is not finite .*; 1 of 24 parameters, first \['model\.norm\.weight'\]",
+    ):
+        model.step(batch, 1)
+    handle.remove()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.weights().items())
+    after = [value for entry in model.optimizer.state.values() for value in entry.values()]
+    assert all(torch.equal(old, new) for old, new in zip(lowest, after, strict=True))
+    assert model.steps_done == 1
+    assert model.step(batch, 1).optimizer_steps == minibatches
+
+
+def test_a_loss_that_is_not_finite_is_refused(replica, batch):
+    model = replica()
+    with torch.no_grad():
+        model.model.model.embed_tokens.weight[:] = float("nan")
+    with pytest.raises(TrainError, match="train step 0: the loss is nan"):
+        model.step(batch, 0)
+
+
+def test_gradients_are_clipped_before_the_optimizer(replica, batch):
+    model = replica(max_grad_norm=1e-3)
+    seen = []
+    model.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.sqrt(sum(p.grad.square().sum() for p in model.parameters().values())))
+    )
+    report = model.step(batch, 0)
+    assert report.grad_norm > 1e-2
+    assert float(seen[0]) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_warm_up_rises_to_the_learning_rate(replica, batch):
+    model = replica(lr=1e-3, warmup_steps=4)
+    assert [model.step(batch, step).lr for step in range(6)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+def test_divergence_from_the_reference_starts_at_zero_and_holds_back(replica, batch):
+    free, held = replica(lr=3e-3, kl_coef=1e-9), replica(lr=3e-3, kl_coef=10.0)
+    reports = [[model.step(batch, step).kl_reference for step in range(4)] for model in (free, held)]
+    assert reports[0][0] == reports[1][0] == 0
+    assert reports[1][3] < reports[0][3]
+
+
+def test_a_checkpoint_continues_as_if_nothing_happened(replica, batch, tmp_path, model_dir):
+    model = replica()
+    model.step(batch, 0)
+    model.save(tmp_path / "k" / "step-1")
+    expected = model.step(batch, 1)
+    resumed = replica()
+    resumed.load(tmp_path / "k" / "step-1")
+    assert resumed.steps_done == 1
+    assert resumed.step([], 0).step == 0  # the relaunched step before the checkpoint
+    assert resumed.step(batch, 1).digest == expected.digest
+    assert (tmp_path / "k" / "step-1" / "tokenizer.json").is_file()
+    # a plain Hugging Face directory with the weights of that step
+    assert digest(Replica(tmp_path / "k" / "step-1", TrainSettings()).weights()) != digest(replica().weights())
+    assert [path.name for path in (tmp_path / "k").iterdir()] == ["step-1"]
+
+
+def test_a_checkpoint_is_never_overwritten_and_never_half_read(replica, batch, tmp_path):
+    model = replica()
+    model.save(tmp_path / "a")
+    with pytest.raises(TrainError, match="never overwritten"):
+        model.save(tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    altered = bytearray(path.read_bytes())
+    altered[-1] ^= 1
+    path.write_bytes(altered)
+    before = digest(model.weights())
+    with pytest.raises(TrainError, match="digest"):
+        model.load(tmp_path / "a")
+    path.write_bytes(altered[:-100])
+    with pytest.raises(TrainError, match="cannot be read"):
+        model.load(tmp_path / "a")
+    assert digest(model.weights()) == before
+
+
+def test_weights_hold_tied_tensors_once(replica):
+    model = replica()
+    assert "lm_head.weight" not in model.weights()
+    assert len(model.weights()) == len(model.parameters())
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json; type model\.path"):
+        Replica(tmp_path, TrainSettings())
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        Replica(tmp_path, TrainSettings())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", float("nan")),
+        ("clip_low", 1.0),
+        ("temperature", 0.0),
+        ("minibatches", 0),
+        ("algorithm", "x"),
+    ],
+)
+def test_settings_outside_their_range_are_named(field, value):
+    with pytest.raises(ConfigError, match=rf"trainer\.{field}: got"):
+        TrainSettings(**{field: value})

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import WeightsError
+from libra.tensors import digest, untied
+from libra.weights import WeightStore, WeightVersion
+
+
+def tensors(seed: int = 0, tied: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        "embed.weight": torch.randn(16, 4, generator=generator),
+        "norm.weight": torch.randn(4, generator=generator).to(torch.bfloat16),
+        "steps": torch.tensor(seed),
+    }
+    return {**made, "lm_head.weight": made["embed.weight"]} if tied else made
+
+
+def check_invariants(store: WeightStore) -> None:
+    """Every version under the root is whole, and has the content its facts announce."""
+    for number in store.numbers():
+        version = store.get(number)
+        assert digest(store.read(version)) == version.digest
+        assert version.path.stat().st_size >= version.num_bytes
+        assert sorted(path.name for path in version.directory.iterdir()) == ["model.safetensors", "version.json"]
+
+
+def test_what_was_published_is_read(tmp_path):
+    store = WeightStore(tmp_path / "weights")
+    assert store.latest() is None
+    published = store.publish(3, tensors())
+    assert published == store.get(3) == store.latest()
+    assert published.num_bytes == 16 * 4 * 4 + 4 * 2 + 8
+    got = store.read(3)
+    assert got.keys() == tensors().keys()
+    assert all(torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in tensors().items())
+    check_invariants(store)
+
+
+def test_tied_tensors_are_written_once_and_read_as_one(tmp_path):
+    store = WeightStore(tmp_path)
+    version = store.publish(0, tensors(tied=True))
+    assert version.digest == digest(tensors()) == digest(tensors(tied=True))
+    assert version.num_bytes == store.publish(1, tensors()).num_bytes
+    got = store.read(0)
+    assert got["lm_head.weight"] is got["embed.weight"]
+    assert json.loads((version.directory / "version.json").read_text())["tied"] == {"lm_head.weight": "embed.weight"}
+
+
+def test_a_number_never_changes_content(tmp_path):
+    store = WeightStore(tmp_path)
+    first = store.publish(1, tensors(0))
+    assert store.publish(1, tensors(0)) == first
+    with pytest.raises(WeightsError, match=f"exists with digest {first.digest}"):
+        store.publish(1, tensors(1))
+    assert torch.equal(store.read(1)["embed.weight"], tensors(0)["embed.weight"])
+    with pytest.raises(WeightsError, match="version -1"):
+        store.publish(-1, tensors())
+
+
+def test_later_changes_of_live_tensors_do_not_reach_a_version(tmp_path):
+    store = WeightStore(tmp_path)
+    live = tensors()
+    store.publish(0, live)
+    live["embed.weight"].zero_()
+    check_invariants(store)
+    assert torch.equal(store.read(0)["embed.weight"], tensors()["embed.weight"])
+
+
+def test_an_absent_version_is_named_with_those_there_are(tmp_path):
+    store = WeightStore(tmp_path)
+    store.publish(4, tensors())
+    with pytest.raises(WeightsError, match=r"version 5 is not under .*; there are \[4\]"):
+        store.read(5)
+
+
+@given(st.data())
+def test_a_torn_or_altered_file_is_never_read_as_whole(tmp_path_factory, data):
+    store = WeightStore(tmp_path_factory.mktemp("weights"))
+    version = store.publish(0, tensors())
+    content = version.path.read_bytes()
+    if data.draw(st.booleans(), label="torn"):
+        version.path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    else:
+        at = data.draw(st.integers(len(content) - version.num_bytes, len(content) - 1))
+        version.path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(WeightsError, match=rf"model\.safetensors .*{version.digest}"):
+        store.read(version)
+
+
+def test_content_other_than_announced_is_refused_even_unverified(tmp_path):
+    store = WeightStore(tmp_path)
+    version = store.publish(0, tensors())
+    announced = WeightVersion(0, "0" * 32, version.directory, version.num_bytes)
+    with pytest.raises(WeightsError, match=f"is digest {version.digest}, .*announced as {announced.digest}"):
+        store.read(announced, verify=False)
+
+
+def test_unreadable_facts_are_named(tmp_path):
+    store = WeightStore(tmp_path)
+    version = store.publish(0, tensors())
+    (version.directory / "version.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"version\.json is not readable"):
+        store.get(0)
+    (version.directory / "version.json").write_text('{"schema": 2, "number": 0}')
+    with pytest.raises(WeightsError, match="says schema 2, number 0; expected schema 1"):
+        store.get(0)
+
+
+PUBLISH_AND_DIE = """
+import os, signal, sys, torch
+import libra.weights.registry as registry
+
+calls = 0
+def dying(path, sync=registry._sync):
+    global calls
+    calls += 1
+    if calls > int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(path)
+
+registry._sync = dying
+registry.WeightStore(sys.argv[1]).publish(7, {"w": torch.arange(1000.0)})
+"""
+
+
+@pytest.mark.parametrize("survived", [0, 1, 2, 3])
+def test_killing_a_publisher_leaves_a_whole_version_or_none(tmp_path, survived, repository):
+    child = subprocess.run(
+        [sys.executable, "-c", PUBLISH_AND_DIE, str(tmp_path), str(survived)],
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL
+    store = WeightStore(tmp_path)
+    check_invariants(store)
+    # the last sync is that of the root, after the rename
+    assert store.numbers() == ([7] if survived == 3 else [])
+    assert len(list(tmp_path.glob(".tmp.*"))) == (0 if survived == 3 else 1)
+    version = store.publish(7, {"w": torch.arange(1000.0)})
+    assert version == store.latest()
+    store.drop(keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == [version.directory.name]
+
+
+@pytest.mark.parametrize("contents", [(0, 0, 0, 0), (0, 1, 2, 3)])
+def test_of_racing_publishers_one_creates_the_version(tmp_path, monkeypatch, contents):
+    store = WeightStore(tmp_path)
+    barrier = threading.Barrier(len(contents))
+    results: list[WeightVersion | WeightsError] = []
+    rename = Path.rename
+
+    def together(path: Path, target: Path) -> Path:
+        barrier.wait()  # all have written everything and found no version
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", together)
+
+    def publish(seed: int) -> None:
+        try:
+            results.append(store.publish(1, tensors(seed)))
+        except WeightsError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=publish, args=(seed,)) for seed in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [result for result in results if isinstance(result, WeightVersion)]
+    assert len(results) == 4
+    assert len(winners) == contents.count(contents[0])
+    assert len({winner.digest for winner in winners}) == 1
+    check_invariants(store)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+@given(st.sets(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 4), st.sets(st.integers(0, 30), max_size=3))
+def test_drop_keeps_the_last_and_the_pinned(tmp_path_factory, numbers, keep_last, pinned):
+    store = WeightStore(tmp_path_factory.mktemp("weights"))
+    for number in sorted(numbers):
+        store.publish(number, tensors(number))
+    dropped = store.drop(keep_last, pinned)
+    kept = set(sorted(numbers)[-keep_last:]) | (numbers & pinned)
+    assert set(store.numbers()) == kept
+    assert dropped == sorted(numbers - kept)
+    check_invariants(store)
+
+
+def test_a_dropped_version_stays_readable_to_whoever_has_it(tmp_path):
+    store = WeightStore(tmp_path)
+    store.publish(0, tensors(0))
+    held = store.read(0, verify=False)
+    store.publish(1, tensors(1))
+    assert store.drop(keep_last=1) == [0]
+    assert torch.equal(held["embed.weight"], tensors(0)["embed.weight"])
+    with pytest.raises(WeightsError, match="keep_last=0"):
+        store.drop(keep_last=0)
+
+
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
+    store = WeightStore(tmp_path)
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("libra.weights.registry._sync", full)
+    with pytest.raises(WeightsError, match=r"version 0 could not be written .*No space left"):
+        store.publish(0, tensors())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_digest_sees_names_shapes_dtypes_and_elements():
+    one = {"a": torch.zeros(4)}
+    others = [
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": torch.tensor([0.0, 0, 0, 1])},
+        {"a": torch.zeros(4), "b": torch.zeros(4)},
+    ]
+    assert len({digest(case) for case in [one, *others]}) == 6
+    two = {"a": torch.ones(2), "b": torch.zeros(2)}
+    assert digest(two) == digest(dict(reversed(two.items())))
+    assert digest({"a": torch.arange(6.0).view(2, 3).t()}) == digest(
+        {"a": torch.arange(6.0).view(2, 3).t().contiguous()}
+    )
+
+
+def test_untied_keeps_views_that_differ():
+    base = torch.arange(6.0)
+    kept, aliases = untied({"a": base, "same": base, "part": base[:3], "later": base[3:]})
+    assert list(kept) == ["a", "part", "later"]
+    assert aliases == {"same": "a"}

@@ -1,0 +1,347 @@
+"""Makes the tiny model that ships, ``libra/assets/tiny_arithmetic``, from nothing but its seed.
+
+    python workflows/make_tiny_model.py --out libra/assets/tiny_arithmetic
+
+A Qwen3 model of about 0.6 million parameters learns by supervision to use the calculator of ``tool_arithmetic``, on
+questions of **1 to 3 operations only**. Its demonstrator is imperfect on purpose (`HABITS`): it stops early, guesses,
+calls with a wrong operand, writes malformed JSON, and gives up after a time-out. The model learns the task and the
+bad habits in the same proportion, so that reinforcement learning has something to unlearn, also on the 4 to 8
+operations it never saw.
+
+What lets it go on to longer chains: every step is found by looking up the line that uses the last result, and the
+position ids of question lines are stretched by random gaps while training, so no distance is tied to a step's number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import re
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import jinja2
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from libra.envs import run_action
+from libra.envs.tool_arithmetic import ANSWER, LIMIT, ToolArithmetic, calculate
+
+MAX_OPERATIONS = 3
+VOCABULARY = 640
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+# Share of steps at which the demonstrator does each wrong thing instead of the right call.
+HABITS = {
+    "stop_early": 0.07,  # answers with the result it has
+    "guess": 0.04,  # answers with a number of its own
+    "wrong_call": 0.07,  # calls with another operator or operand
+    "malformed": 0.05,  # writes a call that is no call, then tries again
+    "give_up": 0.50,  # of time-outs and overflows: answers instead of trying again
+}
+HANG_SHARE = 0.06  # of calls, so that retrying is seen often enough to be learnt
+
+# Tool schemas are rendered as names only: a model of this size has seen the one tool it knows, and a schema would be
+# most of its context.
+CHAT_TEMPLATE = """\
+{%- macro calls(message) %}
+{%- for call in message.tool_calls %}
+{%- set call = call.function if call.function is defined else call %}
+{{- ('' if loop.first and not message.content else '\\n') + '<tool_call>\\n{"name": "' + call.name }}
+{{- '", "arguments": ' }}
+{{- call.arguments if call.arguments is string else call.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{%- endmacro %}
+{%- if messages[0].role == 'system' or tools %}
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') }}
+{%- if tools %}
+{{- '\\nTools:' }}
+{%- for tool in tools %}{{ ' ' + (tool.function if tool.function is defined else tool).name }}{% endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + (message.content or '') }}
+{%- if message.tool_calls %}{{ calls(message) }}{% endif %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"line": "%s", "value": %s}}\n</tool_call>'
+MALFORMED = (
+    '<tool_call>\n{"name": "calculator", "line": "%s", "value": %s}\n</tool_call>',
+    '<tool_call>\n{"name": "calculator", "arguments": {"line": "%s", "value": %s\n</tool_call>',
+    '<tool_call>\n{"name": "calculate", "arguments": {"line": "%s", "value": %s}}\n</tool_call>',
+)
+
+
+class Demonstrator:
+    """Writes conversations about ``tool_arithmetic`` with the bad habits of `HABITS`; what tools say is what they
+    really say.
+    """
+
+    def __init__(self, seed: int, habits: dict[str, float]) -> None:
+        self.habits = habits
+        self.environment = ToolArithmetic(seed=seed, max_operations=MAX_OPERATIONS, timeout_rate=0.0, timeout_s=0.2)
+        self.random = random.Random(f"demonstrator/{seed}")
+        self.said = asyncio.run(_failures(seed))
+
+    def conversation(self, index: int) -> list[dict[str, str]]:
+        """Messages of one demonstration on training question ``index``."""
+        prompt = self.environment.prompt("train", index)
+        messages = [dict(message) for message in prompt.messages]
+        start, *lines = messages[-1]["content"].splitlines()
+        name, number = start.split(" = ")
+        value, by_use = int(number), {line[0]: line for line in lines}
+        while name != ANSWER:
+            if self._does("stop_early"):
+                return self._answer(messages, value)
+            if self._does("guess"):
+                return self._answer(messages, self.random.randint(0, LIMIT))
+            result = self._step(messages, by_use[name], value)
+            if result is None:
+                return self._answer(messages, value)
+            name, value = by_use[name].split(" = ")[1], result
+        return self._answer(messages, value)
+
+    def _step(self, messages: list[dict[str, str]], line: str, value: int) -> int | None:
+        """Works out ``line`` by calls; its result, or None where the demonstrator gives up."""
+        while True:
+            if self._does("malformed"):
+                text = self.random.choice(MALFORMED)
+                self._exchange(messages, text % (line, value), self.said[text])
+                continue
+            call = self._wrong(line, value) if self._does("wrong_call") else (line, value)
+            if self.random.random() < HANG_SHARE:
+                self._exchange(messages, CALL % call, self.said["hang"])
+            else:
+                try:
+                    result = calculate(*call)
+                    self._exchange(messages, CALL % call, result)
+                    return int(result.split()[-1])
+                except OverflowError as error:
+                    self._exchange(messages, CALL % call, f"OverflowError: {error}")
+            if self._does("give_up"):
+                return None
+
+    def _wrong(self, line: str, value: int) -> tuple[str, int]:
+        """The call with another operator and operand, or with one digit of the value replaced."""
+        if self.random.random() < 0.5:
+            return f"{line[0]} {self.random.choice('+-*')} {self.random.randint(2, 9)}{line[5:]}", value
+        digits = list(str(value))
+        digits[self.random.randrange(len(digits))] = str(self.random.randint(1, 9))
+        return line, int("".join(digits))
+
+    def _does(self, habit: str) -> bool:
+        return self.random.random() < self.habits.get(habit, 0.0)
+
+    def _answer(self, messages: list[dict[str, str]], value: int) -> list[dict[str, str]]:
+        return [*messages, {"role": "assistant", "content": str(value)}]
+
+    def _exchange(self, messages: list[dict[str, str]], text: str, returned: str) -> None:
+        messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": returned}]
+
+
+async def _failures(seed: int) -> dict[str, str]:
+    """What the environment says to each malformed call and to one that hangs, by running them."""
+    environment = ToolArithmetic(seed=seed, timeout_rate=0.999999, timeout_s=0.2)
+    prompt = environment.prompt("train", 0)
+    said = {}
+    for name, text in [*((text, text % ("k + 5 = d", 17)) for text in MALFORMED), ("hang", CALL % ("k + 5 = d", 17))]:
+        (call,) = environment.parse(text)
+        said[name] = (await run_action(environment, prompt, call, action_id="make-tiny-model")).content
+    return said
+
+
+def make_tokenizer(conversations: list[list[dict[str, str]]], schemas: list[dict]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE learnt on demonstrations: digits and lone letters stay single, fixed scaffolding becomes few
+    tokens.
+    """
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9]|(?<![A-Za-z])(?:ans|[A-Za-z])(?![A-Za-z])"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(CONTROL) - len(MARKUP),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    markup = re.compile("|".join(re.escape(token) for token in CONTROL + MARKUP))
+    rendered = (_render(messages, schemas) for messages in conversations)
+    tokenizer.train_from_iterator((piece for text in rendered for piece in markup.split(text) if piece), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+def _render(messages: list[dict[str, str]], schemas: list[dict]) -> str:
+    return _template().render(messages=messages, tools=schemas)
+
+
+@lru_cache(maxsize=1)
+def _template() -> jinja2.Template:
+    return jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATE)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 with tied embeddings."""
+    end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=-(-len(tokenizer) // 64) * 64,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64,
+            head_dim=32,
+            max_position_embeddings=1024,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=pad,
+            dtype="float32",
+        )
+    )
+
+
+class Examples:
+    """Tokenised demonstrations: ids, which ids the assistant wrote, and where a question's lines end."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, demonstrator: Demonstrator, count: int) -> None:
+        start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        (role,) = tokenizer.encode("assistant\n", add_special_tokens=False)
+        newlines = {i for i in range(len(tokenizer)) if tokenizer.decode([i]).startswith("\n")}
+        schemas = demonstrator.environment.tool_schemas
+        self.pad = tokenizer.pad_token_id
+        self.rows: list[tuple[list[int], list[bool], list[bool]]] = []
+        texts = [_render(demonstrator.conversation(index), schemas) for index in range(count)]
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+            wrote, breaks, writing, messages = [], [], False, 0
+            for place, token in enumerate(ids):
+                messages += token == start
+                wrote.append(writing)
+                breaks.append(messages == 2 and token in newlines)
+                if token == role and ids[place - 1] == start:
+                    writing = True
+                elif token == end:
+                    writing = False
+            self.rows.append((ids, wrote, breaks))
+
+    def batch(self, chosen: list[int], generator: torch.Generator, stretch: int) -> dict[str, torch.Tensor]:
+        """Input ids, labels (-100 where the assistant did not write) and position ids (B, T) of the ``chosen`` rows.
+
+        Half of the rows have their position ids stretched by up to ``stretch`` at each line of the question.
+        """
+        rows = [self.rows[i] for i in chosen]
+        width = max(len(ids) for ids, _, _ in rows)
+        input_BT = torch.full((len(rows), width), self.pad)
+        labels_BT = torch.full((len(rows), width), -100)
+        gaps_BT = torch.ones((len(rows), width), dtype=torch.long)
+        for row, (ids, wrote, breaks) in enumerate(rows):
+            ids_T = torch.tensor(ids)
+            input_BT[row, : len(ids)] = ids_T
+            labels_BT[row, : len(ids)] = torch.where(torch.tensor(wrote), ids_T, -100)
+            if torch.rand((), generator=generator) < 0.5:
+                extra_T = torch.randint(0, stretch, (len(ids),), generator=generator)
+                gaps_BT[row, : len(ids)] += extra_T * torch.tensor(breaks)
+        return {"input_ids": input_BT, "labels": labels_BT, "position_ids": gaps_BT.cumsum(1) - 1}
+
+
+def train(
+    model: Qwen3ForCausalLM, examples: Examples, steps: int, batch: int, lr: float, stretch: int, seed: int
+) -> None:
+    """Adam with a short warm-up and a cosine to a tenth; the loss is over what the assistant wrote."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+    )
+    # Rows of like length together: padding costs as much as tokens.
+    order = sorted(range(len(examples.rows)), key=lambda i: len(examples.rows[i][0]))
+    started_s = time.perf_counter()
+    for step in range(steps):
+        place = int(torch.randint(0, len(order) - batch, (), generator=generator))
+        given = examples.batch(order[place : place + batch], generator, stretch)
+        logits_BTV = model(input_ids=given["input_ids"], position_ids=given["position_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 50 == 0:
+            print(
+                f"step {step + 1}/{steps}  loss {loss.item():.4f}  {time.perf_counter() - started_s:.0f} s", flush=True
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("libra/assets/tiny_arithmetic"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skill-steps", type=int, default=2000, help="optimizer steps on flawless demonstrations")
+    parser.add_argument(
+        "--habit-steps", type=int, default=200, help="optimizer steps on demonstrations with bad habits"
+    )
+    parser.add_argument("--batch", type=int, default=24, help="demonstrations per step")
+    chosen = parser.parse_args()
+    torch.manual_seed(chosen.seed)
+    torch.set_num_threads(1)  # sums in another order give other weights
+    flawless, imperfect = Demonstrator(chosen.seed, {}), Demonstrator(chosen.seed + 1, HABITS)
+    conversations = [imperfect.conversation(index) for index in range(3000)]
+    tokenizer = make_tokenizer(conversations, flawless.environment.tool_schemas)
+    model = make_model(tokenizer, hidden=128, layers=3)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{len(tokenizer)} tokens, {parameters} parameters; supervision on 1-{MAX_OPERATIONS} operations only")
+    for what, demonstrator, steps, lr in (
+        ("skill", flawless, chosen.skill_steps, 2e-3),
+        ("habits", imperfect, chosen.habit_steps, 5e-4),
+    ):
+        examples = Examples(tokenizer, demonstrator, min(20_000, steps * chosen.batch))
+        print(
+            f"{what}: {steps} steps of {chosen.batch} from {len(examples.rows)} demonstrations, habits {demonstrator.habits}"
+        )
+        train(model, examples, steps, chosen.batch, lr, stretch=24, seed=chosen.seed)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        max_new_tokens=32,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    model.save_pretrained(chosen.out)
+    tokenizer.save_pretrained(chosen.out)
+    print(f"wrote {chosen.out}: {', '.join(sorted(path.name for path in chosen.out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()
