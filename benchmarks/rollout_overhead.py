@@ -101,8 +101,10 @@ class Side:
         """The same trajectories straight on the engine, in its process."""
         session = self.session
         assert session.client is not None
+        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        engines = [address for address, worker in workers.items() if worker["name"] == "rollout-0"]
         (seconds,) = session.client.run(
-            feed, session.spec.run, self.options.concurrent, self.options.turns, self.k, workers=["rollout-0"]
+            feed, session.spec.run, self.options.concurrent, self.options.turns, self.k, workers=engines
         ).values()
         return float(seconds)
 

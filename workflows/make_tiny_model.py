@@ -32,7 +32,11 @@ from libra.envs import run_action
 from libra.envs.tool_arithmetic import ANSWER, LIMIT, ToolArithmetic, calculate
 
 MAX_OPERATIONS = 3
+SPARE_LINES = 5
 VOCABULARY = 640
+PIECES = r" -> (?:ans|[a-z])(?![a-z])|: [-+*] [0-9]|[0-9]|(?<![A-Za-z])(?:ans|[A-Za-z])(?![A-Za-z])"
+"""What never merges with its neighbours: " -> d" and ": + 5" are one token each, so the line after a name is found by one
+look-up per token; digits stay single."""
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -91,67 +95,68 @@ MALFORMED = (
 
 
 class Demonstrator:
-    """Writes conversations about ``tool_arithmetic`` with the bad habits of `HABITS`; what tools say is what they
-    really say.
+    """Writes conversations about ``tool_arithmetic`` with some bad habits; what tools say is what they really say.
+
+    ``hang_share`` of the calls time out. A question shows up to 5 lines that its answer does not need.
     """
 
-    def __init__(self, seed: int, habits: dict[str, float]) -> None:
-        self.habits = habits
-        self.environment = ToolArithmetic(seed=seed, max_operations=MAX_OPERATIONS, timeout_rate=0.0, timeout_s=0.2)
+    def __init__(self, seed: int, habits: dict[str, float], hang_share: float) -> None:
+        self.habits, self.hang_share = habits, hang_share
+        self.environment = ToolArithmetic(
+            seed=seed, max_operations=MAX_OPERATIONS, spare_lines=SPARE_LINES, timeout_rate=0.0
+        )
         self.random = random.Random(f"demonstrator/{seed}")
         self.said = asyncio.run(_failures(seed))
 
     def conversation(self, index: int) -> list[dict[str, str]]:
         """Messages of one demonstration on training question ``index``."""
-        prompt = self.environment.prompt("train", index)
-        messages = [dict(message) for message in prompt.messages]
+        messages = [dict(message) for message in self.environment.prompt("train", index).messages]
         start, *lines = messages[-1]["content"].splitlines()
         name, number = start.split(" = ")
-        value, by_use = int(number), {line[0]: line for line in lines}
+        value, line_of = int(number), {line.split(" ")[0]: line for line in lines}
         while name != ANSWER:
             if self._does("stop_early"):
-                return self._answer(messages, value)
+                break
             if self._does("guess"):
-                return self._answer(messages, self.random.randint(0, LIMIT))
-            result = self._step(messages, by_use[name], value)
+                value = self.random.randint(0, LIMIT)
+                break
+            result = self._step(messages, line_of[name], value)
             if result is None:
-                return self._answer(messages, value)
-            name, value = by_use[name].split(" = ")[1], result
-        return self._answer(messages, value)
+                break
+            name, value = result
+        return [*messages, {"role": "assistant", "content": str(value)}]
 
-    def _step(self, messages: list[dict[str, str]], line: str, value: int) -> int | None:
-        """Works out ``line`` by calls; its result, or None where the demonstrator gives up."""
+    def _step(self, messages: list[dict[str, str]], line: str, value: int) -> tuple[str, int] | None:
+        """Works out ``line`` by calls; name and value of its result, or None where the demonstrator gives up."""
         while True:
             if self._does("malformed"):
                 text = self.random.choice(MALFORMED)
                 self._exchange(messages, text % (line, value), self.said[text])
                 continue
             call = self._wrong(line, value) if self._does("wrong_call") else (line, value)
-            if self.random.random() < HANG_SHARE:
+            if self.random.random() < self.hang_share:
                 self._exchange(messages, CALL % call, self.said["hang"])
             else:
                 try:
-                    result = calculate(*call)
-                    self._exchange(messages, CALL % call, result)
-                    return int(result.split()[-1])
+                    said = calculate(*call)
+                    self._exchange(messages, CALL % call, said)
+                    name, result = said.split(" = ")
+                    return name, int(result)
                 except OverflowError as error:
                     self._exchange(messages, CALL % call, f"OverflowError: {error}")
             if self._does("give_up"):
                 return None
 
     def _wrong(self, line: str, value: int) -> tuple[str, int]:
-        """The call with another operator and operand, or with one digit of the value replaced."""
+        """The call with another operation, or with one digit of the value replaced."""
         if self.random.random() < 0.5:
-            return f"{line[0]} {self.random.choice('+-*')} {self.random.randint(2, 9)}{line[5:]}", value
+            return f"{line[:-3]}{self.random.choice('+-*')} {self.random.randint(2, 9)}", value
         digits = list(str(value))
         digits[self.random.randrange(len(digits))] = str(self.random.randint(1, 9))
         return line, int("".join(digits))
 
     def _does(self, habit: str) -> bool:
         return self.random.random() < self.habits.get(habit, 0.0)
-
-    def _answer(self, messages: list[dict[str, str]], value: int) -> list[dict[str, str]]:
-        return [*messages, {"role": "assistant", "content": str(value)}]
 
     def _exchange(self, messages: list[dict[str, str]], text: str, returned: str) -> None:
         messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": returned}]
@@ -161,21 +166,20 @@ async def _failures(seed: int) -> dict[str, str]:
     """What the environment says to each malformed call and to one that hangs, by running them."""
     environment = ToolArithmetic(seed=seed, timeout_rate=0.999999, timeout_s=0.2)
     prompt = environment.prompt("train", 0)
+    example = ("k -> d: + 5", 17)
     said = {}
-    for name, text in [*((text, text % ("k + 5 = d", 17)) for text in MALFORMED), ("hang", CALL % ("k + 5 = d", 17))]:
+    for name, text in [*((text, text % example) for text in MALFORMED), ("hang", CALL % example)]:
         (call,) = environment.parse(text)
         said[name] = (await run_action(environment, prompt, call, action_id="make-tiny-model")).content
     return said
 
 
 def make_tokenizer(conversations: list[list[dict[str, str]]], schemas: list[dict]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learnt on demonstrations: digits and lone letters stay single, fixed scaffolding becomes few
-    tokens.
-    """
+    """Byte-level BPE learnt on demonstrations; fixed scaffolding becomes few tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"[0-9]|(?<![A-Za-z])(?:ans|[A-Za-z])(?![A-Za-z])"), "isolated"),
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -224,6 +228,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> 
             max_position_embeddings=1024,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
+            initializer_range=0.04,
             bos_token_id=None,
             eos_token_id=end,
             pad_token_id=pad,
@@ -233,13 +238,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> 
 
 
 class Examples:
-    """Tokenised demonstrations: ids, which ids the assistant wrote, and where a question's lines end."""
+    """Tokenised demonstrations: ids, which ids the assistant wrote, and where messages end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, demonstrator: Demonstrator, count: int) -> None:
         start = tokenizer.convert_tokens_to_ids("<|im_start|>")
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         (role,) = tokenizer.encode("assistant\n", add_special_tokens=False)
-        newlines = {i for i in range(len(tokenizer)) if tokenizer.decode([i]).startswith("\n")}
         schemas = demonstrator.environment.tool_schemas
         self.pad = tokenizer.pad_token_id
         self.rows: list[tuple[list[int], list[bool], list[bool]]] = []
@@ -249,7 +253,7 @@ class Examples:
             for place, token in enumerate(ids):
                 messages += token == start
                 wrote.append(writing)
-                breaks.append(messages == 2 and token in newlines)
+                breaks.append(token == end)
                 if token == role and ids[place - 1] == start:
                     writing = True
                 elif token == end:
@@ -259,7 +263,7 @@ class Examples:
     def batch(self, chosen: list[int], generator: torch.Generator, stretch: int) -> dict[str, torch.Tensor]:
         """Input ids, labels (-100 where the assistant did not write) and position ids (B, T) of the ``chosen`` rows.
 
-        Half of the rows have their position ids stretched by up to ``stretch`` at each line of the question.
+        Most rows have their position ids stretched by up to ``stretch`` at the end of each message.
         """
         rows = [self.rows[i] for i in chosen]
         width = max(len(ids) for ids, _, _ in rows)
@@ -270,10 +274,14 @@ class Examples:
             ids_T = torch.tensor(ids)
             input_BT[row, : len(ids)] = ids_T
             labels_BT[row, : len(ids)] = torch.where(torch.tensor(wrote), ids_T, -100)
-            if torch.rand((), generator=generator) < 0.5:
+            if torch.rand((), generator=generator) < 0.8:
                 extra_T = torch.randint(0, stretch, (len(ids),), generator=generator)
                 gaps_BT[row, : len(ids)] += extra_T * torch.tensor(breaks)
-        return {"input_ids": input_BT, "labels": labels_BT, "position_ids": gaps_BT.cumsum(1) - 1}
+        # Without a mask, transformers takes a jump in position ids for the start of another sequence, and hides what was
+        # before it. Padding is on the right and never a label, so ones are enough.
+        mask_BT = torch.ones_like(input_BT)
+        positions_BT = gaps_BT.cumsum(1) - 1
+        return {"input_ids": input_BT, "attention_mask": mask_BT, "labels": labels_BT, "position_ids": positions_BT}
 
 
 def train(
@@ -291,8 +299,9 @@ def train(
     for step in range(steps):
         place = int(torch.randint(0, len(order) - batch, (), generator=generator))
         given = examples.batch(order[place : place + batch], generator, stretch)
-        logits_BTV = model(input_ids=given["input_ids"], position_ids=given["position_ids"]).logits
-        loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+        labels_BT = given.pop("labels")
+        logits_BTV = model(**given).logits
+        loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -305,32 +314,36 @@ def train(
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("libra/assets/tiny_arithmetic"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skill-steps", type=int, default=2000, help="optimizer steps on flawless demonstrations")
-    parser.add_argument(
-        "--habit-steps", type=int, default=200, help="optimizer steps on demonstrations with bad habits"
-    )
-    parser.add_argument("--batch", type=int, default=24, help="demonstrations per step")
+    parser.add_argument("--skill-steps", type=int, default=3000, help="optimizer steps on flawless demonstrations")
+    parser.add_argument("--habit-steps", type=int, default=200, help="optimizer steps on demonstrations with bad habits")
+    parser.add_argument("--batch", type=int, default=32, help="demonstrations per step")
+    parser.add_argument("--layers", type=int, default=3)
     chosen = parser.parse_args()
     torch.manual_seed(chosen.seed)
     torch.set_num_threads(1)  # sums in another order give other weights
-    flawless, imperfect = Demonstrator(chosen.seed, {}), Demonstrator(chosen.seed + 1, HABITS)
+    flawless = Demonstrator(chosen.seed, {}, hang_share=0.15)
+    imperfect = Demonstrator(chosen.seed + 1, HABITS, hang_share=0.06)
     conversations = [imperfect.conversation(index) for index in range(3000)]
     tokenizer = make_tokenizer(conversations, flawless.environment.tool_schemas)
-    model = make_model(tokenizer, hidden=128, layers=3)
+    model = make_model(tokenizer, hidden=128, layers=chosen.layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(tokenizer)} tokens, {parameters} parameters; supervision on 1-{MAX_OPERATIONS} operations only")
     for what, demonstrator, steps, lr in (
         ("skill", flawless, chosen.skill_steps, 2e-3),
         ("habits", imperfect, chosen.habit_steps, 5e-4),
     ):
-        examples = Examples(tokenizer, demonstrator, min(20_000, steps * chosen.batch))
-        print(
-            f"{what}: {steps} steps of {chosen.batch} from {len(examples.rows)} demonstrations, habits {demonstrator.habits}"
-        )
-        train(model, examples, steps, chosen.batch, lr, stretch=24, seed=chosen.seed)
+        examples = Examples(tokenizer, demonstrator, min(30_000, steps * chosen.batch))
+        print(f"{what}: {steps} steps of {chosen.batch} from {len(examples.rows)} demonstrations", flush=True)
+        train(model, examples, steps, chosen.batch, lr, stretch=64, seed=chosen.seed)
+        save(model, tokenizer, chosen.out if what == "habits" else Path(f"{chosen.out}_{what}"))
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write model and tokenizer in Hugging Face layout."""
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -338,9 +351,9 @@ def main() -> None:
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
     )
-    model.save_pretrained(chosen.out)
-    tokenizer.save_pretrained(chosen.out)
-    print(f"wrote {chosen.out}: {', '.join(sorted(path.name for path in chosen.out.iterdir()))}")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(f"wrote {directory}: {', '.join(sorted(path.name for path in directory.iterdir()))}")
 
 
 if __name__ == "__main__":

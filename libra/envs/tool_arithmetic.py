@@ -3,8 +3,8 @@
 A question reads::
 
     k = 17
-    d * 3 = ans
-    k + 5 = d
+    d -> ans: * 3
+    k -> d: + 5
 
 Every operation needs a call of its own, so a trajectory has as many turns as operations plus one for the answer, plus
 what mistakes cost: malformed calls, overflow and injected time-outs are all shown to the model, which may try again.
@@ -29,13 +29,13 @@ LIMIT = 999
 """Largest magnitude the calculator shows; no right answer is above it, but a wrong operation may be."""
 
 SYSTEM = (
-    "Work out ans. The lines are in no order. Use the calculator, one line per call. "
-    "Then reply with the final number only."
+    "Work out ans. Each line leads from one name to the next by one operation; the lines are in no order. "
+    "Use the calculator, one line per call. Then reply with the final number only."
 )
 NAMES = "abcdefghkmnp"
 ANSWER = "ans"
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_LINE = re.compile(r"\s*[A-Za-z_]\w{0,20}\s*([-+*])\s*(-?\d{1,9})\s*=\s*([A-Za-z_]\w{0,20})\s*")
+_LINE = re.compile(r"\s*[A-Za-z_]\w{0,20}\s*->\s*([A-Za-z_]\w{0,20})\s*:\s*([-+*])\s*(-?\d{1,9})\s*")
 _INTEGER = re.compile(r"-?\d+")
 _HELD_OUT_SHARE = 8
 
@@ -120,7 +120,7 @@ class ToolArithmetic(Environment):
         """Works out one line.
 
         Args:
-            line: The line, as it is in the question, e.g. "k + 5 = d".
+            line: The line, as it is in the question, e.g. "k -> d: + 5".
             value: The value of the name that the line begins with, e.g. 17.
         """
         if self._hangs(action_id):
@@ -144,9 +144,9 @@ def question(generator: random.Random, num_operations: int, num_spare: int = 0) 
     for before, name in pairwise(names):
         sign, operand = _step(generator, value)
         value = _OPERATORS[sign](value, operand)
-        lines.append(f"{before} {sign} {operand} = {name}")
+        lines.append(f"{before} -> {name}: {sign} {operand}")
     for before, name in pairwise(spare):
-        lines.append(f"{before} {generator.choice('+-*')} {generator.randint(2, 9)} = {name}")
+        lines.append(f"{before} -> {name}: {generator.choice('+-*')} {generator.randint(2, 9)}")
     generator.shuffle(lines)
     return "\n".join((start, *lines)), value
 
@@ -160,7 +160,7 @@ def _step(generator: random.Random, value: int) -> tuple[str, int]:
 
 
 def calculate(line: str, value: int) -> str:
-    """``"k + 5 = d"`` with 17 for k gives ``"d = 22"``.
+    """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``.
 
     Raises
     ------
@@ -171,8 +171,8 @@ def calculate(line: str, value: int) -> str:
     """
     match = _LINE.fullmatch(line)
     if match is None:
-        raise ValueError('one line per call, such as "k + 5 = d"')
-    sign, operand, name = match.groups()
+        raise ValueError('one line per call, such as "k -> d: + 5"')
+    name, sign, operand = match.groups()
     result = _OPERATORS[sign](value, int(operand))
     if max(abs(result), abs(value)) > LIMIT:
         raise OverflowError(f"above {LIMIT}")

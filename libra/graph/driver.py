@@ -96,6 +96,7 @@ class Session:
         self._registered = False
         self._pending: dict[int, tuple[Future, list[Future], Future | None]] = {}
         self._carried: list[Future] = []
+        self._held: dict[int, list[Future]] = {}
         self._wake = threading.Event()
         self._failed: Future | None = None
         self.checkpoint: Path | None = None
@@ -189,8 +190,8 @@ class Session:
         """Release everything; a cluster that the session started is stopped."""
         client = self.client
         if client is not None and client.status == "running":
-            self._pending.clear()
-            self._carried.clear()
+            for future in [*self._carried, *(f for futures in self._held.values() for f in futures)]:
+                future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
             if self._registered:
                 client.sync(_rpc(client).libra_end_run, run=self.spec.run)
                 if self._cluster is None:  # a cluster of our own stops with its workers
@@ -228,6 +229,7 @@ class Session:
         wanted = [graph.end, *graph.groups] + ([graph.checkpoint] if graph.checkpoint is not None else [])
         futures: list[Future] = self._client.compute(wanted, optimize_graph=False)
         groups = futures[1 : 1 + len(graph.groups)]
+        self._held[k] = futures
         for future in futures:
             future.add_done_callback(self._done)
         self._pending[k] = (futures[0], groups, futures[-1] if graph.checkpoint is not None else None)
@@ -252,7 +254,7 @@ class Session:
             if saved is not None:
                 self.checkpoint = Path(self._result(saved, k))
             self._carried = [group for group in [*self._carried, *groups] if not group.done()]
-            del end, saved, groups
+            del end, saved, groups, self._held[k]
             self.metrics.write(k, {name: float(v) for name, v in values.items() if isinstance(v, int | float)})
             yield values
 

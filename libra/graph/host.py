@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 NOT_THE_REPLICAS = ("prompts", "group_size", "normalize_std", "std_eps")
 """Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
+_ONE_MODEL_AT_A_TIME = asyncio.Lock()
+"""transformers builds a model under a device context of the whole process: two runs' models at once come out without data."""
 KEPT_STATES = 4096
 """Trajectory states kept in memory per worker; one that is missing is read again from the journal."""
 
@@ -76,10 +78,11 @@ class LibraHost(WorkerPlugin):
         self._loading = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         supply = worker.state.total_resources
-        if supply.get(keys.ROLLOUT):
-            await self._start_engine(int(supply[keys.ROLLOUT]))
-        if supply.get(keys.TRAIN):
-            self.replica = await asyncio.to_thread(self._make_replica)
+        async with _ONE_MODEL_AT_A_TIME:
+            if supply.get(keys.ROLLOUT):
+                await self._start_engine(int(supply[keys.ROLLOUT]))
+            if supply.get(keys.TRAIN):
+                self.replica = await asyncio.to_thread(self._make_replica)
         if supply.get(keys.COMMIT):
             from libra.store.trajectories import TrajectoryStore
 

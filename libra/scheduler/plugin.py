@@ -161,7 +161,7 @@ class LibraPlugin(SchedulerPlugin):
                 state.engines[msg["name"]] = msg["address"]
                 state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
             case "step":
-                state.emit("step_finished", **{k: v for k, v in msg.items() if k not in ("kind", "run", "epoch")})
+                state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
                 if msg["reward"] is not None:
                     state.rewards.append((msg["iteration"], msg["reward"]))
@@ -418,6 +418,7 @@ class LibraPlugin(SchedulerPlugin):
     def _sample(self) -> None:
         if not self.runs:
             return
+        self._kick()  # a worker that has just joined takes tasks a moment after the hook that told us
         waiting = {phase: len(queue) for phase, queue in self._queues.items()}
         used = {phase: self._slots.used(phase) for phase in Phase}
         for state in self.runs.values():

@@ -9,38 +9,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs import make_environment, run_action
-from libra.envs.tool_arithmetic import LIMIT, TRAIN_SHARES, ToolArithmetic, calculate
+from libra.envs.tool_arithmetic import ANSWER, LIMIT, TRAIN_SHARES, ToolArithmetic, calculate
 from libra.errors import ConfigError
 from libra.types import ToolCall, ToolStatus
 
-LINE = re.compile(r"([a-z]) = ([a-z]) ([-+*]) (\d)")
+LINE = re.compile(r"([a-z]) -> ([a-z]|ans): ([-+*]) (\d)")
 
 
 def text_of(environment, split, index):
     return environment.prompt(split, index).messages[-1]["content"]
 
 
+def worked_out(prompt) -> tuple[int, int]:
+    """The value of ans, found by following the lines, and how many lines were not needed."""
+    start, *lines = prompt.messages[-1]["content"].splitlines()
+    name, number = start.split(" = ")
+    value, line_of = int(number), {LINE.fullmatch(line)[1]: line for line in lines}
+    assert len(line_of) == len(lines)
+    while name != ANSWER:
+        name, number = calculate(line_of.pop(name), value).split(" = ")
+        value = int(number)
+        assert 0 <= value <= LIMIT
+    return value, len(line_of)
+
+
 def test_questions_are_a_chain_in_which_each_line_uses_another():
     environment = ToolArithmetic()
     for index in range(400):
         prompt = environment.prompt("train", index)
-        start, *lines, ask = prompt.messages[-1]["content"].splitlines()
-        assert len(lines) == prompt.facts["num_operations"]
-        name, number = start.split(" = ")
-        value, by_use = int(number), {LINE.fullmatch(line)[2]: LINE.fullmatch(line) for line in lines}
-        while name in by_use:
-            name, _, sign, operand = by_use.pop(name).groups()
-            value = int(calculate(f"{value} {sign} {operand}"))
-            assert 0 <= value <= LIMIT
-        assert not by_use
-        assert (ask, value) == (f"What is {name}?", prompt.facts["answer"])
+        assert len(prompt.messages[-1]["content"].splitlines()) == prompt.facts["num_operations"] + 1
+        assert worked_out(prompt) == (prompt.facts["answer"], 0)
+
+
+def test_spare_lines_are_never_needed():
+    environment = ToolArithmetic(max_operations=3, spare_lines=5)
+    seen = set()
+    for index in range(200):
+        prompt = environment.prompt("train", index)
+        value, num_spare = worked_out(prompt)
+        assert value == prompt.facts["answer"]
+        seen.add(num_spare)
+    assert seen == set(range(6))
 
 
 def test_lines_are_in_no_order():
     environment = ToolArithmetic()
-    first_lines = [text_of(environment, "eval", 8 * index + 1).splitlines() for index in range(60)]
-    uses_start = sum(lines[1].split()[2] == lines[0][0] for lines in first_lines)
-    assert 15 < uses_start < 45
+    questions = [text_of(environment, "eval", 8 * index + 1).splitlines() for index in range(60)]
+    assert 15 < sum(lines[1][0] == lines[0][0] for lines in questions) < 45
 
 
 def test_training_lengths_have_a_long_tail_and_evaluation_has_equal_shares():
@@ -58,8 +73,8 @@ def test_no_question_is_in_both_splits_whatever_the_seeds():
         return {text_of(environment, split, index) for environment in made for index in range(count)}
 
     train, held_out = texts("train", (0, 1), 2500), texts("eval", (0, 2), 500)
-    assert len(train) > 4500
-    assert len(held_out) > 900
+    assert len(train) > 4000
+    assert len(held_out) > 600
     assert not train & held_out
 
 
@@ -69,31 +84,33 @@ def test_a_question_depends_on_seed_split_and_index_alone(index, split):
 
 
 @pytest.mark.parametrize(
-    ("expression", "result"),
-    [("d = 22 * 3", "d = 66"), ("7-9", "-2"), ("d=-3 + -4", "d = -7"), (" total = 1 + 1 ", "total = 2")],
+    ("line", "value", "result"),
+    [("k -> d: * 3", 22, "d = 66"), ("k->ans:-9", 7, "ans = -2"), (" k -> d : + -4 ", -3, "d = -7")],
 )
-def test_the_calculator_does_one_operation(expression, result):
-    assert calculate(expression) == result
+def test_the_calculator_does_one_line(line, value, result):
+    assert calculate(line, value) == result
 
 
 @pytest.mark.parametrize(
-    "expression", ["", "1 + 2 + 3", "d = k * 3", "6 / 2", "(1 + 2) * 3", "__import__('os')", "1" * 10**5 + "+1"]
+    "line",
+    ["", "d = 22 * 3", "k -> d: + 5\nd -> ans: * 3", "k -> d: / 2", "__import__('os')", "k -> d: + " + "1" * 10**5],
 )
-def test_the_calculator_does_nothing_else(expression):
-    with pytest.raises(ValueError, match="one operation per call"):
-        calculate(expression)
+def test_the_calculator_does_nothing_else(line):
+    with pytest.raises(ValueError, match="one line per call"):
+        calculate(line, 1)
 
 
-def test_overflow_is_an_error_the_model_reads():
+@pytest.mark.parametrize("value", [500, 10**400])
+def test_overflow_is_an_error_the_model_reads(value):
     environment = ToolArithmetic(timeout_rate=0.0)
-    call = ToolCall("calculator", {"expression": "d = 999 * 2"})
+    call = ToolCall("calculator", {"line": "k -> d: * 2", "value": value})
     given = asyncio.run(run_action(environment, environment.prompt("train", 0), call, action_id="a"))
-    assert (given.status, given.content) == (ToolStatus.ERROR, "OverflowError: the result is above 999")
+    assert (given.status, given.content) == (ToolStatus.ERROR, "OverflowError: above 999")
 
 
 def test_the_stated_share_of_calls_hangs_and_which_ones_depends_on_the_action_id():
     environment = ToolArithmetic(timeout_rate=0.25, timeout_s=0.001)
-    prompt, call = environment.prompt("train", 0), ToolCall("calculator", {"expression": "d = 2 * 3"})
+    prompt, call = environment.prompt("train", 0), ToolCall("calculator", {"line": "k -> d: * 2", "value": 3})
 
     async def run() -> list[ToolStatus]:
         actions = (run_action(environment, prompt, call, action_id=f"train-0-0-{i}/0/0") for i in range(400))

@@ -32,6 +32,11 @@ def stored(summary: RunSummary, level: str = "trajectory") -> dict[str, np.ndarr
     return {name: array[:] for name, array in group[level].arrays()}
 
 
+def address_of(client: Client, name: str) -> str:
+    (address,) = (a for a, worker in client.scheduler_info(n_workers=-1)["workers"].items() if worker["name"] == name)
+    return address
+
+
 def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Config, cluster_client: Client) -> None:
     class Broken(FixedTurns):
         def grade(self, episode: Episode) -> float:
@@ -125,7 +130,7 @@ def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
         engine.generate = sometimes
 
     with Session(make_config(**ONE_ITERATION), client=cluster_client) as session:
-        cluster_client.run(break_engine, "demo", workers=["rollout-0"])
+        cluster_client.run(break_engine, "demo", workers=[address_of(cluster_client, "rollout-0")])
         (values,) = session.iterations()
     assert values["failures"] == 2
     columns = zarr.open_group(session.directory / "trajectories.zarr", mode="r")["trajectory"]
