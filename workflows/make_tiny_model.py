@@ -21,6 +21,7 @@ import random
 import re
 import time
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import jinja2
@@ -29,7 +30,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from libra.envs import run_action
-from libra.envs.tool_arithmetic import ANSWER, LIMIT, ToolArithmetic, calculate
+from libra.envs.tool_arithmetic import ANSWER, LIMIT, NAMES, ToolArithmetic, calculate
 
 MAX_OPERATIONS = 3
 SPARE_LINES = 5
@@ -228,7 +229,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> 
             max_position_embeddings=1024,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
-            initializer_range=0.04,
+            initializer_range=0.06,
             bos_token_id=None,
             eos_token_id=end,
             pad_token_id=pad,
@@ -284,15 +285,44 @@ class Examples:
         return {"input_ids": input_BT, "attention_mask": mask_BT, "labels": labels_BT, "position_ids": positions_BT}
 
 
+class Copies(Examples):
+    """The lines of a question, and the same lines in another order: what follows a name has to be looked up.
+
+    Nothing is worked out here, so no operation is seen. It forms the look-up that every step of a question needs.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, count: int) -> None:
+        self.pad = tokenizer.pad_token_id
+        self.rows = []
+        generator = random.Random(f"copies/{seed}")
+        texts = []
+        for _ in range(count):
+            names = generator.sample(NAMES, generator.randint(4, 9)) + [ANSWER]
+            lines = [f"{a} -> {b}: {generator.choice('+-*')} {generator.randint(2, 9)}" for a, b in pairwise(names)]
+            texts.append("".join("\n" + line for _ in range(2) for line in generator.sample(lines, len(lines))))
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+            half = len(ids) // 2
+            wrote = [place > half and (place - half) % 4 >= 2 for place in range(len(ids))]
+            self.rows.append((ids, wrote, [place == half for place in range(len(ids))]))
+
+
 def train(
     model: Qwen3ForCausalLM, examples: Examples, steps: int, batch: int, lr: float, stretch: int, seed: int
 ) -> None:
     """Adam with a short warm-up and a cosine to a tenth; the loss is over what the assistant wrote."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
-    )
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=3 * lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+        )
+        for optimizer in optimizers
+    ]
     # Rows of like length together: padding costs as much as tokens.
     order = sorted(range(len(examples.rows)), key=lambda i: len(examples.rows[i][0]))
     started_s = time.perf_counter()
@@ -302,11 +332,11 @@ def train(
         labels_BT = given.pop("labels")
         logits_BTV = model(**given).logits
         loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for part in (*optimizers, *schedules):
+            part.step()
         if (step + 1) % 50 == 0:
             print(
                 f"step {step + 1}/{steps}  loss {loss.item():.4f}  {time.perf_counter() - started_s:.0f} s", flush=True
@@ -318,8 +348,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("libra/assets/tiny_arithmetic"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skill-steps", type=int, default=3000, help="optimizer steps on flawless demonstrations")
-    parser.add_argument("--habit-steps", type=int, default=200, help="optimizer steps on demonstrations with bad habits")
+    parser.add_argument("--copy-steps", type=int, default=500, help="optimizer steps on copying lines")
+    parser.add_argument("--skill-steps", type=int, default=600, help="optimizer steps on flawless demonstrations")
+    parser.add_argument("--habit-steps", type=int, default=120, help="optimizer steps on demonstrations with bad habits")
     parser.add_argument("--batch", type=int, default=32, help="demonstrations per step")
     parser.add_argument("--layers", type=int, default=3)
     chosen = parser.parse_args()
@@ -332,6 +363,9 @@ def main() -> None:
     model = make_model(tokenizer, hidden=128, layers=chosen.layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(tokenizer)} tokens, {parameters} parameters; supervision on 1-{MAX_OPERATIONS} operations only")
+    copies = Copies(tokenizer, chosen.seed, 20_000)
+    print(f"copies: {chosen.copy_steps} steps of {2 * chosen.batch}", flush=True)
+    train(model, copies, chosen.copy_steps, 2 * chosen.batch, 2e-3, stretch=300, seed=chosen.seed)
     for what, demonstrator, steps, lr in (
         ("skill", flawless, chosen.skill_steps, 2e-3),
         ("habits", imperfect, chosen.habit_steps, 5e-4),
