@@ -1,7 +1,7 @@
 """What Libra's machinery costs a rollout: tokens/s through Dask over tokens/s of the same turns fed straight to the engine.
 
-64 concurrent trajectories of 4 turns, every turn of exactly ``--tokens`` tokens (end-of-turn ignored), a tool action
-between turns. Both sides use the same engine object in the same worker process, with the same prompts, seeds and
+64 concurrent trajectories (8 groups of 8) of 4 turns, every turn of exactly ``--tokens`` tokens (end-of-turn ignored), a
+tool action between turns. Both sides use the same engine object in the same worker process, with the same prompts, seeds and
 observations:
 
 * *Libra*: the trajectories of an iteration graph on real worker processes; quanta are parked and dispatched by the
@@ -12,8 +12,8 @@ observations:
 
 Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``, ``throughput_ratio_256``,
 ``break_even_tokens`` (turn length at which the ratio falls below 0.90, interpolated between measured lengths), and
-``scheduler_us_per_quantum`` (CPU of the thread that runs scheduler and client, event log on, over generation and action
-quanta of all runs at 16 tokens).
+``scheduler_us_per_quantum`` (CPU of the thread that runs scheduler and client, event log on, less what it takes when
+nothing runs, over generation and action quanta at 16 tokens; building and submitting the graph is in it).
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from libra.graph.host import host_name
 from libra.graph.iteration import iteration_graph
 from libra.store.event_log import read_events
 
-LENGTHS = (4, 8, 16, 32, 64, 256)
+LENGTHS = (16, 64, 256)
 GOAL, KEPT = 0.97, 0.90
 SPECIAL = {64: "throughput_ratio", 16: "throughput_ratio_16", 256: "throughput_ratio_256"}
 RUNS_PER_SESSION = 1000
+GROUP_SIZE = 8
+IDLE_S = 3.0
 
 
 class Side:
@@ -59,7 +61,7 @@ class Side:
                     "max_context_tokens": 64 + options.turns * (tokens + 64),
                     "ignore_eos": True,
                 },
-                "trainer": {"prompts": options.concurrent, "group_size": 1, "normalize_std": False},
+                "trainer": {"prompts": options.concurrent // GROUP_SIZE, "group_size": GROUP_SIZE},
                 "cluster": {"threads": options.threads, "dashboard_port": 0},
                 "observe": {"progress": False, "tensorboard": False},
             }
@@ -67,9 +69,12 @@ class Side:
         self.session = Session(config)
         self.quanta = 0
         self.scheduler_s = 0.0
+        self.idle_share = 0.0
 
     def __enter__(self) -> Self:
         self.session.__enter__()
+        assert self.session.client is not None
+        self.idle_share = float(self.session.client.run_on_scheduler(idle_share))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -79,11 +84,12 @@ class Side:
         """One iteration's trajectories through Libra."""
         session, k = self.session, self.k
         assert session.client is not None
-        began_s = session.client.run_on_scheduler(thread_seconds)
+        began_wall_s, began_s = time.perf_counter(), session.client.run_on_scheduler(thread_seconds)
         graph = iteration_graph(session.spec, k)
         futures = session.client.compute(graph.groups, optimize_graph=False)
         session.client.gather(futures)
-        self.scheduler_s += session.client.run_on_scheduler(thread_seconds) - began_s
+        spent_s = session.client.run_on_scheduler(thread_seconds) - began_s
+        self.scheduler_s += spent_s - self.idle_share * (time.perf_counter() - began_wall_s)
         del futures
         self.k += 1
         session.client.run_on_scheduler(flush_events)
@@ -104,7 +110,7 @@ class Side:
         workers = session.client.scheduler_info(n_workers=-1)["workers"]
         engines = [address for address, worker in workers.items() if worker["name"] == "rollout-0"]
         (seconds,) = session.client.run(
-            feed, session.spec.run, self.options.concurrent, self.options.turns, self.k, workers=engines
+            feed, session.spec.run, self.options.concurrent, GROUP_SIZE, self.options.turns, self.k, workers=engines
         ).values()
         return float(seconds)
 
@@ -114,13 +120,22 @@ def thread_seconds(dask_scheduler: Any) -> float:
     return time.thread_time()
 
 
+async def idle_share(dask_scheduler: Any) -> float:
+    """Share of a core that this thread takes with nothing to do: heartbeats, Dask's system monitor, samplers."""
+    import asyncio
+
+    began_s, began_wall_s = time.thread_time(), time.perf_counter()
+    await asyncio.sleep(IDLE_S)
+    return (time.thread_time() - began_s) / (time.perf_counter() - began_wall_s)
+
+
 def flush_events(dask_scheduler: Any) -> None:
     """Bring the event log up to date."""
     for state in dask_scheduler.plugins["libra"].runs.values():
         state.log.flush()
 
 
-async def feed(run: str, concurrent: int, turns: int, k: int, dask_worker: Any) -> float:
+async def feed(run: str, concurrent: int, group_size: int, turns: int, k: int, dask_worker: Any) -> float:
     """Turns of ``concurrent`` trajectories, each as soon as the one before is there; wall seconds."""
     import asyncio
 
@@ -130,17 +145,18 @@ async def feed(run: str, concurrent: int, turns: int, k: int, dask_worker: Any) 
 
     host = dask_worker.plugins[host_name(run)]
     rollout = host.spec.config.rollout
-    first = {
-        g: host.chat.prompt_ids(list(host.environment.prompt("train", k * concurrent + g).messages))
-        for g in range(concurrent)
-    }
+    groups = concurrent // group_size
+    asked = [
+        host.chat.prompt_ids(list(host.environment.prompt("train", k * groups + g).messages)) for g in range(groups)
+    ]
+    first = [asked[i // group_size] for i in range(concurrent)]
     observation = host.chat.observation_ids(["y" * host.environment.payload_chars], ended=False)
 
     async def one(g: int) -> None:
         context = first[g]
         name = f"bare-{k}-{g}"
         for turn in range(turns):
-            seed = host.spec.turn_seed(TrajectoryId(k, g, 0), turn)
+            seed = host.spec.turn_seed(TrajectoryId(k, g // group_size, g % group_size), turn)
             output = await host.engine.generate(
                 TurnRequest(name, turn, context, rollout.max_new_tokens, temperature=rollout.temperature, seed=seed)
             )
@@ -155,7 +171,8 @@ async def feed(run: str, concurrent: int, turns: int, k: int, dask_worker: Any) 
 def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
     """Turn length below which the ratio is under ``kept``, linear in log length between the two measured around it.
 
-    The shortest measured length where every ratio is at least ``kept``; NaN-free: the longest where none is.
+    The shortest measured length where every ratio is at least ``kept``. Where none is, the length at which it would be if
+    a turn cost the same overhead at any length, from the longest one measured.
     """
     lengths = sorted(ratios)
     below = [n for n in lengths if ratios[n] < kept]
@@ -164,7 +181,7 @@ def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
     low = max(below)
     above = [n for n in lengths if n > low]
     if not above:
-        return float(low)
+        return low * (1 / ratios[low] - 1) / (1 / kept - 1)
     high = min(above)
     share = (kept - ratios[low]) / (ratios[high] - ratios[low])
     return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))

@@ -54,9 +54,10 @@ def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
 def local_cluster(config: RunConfig) -> SpecCluster:
     """Start scheduler (in this process) and workers (a process each), bound to loopback."""
     check_port(config.cluster.dashboard_port)
-    dask.config.set(DASK_SETTINGS)
     threads = config.cluster.threads or os.cpu_count() or 1
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
+    # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
+    dask.config.set({**DASK_SETTINGS, "distributed.nanny.pre-spawn-environ": environment})
     spec: dict[str, Any] = {
         name: {
             "cls": Nanny,
@@ -66,7 +67,6 @@ def local_cluster(config: RunConfig) -> SpecCluster:
                 "memory_limit": 0,
                 "host": LOOPBACK,
                 "dashboard": False,
-                "env": environment,
             },
         }
         for name, resources in worker_resources(config).items()

@@ -159,7 +159,7 @@ class PythonTests(Environment):
         task = TASKS[task_index]
         inputs = [task.arguments(generator) for _ in range(self.num_tests)]
         expected = [task.solution(k, *arguments) for arguments in inputs]
-        names = {_numbers: "xs", _word: "s", _count: "n"}
+        names: dict[Any, str] = {_numbers: "xs", _word: "s", _count: "n"}
         text = f"Write solve({names[task.arguments]}). {task.text.format(k=k)}"
         messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
         facts = {"task": task_index, "k": k, "inputs": inputs, "expected": expected}

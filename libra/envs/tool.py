@@ -91,7 +91,7 @@ def tool(
     ConfigError
         Where a hint or a description is missing; the message says which line to add.
     """
-    shown = name or getattr(function, "__name__", type(function).__name__)
+    shown = name or str(getattr(function, "__name__", type(function).__name__))
     return Tool(shown, function, _schema(function, shown), timeout_s, max_payload_chars, inline)
 
 

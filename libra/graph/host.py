@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
+from numpy.typing import NDArray
 
 from libra import keys
 from libra.envs import run_action
@@ -43,6 +47,10 @@ NOT_THE_REPLICAS = ("prompts", "group_size", "normalize_std", "std_eps")
 """Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
 _ONE_MODEL_AT_A_TIME = asyncio.Lock()
 """transformers builds a model under a device context of the whole process: two runs' models at once come out without data."""
+KEPT_PROMPTS = 1024
+"""Tokenised prompts kept in memory per engine."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread of a rollout worker may keep the interpreter while another waits for it."""
 KEPT_STATES = 4096
 """Trajectory states kept in memory per worker; one that is missing is read again from the journal."""
 
@@ -76,6 +84,8 @@ class LibraHost(WorkerPlugin):
         self.weights = WeightStore(self.spec.weights_dir)
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self._loading = asyncio.Lock()
+        self._announced = 0
+        self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
         supply = worker.state.total_resources
         async with _ONE_MODEL_AT_A_TIME:
@@ -113,6 +123,11 @@ class LibraHost(WorkerPlugin):
         await self.engine.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
         self._served(self.engine.version, time.time() - started_s)
+        newest = await asyncio.to_thread(self.weights.latest)
+        self._announced = newest.number if newest is not None else 0
+        await self.pull()  # a worker that joins in mid-run
+        # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def _make_replica(self) -> Replica:
         from libra.train import Replica, TrainSettings
@@ -133,6 +148,7 @@ class LibraHost(WorkerPlugin):
         """A version can be pulled. Runs on the worker's stream, where an exception would close the worker."""
         host = self.worker.plugins.get(host_name(run))
         if isinstance(host, LibraHost) and host.spec.epoch == epoch:
+            host._announced = max(host._announced, version)
             task = asyncio.ensure_future(host._pull_announced())
             host._background.add(task)
             task.add_done_callback(host._background.discard)
@@ -146,9 +162,15 @@ class LibraHost(WorkerPlugin):
             )
 
     async def pull(self) -> None:
-        """Load the newest published version where the engine has an older one."""
+        """Load the newest published version where the engine has an older one.
+
+        A version is announced on the stream that brings tasks, before any task that may need it, so nothing is looked up
+        where nothing was announced.
+        """
         engine = self.engine
         assert engine is not None
+        if self._announced <= engine.version:
+            return
         newest = await asyncio.to_thread(self.weights.latest)
         if newest is None or newest.number <= engine.version:
             return
@@ -212,7 +234,7 @@ class LibraHost(WorkerPlugin):
         assert engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
         await self.pull()
         started_s = time.time()
-        prompt_ids = self.chat.prompt_ids(list(state.prompt.messages)) if not state.context else None
+        prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
         context_ids = state.context_ids if prompt_ids is None else prompt_ids
         temperature = rollout.temperature
         if state.tid.split == "eval" and self.spec.config.evaluation.temperature is not None:
@@ -237,6 +259,15 @@ class LibraHost(WorkerPlugin):
         if state.phase is None:
             engine.forget(str(state.tid))
 
+    def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        """Token ids of a prompt; the samples of a group ask for the same ones."""
+        ids = self._prompts.get(prompt.prompt_id)
+        if ids is None:
+            ids = self._prompts[prompt.prompt_id] = self.chat.prompt_ids(list(prompt.messages))
+            if len(self._prompts) > KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        return ids
+
     def _inline(self, calls: tuple[ToolCall, ...]) -> bool:
         """Whether every call is malformed or of a tool cheap enough to run within the generation quantum."""
         inline = {tool.name for tool in self.environment.tools if tool.inline}
@@ -244,9 +275,11 @@ class LibraHost(WorkerPlugin):
 
     async def _act(self, state: TrajectoryState) -> None:
         started_s, turn = time.time(), state.turns - 1
+        # Evaluations at two versions are the same questions, seeds and injected faults.
+        name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
         returns = await asyncio.gather(
             *(
-                run_action(self.environment, state.prompt, call, action_id=f"{state.tid}/{turn}/{index}")
+                run_action(self.environment, state.prompt, call, action_id=f"{name}/{turn}/{index}")
                 for index, call in enumerate(state.calls)
             )
         )

@@ -129,8 +129,11 @@ def settle(client: Client, session: Session) -> None:
     async def only_ahead(dask_scheduler: object) -> None:
         import asyncio
 
-        while any(str(key).split("-")[2] not in ahead for key in dask_scheduler.tasks if "-train-" in str(key)):  # type: ignore[attr-defined]
-            await asyncio.sleep(0)  # noqa: ASYNC110 - the scheduler has no event for "forgotten"
+        def left() -> bool:
+            return any(str(key).split("-")[2] not in ahead for key in dask_scheduler.tasks if "-train-" in str(key))  # type: ignore[attr-defined]
+
+        while left():  # noqa: ASYNC110 - the scheduler has no event for "forgotten"
+            await asyncio.sleep(0)
 
     client.run_on_scheduler(only_ahead)
 

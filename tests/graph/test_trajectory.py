@@ -84,7 +84,8 @@ def test_arrays_line_up_with_tokens() -> None:
     [
         ([generated(0, [9], (CALL,), first=[1], stop=StopReason.LENGTH)], {}, EndReason.LENGTH, FailureClass.POLICY),
         ([generated(0, [9], (CALL,), first=[1])], {"max_turns": 1}, EndReason.MAX_TURNS, FailureClass.POLICY),
-        ([generated(0, [9], (CALL,), first=[1]), acted(0, [7, 7])], {"max_context_tokens": 4}, EndReason.LENGTH, FailureClass.POLICY),
+        ([generated(0, [9], (CALL,), first=[1]), acted(0, [7, 7])], {"max_context_tokens": 4}, EndReason.LENGTH,
+         FailureClass.POLICY),
         ([failure_record(FailureClass.ENGINE, "boom") | STAMP], {}, EndReason.FAILURE, FailureClass.ENGINE),
     ],
 )  # fmt: skip
