@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -12,14 +14,29 @@ if TYPE_CHECKING:
     from libra.graph.driver import RunSummary, Session
 
 
-def __getattr__(name: str) -> Any:
-    """Public names, imported when they are first used: ``import libra`` alone loads neither torch nor Dask."""
-    if name == "train":
+class _Libra(types.ModuleType):
+    """This package. Public names are imported when they are first used: ``import libra`` alone loads neither torch nor Dask.
+
+    `train` is a property because a subpackage has the same name, and importing that would put it in the function's place.
+    """
+
+    @property
+    def train(self) -> Any:
+        """The function `libra.graph.api.train`."""
         from libra.graph.api import train
 
         return train
-    if name in ("Session", "RunSummary"):
-        from libra.graph import driver
 
-        return getattr(driver, name)
-    raise AttributeError(f"module 'libra' has no attribute {name!r}")
+    @train.setter
+    def train(self, subpackage: types.ModuleType) -> None:
+        """The import system announces the subpackage here; ``from libra.train import ...`` does not need it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Session", "RunSummary"):
+            from libra.graph import driver
+
+            return getattr(driver, name)
+        raise AttributeError(f"module 'libra' has no attribute {name!r}")
+
+
+sys.modules[__name__].__class__ = _Libra

@@ -17,7 +17,7 @@ from libra.envs import make_environment
 
 MODEL = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 SCRIPT = Path(libra.__file__).parent.parent / "workflows" / "make_tiny_model.py"
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "d = 22 * 3"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"line": "d -> k: * 3", "value": 22}}\n</tool_call>'
 END = "<|im_end|>"
 
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -60,9 +60,9 @@ def test_digits_and_lone_letters_are_single_tokens_and_scaffolding_is_few():
     pieces = [tokenizer.decode([token]) for token in tokenizer.encode(CALL + END)]
     assert pieces == [
         "<tool_call>",
-        '\n{"name": "calculator", "arguments": {"expression": "',
-        *("d", " = ", "2", "2", " * ", "3"),
-        '"}}\n',
+        '\n{"name": "calculator", "arguments": {"line": "',
+        *("d", " -> k", ": * 3", '", "value": ', "2", "2"),
+        "}}\n",
         "</tool_call>",
         END,
     ]
@@ -73,26 +73,26 @@ def test_tool_markup_is_kept_where_special_tokens_are_skipped():
 
 
 def test_the_template_renders_tools_calls_and_responses_as_qwen_does(environment):
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "d = 22 * 3"}}}
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"line": "d -> k: * 3", "value": 22}}}
     messages = [
         {"role": "system", "content": "Be right."},
-        {"role": "user", "content": "k = 22\nd = k * 3\nWhat is d?"},
+        {"role": "user", "content": "d = 22\nd -> k: * 3"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "d = 66"},
+        {"role": "tool", "content": "k = 66"},
         {"role": "tool", "content": "again"},
     ]
     assert rendered(environment, messages, add_generation_prompt=True) == (
         "<|im_start|>system\nBe right.\nTools: calculator<|im_end|>\n"
-        "<|im_start|>user\nk = 22\nd = k * 3\nWhat is d?<|im_end|>\n"
+        "<|im_start|>user\nd = 22\nd -> k: * 3<|im_end|>\n"
         f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nd = 66\n</tool_response>\n<tool_response>\nagain\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nk = 66\n</tool_response>\n<tool_response>\nagain\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 
 
 def test_what_follows_a_turn_does_not_depend_on_what_came_before(environment):
     messages = [*environment.prompt("eval", 3).messages, {"role": "assistant", "content": CALL}]
-    longer = [*messages, {"role": "tool", "content": "d = 66"}]
+    longer = [*messages, {"role": "tool", "content": "k = 66"}]
     before = rendered(environment, messages)
     assert rendered(environment, longer).startswith(before)
     assert before.endswith(f"{CALL}{END}\n")
@@ -103,26 +103,37 @@ def test_the_longest_question_fits_in_four_hundred_tokens(environment):
     for _ in range(8):
         messages += [
             {"role": "assistant", "content": CALL.replace("22", "222")},
-            {"role": "tool", "content": "d = 666"},
+            {"role": "tool", "content": "k = 666"},
         ]
     assert len(tokenizer.encode(rendered(environment, messages, add_generation_prompt=True))) <= 400
 
 
 def test_demonstrations_have_at_most_three_operations_and_show_every_habit(script):
-    demonstrator = script.Demonstrator(5, script.HABITS)
-    flawless = script.Demonstrator(5, {})
-    shown = [demonstrator.conversation(index) for index in range(400)]
+    demonstrator = script.Demonstrator(5, script.HABITS, 0.06)
+    flawless = script.Demonstrator(5, {}, 0.06)
+    shown = [demonstrator.conversation(index) for index in range(4000)]
     text = json.dumps(shown)
-    for index, messages in enumerate(shown):
-        assert 1 <= len(messages[1]["content"].splitlines()) - 2 <= 3
-        answer = flawless.environment.prompt("train", index).facts["answer"]
-        assert flawless.conversation(index)[-1]["content"] == str(answer)
+    for index in range(400):
+        facts = flawless.environment.prompt("train", index).facts
+        assert 1 <= facts["num_operations"] <= 3
+        assert flawless.conversation(index)[-1]["content"] == str(facts["answer"])
     for said in ("timed out after", "malformed call: not valid JSON", "malformed call: no", "OverflowError"):
         assert said in text
 
 
 def test_the_script_makes_the_tokenizer_that_ships(script, tmp_path, monkeypatch, capsys):
-    arguments = ["--out", str(tmp_path), "--skill-steps", "2", "--habit-steps", "1", "--batch", "4"]
+    arguments = [
+        "--out",
+        str(tmp_path),
+        "--copy-steps",
+        "1",
+        "--skill-steps",
+        "2",
+        "--habit-steps",
+        "1",
+        "--batch",
+        "4",
+    ]
     monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", *arguments])
     script.main()
     assert "1-3 operations only" in capsys.readouterr().out
