@@ -5,14 +5,16 @@ The node is plain Python turned into a Dask task. It gets the finished trajector
 a free GRADE slot, shows up in the dashboard under its own name, and may call whatever you like: another model, a test
 suite, a database.
 
-Run it with ``python workflows/custom_reward.py``.
+Run it with ``python workflows/custom_reward.py [section__name=value ...]``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
 from dask import delayed
 from dask.delayed import Delayed
 
@@ -35,11 +37,12 @@ def score(episodes: Delayed) -> Delayed:
     return delayed(judge)(episodes)
 
 
-def main(**settings: Any) -> libra.RunSummary:
+def main(**settings: Any) -> Any:
     """A short run on the shipped model and environment, with the judge in its graph."""
-    return libra.train(score=score, run__iterations=5, trainer__lr=1e-3, cluster__dashboard_port=0, **settings)
+    return libra.train(score=score, **({"run__iterations": 5, "trainer__lr": 5e-4, "cluster__dashboard_port": 0} | settings))
 
 
 if __name__ == "__main__":
-    summary = main()
+    given = (argument.split("=", 1) for argument in sys.argv[1:])
+    summary = main(**{name: yaml.safe_load(value) for name, value in given})
     print(f"{len(summary.iterations)} iterations; reward of the last: {summary.iterations[-1]['reward']:.3f}")
