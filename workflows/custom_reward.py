@@ -39,7 +39,9 @@ def score(episodes: Delayed) -> Delayed:
 
 def main(**settings: Any) -> Any:
     """A short run on the shipped model and environment, with the judge in its graph."""
-    return libra.train(score=score, **({"run__iterations": 5, "trainer__lr": 5e-4, "cluster__dashboard_port": 0} | settings))
+    return libra.train(
+        score=score, **({"run__iterations": 5, "trainer__lr": 5e-4, "cluster__dashboard_port": 0} | settings)
+    )
 
 
 if __name__ == "__main__":

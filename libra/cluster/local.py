@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from typing import Any
@@ -19,6 +20,8 @@ SPARE_THREADS = 8
 LOOPBACK = "127.0.0.1"
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "DASK_LOGGING__DISTRIBUTED": "warning",
     # Dask's nanny has glibc give memory back after every large tensor, which costs training two fifths of its CPU time.
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -54,6 +57,7 @@ def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
 def local_cluster(config: RunConfig) -> SpecCluster:
     """Start scheduler (in this process) and workers (a process each), bound to loopback."""
     check_port(config.cluster.dashboard_port)
+    logging.getLogger("distributed").setLevel(logging.WARNING)  # a line per connection and worker is of no use to a run
     threads = config.cluster.threads or os.cpu_count() or 1
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.

@@ -3,7 +3,7 @@
 Invariants
 ----------
 1. A run directory belongs to one run: an existing one is refused before anything is started.
-2. At most ``eta + 1`` iterations wait or run ahead of the newest finished one.
+2. At most ``eta + 2`` iterations are submitted and not finished: those that may run, and one that waits at its gate.
 3. When an iteration's summary is back, its futures are released, those of unfinished groups when they finish; after 50
    iterations the scheduler holds as many tasks as after 5.
 """

@@ -324,7 +324,9 @@ def test_browser_draws_the_snapshots_numbers_and_follows_them(make_snapshot, liv
                 runs[0] = make_snapshot(groups=1024, history=later, rewards=[*runs[0]["rewards"], [3, 0.75]])
                 await page.until("deepQuery('[data-libra=groups]')[0].innerText == '1,024'")
                 assert await page.shown("reward") == "0.750"
-                await page.until("Array.from(modelNamed('libra_samples').data.t_s).at(-1) == 60")  # streamed after the tiles
+                await page.until(
+                    "Array.from(modelNamed('libra_samples').data.t_s).at(-1) == 60"
+                )  # streamed after the tiles
                 samples = await page.columns("libra_samples")
                 assert [samples[c][-1] for c in ("t_s", "queued_rollout", "used_tool")] == [60.0, 1, 4]
 
