@@ -122,6 +122,10 @@ class Session:
         environment = self.environment
         self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment)
         self.spec.make_environment()  # a wrong name or argument is told before anything starts
+        if self.client is None and config.cluster.scheduler is None:
+            from libra.cluster.local import check_port
+
+            check_port(config.cluster.dashboard_port)
         self._make_directory()
         self.client = self.client or self._connect()
         check_cluster(self.client)

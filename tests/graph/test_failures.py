@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,14 @@ def test_wrong_input_is_told_before_anything_starts(make_config: Config, tmp_pat
         run(make_config(model={"path": str(tmp_path / "nowhere")}))
     with pytest.raises(ConfigError, match="tool_arithmetic"):
         run(make_config(environment={"name": "tool_aritmetic"}))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_busy_dashboard_port_is_named_and_leaves_no_directory(make_config: Config, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"port {port} .* type cluster.dashboard_port=0"):
+            run(make_config(cluster={"dashboard_port": port}))
     assert not (tmp_path / "demo").exists()
 
 
