@@ -330,7 +330,7 @@ def train(
     order = sorted(range(len(examples.rows)), key=lambda i: len(examples.rows[i][0]))
     started_s = time.perf_counter()
     for step in range(steps):
-        place = int(torch.randint(0, max(len(order) - batch, 0) + 1, (), generator=generator))
+        place = int(torch.randint(0, max(len(order) - batch, 1), (), generator=generator))
         given = examples.batch(order[place : place + batch], generator, stretch)
         labels_BT = given.pop("labels")
         logits_BTV = model(**given).logits
