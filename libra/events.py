@@ -98,6 +98,17 @@ class QuantumFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantumContinued(Event):
+    """Nobody waited for the slot, so the trajectory began its next quantum in it at once, without parking."""
+
+    name: ClassVar[str] = "quantum_continued"
+    key: str
+    phase: str
+    quantum: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuantumLost(Event):
     """A quantum ended without a record, ``times`` times in a row now: its worker died, or it was cancelled."""
 
@@ -209,6 +220,7 @@ _KINDS: tuple[type[Event], ...] = (
     TrajectoryParked,
     QuantumDispatched,
     QuantumFinished,
+    QuantumContinued,
     QuantumLost,
     GroupCommitted,
     BatchOpened,

@@ -9,11 +9,13 @@ Invariants
    published version before each generation.
 2. A record is appended before it is applied or reported, so a lost worker costs at most the quantum in flight.
 3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
+4. A trajectory keeps its slot from one generation to the next only while the plugin says that nobody waits for one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from libra import keys
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError
+from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
@@ -77,6 +80,7 @@ class LibraHost(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         """Build what this worker's resources ask for; an error here reaches the driver."""
         self.worker = worker
+        cheap_reschedule()
         self.model_dir = await asyncio.to_thread(local_model, self.spec.model_dir)
         self.environment = self.spec.make_environment()
         await self.environment.setup()
@@ -85,6 +89,7 @@ class LibraHost(WorkerPlugin):
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self._loading = asyncio.Lock()
         self._announced = 0
+        self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
         supply = worker.state.total_resources
@@ -97,6 +102,10 @@ class LibraHost(WorkerPlugin):
             from libra.store.trajectories import TrajectoryStore
 
             self.store = TrajectoryStore.open(self.spec.store_path, mode="a")
+        # What is loaded by now stays: torch and transformers are half a million objects that a full collection would walk
+        # through (0.2 s with the interpreter stopped) again and again.
+        gc.collect()
+        gc.freeze()
 
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""
@@ -122,6 +131,7 @@ class LibraHost(WorkerPlugin):
         started_s = time.time()
         await self.engine.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
+        self.worker.stream_handlers.setdefault("libra-contended", self._contention_announced)
         self._served(self.engine.version, time.time() - started_s)
         newest = await asyncio.to_thread(self.weights.latest)
         self._announced = newest.number if newest is not None else 0
@@ -152,6 +162,12 @@ class LibraHost(WorkerPlugin):
             task = asyncio.ensure_future(host._pull_announced())
             host._background.add(task)
             task.add_done_callback(host._background.discard)
+
+    def _contention_announced(self, contended: bool, **extra: Any) -> None:
+        """Whether anybody waits for rollout slots. Runs on the worker's stream, for the hosts of all runs here."""
+        for host in self.worker.plugins.values():
+            if isinstance(host, LibraHost):
+                host.contended = contended
 
     async def _pull_announced(self) -> None:
         try:
@@ -209,12 +225,27 @@ class LibraHost(WorkerPlugin):
         return state
 
     async def quantum(self, key: str, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
-        """Run the next quantum of a trajectory here, write its record, report it; returns the state after it."""
+        """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
+
+        Where the next one is a generation again (its tools ran inline) and nobody waits for the slot, it follows at once:
+        each quantum has its record and its report, but there is nothing to decide between them.
+        """
         state = self.state(tid, prompt)
         if state.phase is None:
-            self._report(key, state, state.quanta, time.time())
+            self._report(key, state, state.quanta, time.time(), goes_on=False)
             return state
-        started_s, first = time.time(), state.quanta
+        goes_on = True
+        while goes_on:
+            started_s, first = time.time(), state.quanta
+            generates = state.phase is Phase.ROLLOUT
+            await self._one_quantum(state, started_s)
+            goes_on = (
+                generates and state.phase is Phase.ROLLOUT and not self.contended and still_wanted(self.worker, key)
+            )
+            self._report(key, state, first, started_s, goes_on=goes_on)
+        return state
+
+    async def _one_quantum(self, state: TrajectoryState, started_s: float) -> None:
         try:
             if state.phase is Phase.ROLLOUT:
                 await self._generate(state)
@@ -226,8 +257,6 @@ class LibraHost(WorkerPlugin):
             self._commit(state, failure_record(FailureClass.ENGINE, str(error)), started_s)
         except EnvironmentFault as error:
             self._commit(state, failure_record(FailureClass.ENVIRONMENT, str(error)), started_s)
-        self._report(key, state, first, started_s)
-        return state
 
     async def _generate(self, state: TrajectoryState) -> None:
         engine, rollout = self.engine, self.spec.config.rollout
@@ -308,8 +337,11 @@ class LibraHost(WorkerPlugin):
         self.journal.append(str(state.tid), state.quanta, record)
         state.apply(record)
 
-    def _report(self, key: str, state: TrajectoryState, first: int, started_s: float) -> None:
-        """Tell the plugin what the quantum did; ``first`` is the index of the first record it wrote."""
+    def _report(self, key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool) -> None:
+        """Tell the plugin what the quantum did; ``first`` is the index of the first record it wrote.
+
+        ``goes_on``: the next quantum of the trajectory begins in the same slot.
+        """
         new = state.records[first:]
         generated = [r for r in new if r["kind"] == "generation"]
         returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
@@ -321,6 +353,7 @@ class LibraHost(WorkerPlugin):
             key=key,
             quantum=state.quanta - 1,
             next=str(state.phase) if state.phase is not None else "",
+            goes_on=goes_on,
             end=str(state.end) if state.end is not None else "",
             failure=str(state.failure),
             detail=state.detail,

@@ -6,7 +6,8 @@ Whoever is then level gets its next token. An in-flight weight update is therefo
 
 Invariants
 1. ``cached < known`` for every running slot before a step, and every running slot advances unless the step's prefill
-   budget is spent on slots ahead of it.
+   budget is spent on slots ahead of it, or the same context is just being computed in another slot (samples of a group
+   ask the same): then it takes that KV over when it is there.
 2. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most one slot and one request.
 3. Requests start in order of (priority, arrival). Where no slot is free the least recently used retained one is evicted,
    those of waiting trajectories last. A running one never is.
@@ -81,6 +82,9 @@ class SlotBatch:
         self.waiting: list[tuple[tuple[int, ...], int, Job]] = []
         self.waiting_jobs: dict[str, Job] = {}
         self.forgotten: set[str] = set()  # trajectories to drop when their running request ends
+        self.first_with: dict[bytes, str] = {}  # context -> the trajectory in a slot that was placed with it first
+        self.context_of: dict[str, bytes] = {}  # the inverse
+        self.following: dict[str, str] = {}  # running, nothing cached -> the one that computes the same context
         self.changed = True  # whether the set of running slots changed since the last step
         self.running = np.zeros(0, np.int64)
         self.steps = self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
@@ -193,6 +197,8 @@ class SlotBatch:
             self._settle()
         if not len(self.running):
             return []
+        if self.following:
+            self._take_over()
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
         ended: list[tuple[Job, TurnOutput]] = []
@@ -219,6 +225,9 @@ class SlotBatch:
         running, cached = self.running, self.cached[self.running]
         known = self.known[running]
         self.kv.reserve(int(known.max()))
+        if self.following:
+            leads = np.array([self.owner[slot] not in self.following for slot in running])
+            running, cached, known = running[leads], cached[leads], known[leads]
         need = known - cached
         if need.max() == 1:
             step = Step(self.kv, torch.from_numpy(running), torch.from_numpy(cached), len(running))
@@ -250,6 +259,42 @@ class SlotBatch:
             step.view_span(slots[0], positions[0])
             self.cached[slots[0]] += 1
         return self.tokens[slot_T, position_T], step, np.concatenate(level), torch.tensor(last_rows)
+
+    def _take_over(self) -> None:
+        """Give slots that wait for the KV of another what is there by now; one whose leader is gone leads itself."""
+        ready: dict[int, list[int]] = {}
+        for name, leader in list(self.following.items()):
+            slot, source = self.slot_of[name], self.slot_of.get(leader)
+            known = int(self.known[slot])
+            if source is None or (self.tokens[source, :known] != self.tokens[slot, :known]).any():
+                del self.following[name]
+                self._lead(name, self.tokens[slot, :known].tobytes())
+            elif self.cached[source] >= known - 1:
+                del self.following[name]
+                ready.setdefault(source, []).append(slot)
+        for source, slots in ready.items():
+            shared = int(self.known[slots[0]]) - 1  # the last token must be fed to give logits
+            self.kv.copy(source, slots, shared)
+            self.cached[slots] = shared
+            self.cached_tokens += shared * len(slots)
+            for slot in slots:
+                self._running_job(slot).cached_tokens = shared
+
+    def _lead(self, name: str, context: bytes) -> None:
+        """Let others with this context follow ``name``, or ``name`` follow whoever has it."""
+        self._leave(name)
+        leader = self.first_with.setdefault(context, name)
+        if leader == name:
+            self.context_of[name] = context
+        else:
+            self.following[name] = leader
+
+    def _leave(self, name: str) -> None:
+        """``name`` neither leads nor follows any more."""
+        self.following.pop(name, None)
+        context = self.context_of.pop(name, None)
+        if context is not None:
+            del self.first_with[context]
 
     def _sample(self, hidden: torch.Tensor, slots: NDArray[np.int64]) -> list[tuple[Job, TurnOutput]]:
         """Give each of these slots its next token; returns the requests that this ended."""
@@ -318,6 +363,8 @@ class SlotBatch:
         self.temperature[slot], self.top_p[slot] = request.temperature, request.top_p
         self.state[slot], self.jobs[slot], self.owner[slot] = RUNNING, job, request.trajectory_id
         self.slot_of[request.trajectory_id] = slot
+        if reuse == 0 and length > 1:
+            self._lead(request.trajectory_id, self.tokens[slot, :length].tobytes())
         job.slot, job.first_s, job.cached_tokens, job.versions = slot, now_s, reuse, [(0, self.version)]
         self.cached_tokens += reuse
         self.changed = True
@@ -340,6 +387,7 @@ class SlotBatch:
     def _free(self, slot: int) -> None:
         self.slot_of.pop(self.owner[slot], None)
         self.forgotten.discard(self.owner[slot])
+        self._leave(self.owner[slot])
         self.owner[slot], self.jobs[slot], self.state[slot] = "", None, FREE
         self.known[slot] = self.cached[slot] = 0
         self.changed = True

@@ -80,6 +80,11 @@ class SlotKV:
             first.copy_(second)
             second.copy_(kept)
 
+    def copy(self, source: int, slots: list[int], num_tokens: int) -> None:
+        """Give ``slots`` the first ``num_tokens`` positions of ``source``, in every layer."""
+        for layer in self.data:
+            layer[:, slots, :, :num_tokens] = layer[:, source : source + 1, :, :num_tokens]
+
     def clear(self) -> None:
         """Start from zeros: after a fault, stale NaN must not reach a masked position (0 * NaN is NaN)."""
         self._rebind([torch.zeros_like(layer) for layer in self.data])

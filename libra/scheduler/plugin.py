@@ -7,7 +7,9 @@ quantum the task reports (``log_event``, topic ``libra``) and raises ``Reschedul
 Invariants
 ----------
 1. ``ts.priority`` is the single source of order: per phase, trajectories leave the queue in its order.
-2. A worker never holds more quanta of a phase than it declares slots for.
+2. A worker never holds more quanta of a phase than it declares slots for. A trajectory may run its next generation in
+   the slot it has, without parking, while no trajectory waits for one; when one does, rollout workers are told, and a
+   slot comes free when a turn ends.
 3. Only ``_apply`` writes priorities and only ``_dispatch`` and ``_open`` release tasks, each from a logged decision.
 4. Whatever ends a quantum (report, worker loss, cancel), its slot is given back and its restrictions are parked again.
 5. A hook never raises for what a worker reports: unknown runs and keys are ignored, and logged at DEBUG.
@@ -71,6 +73,7 @@ class LibraPlugin(SchedulerPlugin):
         self._slots = Slots()
         self._kicked = False
         self._dispatches = 0
+        self._contended = False
 
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
@@ -160,6 +163,8 @@ class LibraPlugin(SchedulerPlugin):
                 state.served[msg["name"]] = msg["version"]
                 state.engines[msg["name"]] = msg["address"]
                 state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
+                if self._contended and msg["address"] in self._scheduler.workers:
+                    self._tell_contention(msg["address"])
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -271,6 +276,16 @@ class LibraPlugin(SchedulerPlugin):
         if releases:
             self._dispatches += 1
             private.release(scheduler, releases, f"libra-dispatch-{self._dispatches}")
+        contended = len(self._queues[Phase.ROLLOUT]) > 0
+        if contended != self._contended:
+            self._contended = contended
+            for address in {address for state in self.runs.values() for address in state.engines.values()}:
+                if address in scheduler.workers:
+                    self._tell_contention(address)
+
+    def _tell_contention(self, address: str) -> None:
+        """Let a rollout worker know whether a trajectory that could go on at once must park instead."""
+        self._scheduler.worker_send(address, {"op": "libra-contended", "contended": self._contended})
 
     def _given(self, tracked: Tracked, phase: Phase, address: str) -> None:
         state = tracked.run
@@ -350,6 +365,8 @@ class LibraPlugin(SchedulerPlugin):
         ts = self._scheduler.tasks.get(msg["key"])
         if ts is not None:
             private.forgive(ts)
+        if msg["goes_on"]:
+            tracked.reported = False
         state.quanta[phase] += 1
         state.tokens += msg["tokens"]
         state.policy.handle(
@@ -379,6 +396,9 @@ class LibraPlugin(SchedulerPlugin):
             version=msg["version"],
             end=msg["end"],
         )
+        if msg["goes_on"]:
+            worker = private.worker_name(self._scheduler, address)
+            state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=worker)
         if msg["failure"] != "none":
             state.failures[msg["failure"]] += 1
             state.emit("failure_classified", key=msg["key"], failure=msg["failure"], detail=msg["detail"])

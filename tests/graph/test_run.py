@@ -70,6 +70,32 @@ def test_a_run_leaves_whole_and_consistent_records(make_config: Config, cluster_
     assert rewards == [values["reward"] for values in summary.iterations]
 
 
+def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(
+    make_config: Config, cluster_client: Client
+) -> None:
+    inline = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
+    summary = run(make_config(environment=inline, run={"iterations": 1}), client=cluster_client)
+    events = list(read_events(summary.directory / "events.jsonl").events)
+    names = Counter(event["name"] for event in events)
+    assert names["quantum_dispatched"] == names["trajectory_parked"] == 4
+    assert (names["quantum_finished"], names["quantum_continued"]) == (4 * 3, 4 * 2)
+    stored = columns(summary.directory)
+    turns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["turn"]
+    assert len(stored["reward"]) == 4 and len(turns["generated_tokens"][:]) == 4 * 3
+
+
+def test_with_more_trajectories_than_slots_each_turn_is_dispatched_in_order(
+    make_config: Config, cluster_client: Client
+) -> None:
+    inline = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
+    config = make_config(environment=inline, run={"iterations": 1}, trainer={"prompts": 16, "group_size": 2})
+    events = list(read_events(run(config, client=cluster_client).directory / "events.jsonl").events)
+    names = Counter(event["name"] for event in events)
+    assert names["quantum_finished"] == 32 * 3
+    assert names["quantum_dispatched"] + names["quantum_continued"] == 32 * 3
+    assert names["quantum_dispatched"] > 32  # 32 trajectories, 8 slots: those that run give way to those that wait
+
+
 def test_the_checkpoint_is_the_last_version_and_loads_in_plain_transformers(
     make_config: Config, cluster_client: Client
 ) -> None:

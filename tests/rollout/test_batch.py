@@ -67,6 +67,10 @@ def check_invariants(batch):
             assert batch.cached[slot] < batch.known[slot]
         if state == RUNNING:
             assert batch.jobs[slot].slot == slot
+    assert batch.first_with == {context: name for name, context in batch.context_of.items()}
+    assert set(batch.context_of) | set(batch.following) <= set(batch.slot_of)
+    assert not set(batch.context_of) & set(batch.following)
+    assert all(batch.cached[batch.slot_of[name]] == 0 for name in batch.following)
     assert len(batch.slot_of) == int((batch.state != FREE).sum())
     assert len(batch.waiting) == len(batch.waiting_jobs)
 
@@ -130,6 +134,45 @@ def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch
     np.testing.assert_allclose(warm.logprobs, cold.logprobs, atol=1e-5)
     assert (warm.cached_tokens, cold.cached_tokens) == (12 + 7 - 1, 0)
     assert batch.prefilled_tokens - before == 4  # the last generated token, whose KV was never needed, and three new
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_samples_of_a_group_compute_their_prompt_once(fused, make_batch, make_request, make_model, reference_logprobs):
+    batch = make_batch(slots=6, fused=fused)
+    context = make_request("prompt", length=17).context_ids
+    siblings = [make_request(f"s{n}", context=context, new=9, seed=n) for n in range(4)]
+    submit(batch, *siblings[:3], make_request("other", length=5, new=30))
+    batch.step()
+    submit(batch, siblings[3])
+    outputs = drain(batch)
+    assert batch.prefilled_tokens == 17 + 5
+    assert [outputs[f"s{n}"].cached_tokens for n in range(4)] == [0, 16, 16, 16]
+    assert len({tuple(outputs[f"s{n}"].token_ids) for n in range(4)}) == 4
+    for request in siblings:
+        output = outputs[request.trajectory_id]
+        expected = reference_logprobs(make_model(), context, output.token_ids)
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("interruption", ["abort", "load"])
+def test_who_waits_for_a_siblings_prompt_gets_right_answers_when_it_goes(
+    interruption, make_batch, make_request, make_model, reference_logprobs, monkeypatch
+):
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS_PER_STEP", 8)  # the prompt takes three steps
+    batch = make_batch()
+    context = make_request("prompt", length=20).context_ids
+    submit(batch, *(make_request(f"s{n}", context=context, new=6, seed=n) for n in range(3)))
+    batch.step()
+    if interruption == "abort":
+        batch.abort("s0")
+    else:
+        batch.load(1, make_model("qwen3", seed=1))
+    outputs = drain(batch)
+    assert sorted(outputs) == ["s0", "s1", "s2"][interruption == "abort" :]
+    for output in outputs.values():
+        weights = make_model("qwen3", seed=int(interruption == "load"))
+        expected = reference_logprobs(weights, context, output.token_ids)
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
 
 
 def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, make_request):
@@ -329,7 +372,8 @@ def test_every_request_ends_exactly_once_whatever_happens(actions, shared_batch,
         name = f"t{action[1]}"
         if action[0] == "ask":
             busy = name in batch.waiting_jobs or (name in batch.slot_of and batch.state[batch.slot_of[name]] == RUNNING)
-            request = make_request(name, length=action[2], new=action[3], priority=(action[4],))
+            context = make_request(f"group {action[1] % 2}", length=action[2]).context_ids
+            request = make_request(name, context=context, new=action[3], priority=(action[4],))
             if busy:
                 with pytest.raises(EngineError, match="already has a request"):
                     submit(batch, request)

@@ -23,18 +23,24 @@ DONE: dict[str, int] = {}
 """Quanta finished, by key. Declared emulation: a real trajectory keeps this in its journal."""
 
 
+def report(key: str, run: str, quantum: int, *, following: Phase | None, goes_on: bool = False, epoch: int = 0) -> None:
+    """What a worker says at the end of a quantum; ``following`` is the phase it needs next, None: it has ended."""
+    message = {
+        "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": quantum,
+        "end": "" if following else "answered", "next": str(following or ""), "goes_on": goes_on, "failure": "none",
+        "detail": "", "tokens": 1, "version": 0, "tool": "", "status": "", "payload_tokens": 0, "start_s": 1.0,
+        "stop_s": 2.0,
+    }  # fmt: skip
+    get_worker().log_event("libra", message)
+
+
 async def quantum(key: str, run: str, length: int, epoch: int = 0) -> int:
     """Stand-in for a trajectory's task: ``length`` quanta, generations and actions in turn."""
     done = DONE.get(key, 0)
     await asyncio.sleep(0)
     DONE[key] = done + 1
     more = done + 1 < length
-    message = {
-        "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": done, "end": "" if more else "answered",
-        "next": str(Phase.TOOL if done % 2 == 0 else Phase.ROLLOUT) if more else "", "failure": "none", "detail": "",
-        "tokens": 1, "version": 0, "tool": "", "status": "", "payload_tokens": 0, "start_s": 1.0, "stop_s": 2.0,
-    }  # fmt: skip
-    get_worker().log_event("libra", message)
+    report(key, run, done, following=(Phase.TOOL if done % 2 == 0 else Phase.ROLLOUT) if more else None, epoch=epoch)
     if more:
         raise Reschedule()
     return length
@@ -81,4 +87,6 @@ def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int =
 @pytest.fixture
 def emulation() -> SimpleNamespace:
     """The functions of this file, for tests."""
-    return SimpleNamespace(cluster=cluster, register=register, submit=submit, quantum=quantum, rng=random.Random(0))
+    return SimpleNamespace(
+        cluster=cluster, register=register, submit=submit, quantum=quantum, report=report, rng=random.Random(0)
+    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from distributed import Reschedule
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -127,3 +130,60 @@ def test_reports_of_an_older_epoch_change_nothing(emulation: SimpleNamespace, tm
             assert live.plugin.runs["demo"].admission.version == 0
 
     asyncio.run(live_run())
+
+
+KEPT: dict[str, Any] = {}
+"""State of the two tasks below; functions of a module are not copied on their way to a worker of this process."""
+
+
+async def keeps_its_slot(key: str) -> str:
+    """Three generations: the second follows in the same slot, the third must park first because another waits."""
+    emulation = KEPT["emulation"]
+    if KEPT["begun"].is_set():
+        emulation.report(key, "demo", 2, following=None)
+        return "first"
+    emulation.report(key, "demo", 0, following=Phase.ROLLOUT, goes_on=True)
+    KEPT["begun"].set()
+    await KEPT["told"].wait()
+    emulation.report(key, "demo", 1, following=Phase.ROLLOUT)
+    raise Reschedule()
+
+
+async def waits(key: str) -> str:
+    """One generation."""
+    KEPT["emulation"].report(key, "demo", 0, following=None)
+    return "second"
+
+
+def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(
+    emulation: SimpleNamespace, tmp_path: Path
+) -> None:
+    told: list[bool] = []
+
+    async def live_run() -> None:
+        KEPT.update(emulation=emulation, begun=asyncio.Event(), told=asyncio.Event())
+        async with emulation.cluster(rollout=1) as live:
+            emulation.register(live, tmp_path)
+            rollout = live.workers[0]
+            free_again = asyncio.Event()
+
+            def contention(contended: bool) -> None:
+                told.append(contended)
+                (KEPT["told"] if contended else free_again).set()
+
+            rollout.stream_handlers["libra-contended"] = contention
+            served = {"kind": "served", "run": "demo", "epoch": 0, "name": "rollout-0", "version": 0, "load_s": 0.0}
+            live.plugin.log_event("libra", served | {"address": rollout.address})
+            first, second = (keys.make("trajectory", (0, 0, sample), epoch=0, run="demo") for sample in range(2))
+            park = {keys.PARK: 1}
+            one = live.client.submit(keeps_its_slot, first, key=first, resources=park)
+            await KEPT["begun"].wait()
+            other = live.client.submit(waits, second, key=second, resources=park)
+            assert await live.client.gather([one, other]) == ["first", "second"]
+            await free_again.wait()
+            live.plugin.end_run("demo")
+
+    asyncio.run(live_run())
+    assert told == [True, False]
+    names = Counter(event["name"] for event in read_events(tmp_path / "events.jsonl").events)
+    assert (names["quantum_dispatched"], names["quantum_finished"], names["quantum_continued"]) == (3, 4, 1)

@@ -1,0 +1,85 @@
+"""The contract of `libra.graph.private` with Dask: what it changes and reads is there, and means what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import distributed.worker
+from distributed import Client, Reschedule, Scheduler, Worker, get_worker
+
+from libra.graph.private import cheap_reschedule, still_wanted
+
+STATE: dict[str, Any] = {}
+"""What the tasks below share with their test; functions of a module are not copied on their way to a worker here."""
+
+
+def test_dask_itself_makes_a_message_of_every_exception_and_reads_only_the_type_of_reschedule():
+    cheap_reschedule()
+    light = distributed.worker.error_message(Reschedule())
+    try:
+        raise ValueError("kept")
+    except ValueError as error:
+        full = distributed.worker.error_message(error)
+    assert light.keys() == full.keys()
+    assert light["exception"] is None
+    assert full["exception_text"] == "ValueError('kept')"
+    assert full["traceback"] is not None
+
+
+def test_a_task_that_reschedules_runs_again_and_one_that_fails_still_says_why():
+    asyncio.run(_reschedule_and_fail())
+
+
+async def at_the_third_time() -> int:
+    STATE["calls"] += 1
+    if STATE["calls"] < 3:
+        raise Reschedule()
+    return STATE["calls"]
+
+
+async def fails() -> None:
+    raise ValueError("of its own")
+
+
+async def _reschedule_and_fail():
+    cheap_reschedule()
+    STATE["calls"] = 0
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+        Worker(scheduler.address),
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        assert await client.submit(at_the_third_time, key="again") == 3
+        error = await client.submit(fails, key="fails").exception()
+        assert repr(error) == "ValueError('of its own')"
+
+
+def test_a_running_task_is_wanted_until_it_is_cancelled():
+    asyncio.run(_cancel_a_running_task())
+
+
+async def looks_twice() -> None:
+    STATE["seen"].append(still_wanted(get_worker(), "task"))
+    STATE["begun"].set()
+    await STATE["cancelled"].wait()
+    STATE["seen"].append(still_wanted(get_worker(), "task"))
+    STATE["ended"].set()
+
+
+async def _cancel_a_running_task():
+    STATE.update(begun=asyncio.Event(), cancelled=asyncio.Event(), ended=asyncio.Event(), seen=[])
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+        Worker(scheduler.address) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        future = client.submit(looks_twice, key="task")
+        await STATE["begun"].wait()
+        await client.cancel([future])
+        while worker.state.tasks["task"].state == "executing":  # noqa: ASYNC110  a state of Dask's, no event to await
+            await asyncio.sleep(0)
+        STATE["cancelled"].set()
+        await STATE["ended"].wait()
+    assert STATE["seen"] == [True, False]
+    assert not still_wanted(worker, "never heard of")
