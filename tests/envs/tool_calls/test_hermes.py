@@ -73,3 +73,10 @@ def test_a_malformed_call_says_what_is_wrong_and_the_next_one_is_still_read(insi
 def test_a_call_that_is_never_closed_is_malformed(call_text):
     (call,) = parse_hermes(call_text("f", x=1).removesuffix("</tool_call>"))
     assert "not closed" in call.error
+
+
+@given(json_values, st.integers(480, 560))
+def test_a_value_is_read_whole_wherever_a_window_ends(value, padding):
+    arguments = {"pad": "x" * padding, "value": value, "more": ["\U0001f600" * 300, -1e-7, True, None, float("inf")]}
+    (call,) = parse_hermes(f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>")
+    assert call.arguments == arguments
