@@ -35,7 +35,7 @@ class Environment(ABC):
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         """The calls in a generated turn, in order; none means that the turn is the answer. Here: as ``tool_format`` says."""
-        return TOOL_FORMATS[self.tool_format](text, self.tools)
+        return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
     async def setup(self) -> None:  # noqa: B027 optional hook
         """Opened once per worker before the first action."""

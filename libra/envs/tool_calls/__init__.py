@@ -11,16 +11,26 @@ Invariants, for every format
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from libra.envs.tool import Tool
+from libra.envs.tool_calls import qwen3_coder
 from libra.envs.tool_calls.hermes import parse_hermes
 from libra.envs.tool_calls.qwen3_coder import parse_qwen3_coder
 from libra.types import ToolCall
 
-__all__ = ["TOOL_FORMATS", "parse_hermes", "parse_qwen3_coder"]
+__all__ = ["TOOL_FORMATS", "ToolFormat", "parse_hermes", "parse_qwen3_coder"]
 
-TOOL_FORMATS: dict[str, Callable[[str, Sequence[Tool]], tuple[ToolCall, ...]]] = {
-    "hermes": lambda text, tools: parse_hermes(text),
-    "qwen3_coder": parse_qwen3_coder,
+
+class ToolFormat(NamedTuple):
+    """How calls are read, and what a model that got one wrong is shown as the shape of a right one."""
+
+    parse: Callable[[str, Sequence[Tool]], tuple[ToolCall, ...]]
+    usage: Callable[[Tool], str]
+
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda text, tools: parse_hermes(text), lambda tool: tool.usage),
+    "qwen3_coder": ToolFormat(parse_qwen3_coder, qwen3_coder.usage),
 }
-"""Parsers by the name that ``rollout.tool_format`` takes."""
+"""By the name that ``rollout.tool_format`` takes."""

@@ -42,6 +42,12 @@ def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, 
     return tuple(calls)
 
 
+def usage(tool: Tool) -> str:
+    """The shape of a right call on one line, e.g. ``<function=run><parameter=code>...</parameter></function>``."""
+    parameters = "".join(f"{_PARAMETER}{name}>...{_END_PARAMETER}" for name in tool.parameters)
+    return f"{_FUNCTION}{tool.name}>{parameters}{_END_FUNCTION}"
+
+
 class _Malformed(Exception):
     """What is wrong with a call, and up to where it was read; never leaves this module."""
 

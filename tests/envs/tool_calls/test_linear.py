@@ -11,7 +11,7 @@ from libra.envs.tool_calls import hermes, tags
 from libra.envs.tool_calls.as_verl import verl_hermes, verl_qwen3_coder
 
 PARSERS = {
-    **{name: (lambda text, parse=parse: parse(text, ())) for name, parse in TOOL_FORMATS.items()},
+    **{name: (lambda text, parse=made.parse: parse(text, ())) for name, made in TOOL_FORMATS.items()},
     "verl_hermes": verl_hermes,
     "verl_qwen3_coder": verl_qwen3_coder,
 }
