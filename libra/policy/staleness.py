@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Capacity:
-    """How many groups may begin now, from four counts and the version; the rule of AReaL, arXiv:2505.24298, eq. 3.
+    """How many groups may begin now, from four counts and the version; the staleness rule of AReaL, arXiv:2505.24298.
 
     Agrees with ``StalenessManager`` of areal 1.0.4 after every event, also in what it does not do: nothing stops a
     caller from submitting without capacity, which then is negative. `StalenessLedger` does stop one.
@@ -123,12 +123,25 @@ class StalenessLedger:
     """Who holds a place: reserve at admission, commit or reject at the end, check at consumption.
 
     ``capacity`` is the count that the rule reads; read it, and leave changing it to the ledger.
+
+    Raises
+    ------
+    ValueError
+        Where eta is below 0, or a batch or the groups that run at once are below 1.
     """
 
     capacity: Capacity
     _running: dict[Hashable, int] = field(default_factory=dict)
     _waiting: dict[Hashable, int] = field(default_factory=dict)
     _next_batch: int = 0
+
+    def __post_init__(self) -> None:
+        rule = self.capacity
+        if rule.eta < 0 or rule.groups_per_batch < 1 or rule.max_running < 1:
+            raise ValueError(
+                f"staleness ledger: got eta={rule.eta}, groups_per_batch={rule.groups_per_batch}, "
+                f"max_running={rule.max_running}; eta must be at least 0, the others at least 1"
+            )
 
     def version_published(self, version: int) -> None:
         """Version ``version`` can be pulled; told an older one, nothing changes."""

@@ -148,3 +148,9 @@ def test_what_is_out_of_order_is_refused(act, says) -> None:
     ledger.reserve("a")
     with pytest.raises(ValueError, match=says):
         act(ledger)
+
+
+@pytest.mark.parametrize(("eta", "groups", "max_running"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
+def test_a_ledger_that_could_not_work_is_refused(eta, groups, max_running) -> None:
+    with pytest.raises(ValueError, match=f"got eta={eta}, groups_per_batch={groups}, max_running={max_running}"):
+        StalenessLedger(Capacity(eta, groups, max_running))

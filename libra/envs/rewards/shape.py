@@ -16,7 +16,7 @@ def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False)
     """1.0 where ``text`` is ``<think>...</think> <answer>...</answer>`` and nothing else, else 0.0.
 
     Each tag opens and closes once, in order; white space may stand before, between and after. DeepSeek-R1,
-    arXiv:2501.12948, sec. 2.2.1. ``trailing`` allows text after the last closing tag, so that ``tags=["think"]`` asks for
+    arXiv:2501.12948 (format reward). ``trailing`` allows text after the last closing tag, so that ``tags=["think"]`` asks for
     one block of thought before the answer.
     """
     marks = _marks(tags)
