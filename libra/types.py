@@ -182,11 +182,12 @@ class TurnOutput:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a finished trajectory: the text generated, its calls, and what they returned."""
+    """One turn of a finished trajectory: the text generated (``num_tokens`` tokens), its calls, and what they returned."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     returns: tuple[ToolReturn, ...] = ()
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,11 @@ class Episode:
     def answer(self) -> str:
         """Text of the last turn, empty where there is none."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated in all turns."""
+        return sum(turn.num_tokens for turn in self.turns)
 
 
 @dataclass(slots=True)

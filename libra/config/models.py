@@ -75,6 +75,9 @@ class RolloutSection(Section):
     """Inference engine of a rollout worker."""
     slots: AtLeastOne = 64
     """Trajectories that generate at once on one engine."""
+    tool_format: Literal["hermes", "qwen3_coder"] | None = None
+    """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
+    as the environment says, which is "hermes" unless it says otherwise."""
     max_new_tokens: AtLeastOne = 64
     """Tokens one turn may generate; a turn that reaches it ends its trajectory as "length"."""
     max_turns: AtLeastOne = 12

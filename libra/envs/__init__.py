@@ -5,20 +5,26 @@ functions.
 from __future__ import annotations
 
 from libra.envs.actions import hung_threads, run_action
-from libra.envs.environment import Environment, parse_hermes
+from libra.envs.environment import Environment
 from libra.envs.functional import FunctionEnvironment
 from libra.envs.grading import run_grader
 from libra.envs.registry import ENVIRONMENTS, make_environment
+from libra.envs.rewards import REWARDS, make_reward
 from libra.envs.tool import Tool, tool
+from libra.envs.tool_calls import TOOL_FORMATS, parse_hermes, parse_qwen3_coder
 
 __all__ = [
     "ENVIRONMENTS",
+    "REWARDS",
+    "TOOL_FORMATS",
     "Environment",
     "FunctionEnvironment",
     "Tool",
     "hung_threads",
     "make_environment",
+    "make_reward",
     "parse_hermes",
+    "parse_qwen3_coder",
     "run_action",
     "run_grader",
     "tool",

@@ -21,6 +21,7 @@ from typing import Any
 
 from libra.envs.environment import Environment
 from libra.envs.tool import ACTION_ID, Tool
+from libra.envs.tool_calls import TOOL_FORMATS
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,8 @@ def _in_thread(
 
 def _malformed(environment: Environment, call: ToolCall) -> str | None:
     """What is wrong with the call and what would be right, or None."""
-    usage = " or ".join(tool.usage for tool in environment.tools) or "no tools here"
+    usage_of = TOOL_FORMATS[environment.tool_format].usage
+    usage = " or ".join(usage_of(tool) for tool in environment.tools) or "no tools here"
     if call.error is not None:
         return f"malformed call: {call.error}; expected {usage}"
     tool = next((tool for tool in environment.tools if tool.name == call.name), None)
@@ -151,17 +153,15 @@ def _malformed(environment: Environment, call: ToolCall) -> str | None:
         return f"malformed call: no tool {call.name[:80]!r}; expected {usage}"
     for name in call.arguments:
         if name not in tool.parameters:
-            return f"malformed call: {tool.name} has no argument {name[:80]!r}; expected {tool.usage}"
+            return f"malformed call: {tool.name} has no argument {name[:80]!r}; expected {usage_of(tool)}"
     for name in tool.required:
         if name not in call.arguments:
-            return f"malformed call: argument {name!r} is missing; expected {tool.usage}"
+            return f"malformed call: argument {name!r} is missing; expected {usage_of(tool)}"
     for name, value in call.arguments.items():
         schema = tool.parameters[name]
         if not _fits(value, schema):
             wanted = " or ".join(_types(schema)) + (f", one of {schema['enum']}" if "enum" in schema else "")
-            return (
-                f"malformed call: argument {name!r} must be {wanted}, got {type(value).__name__}; expected {tool.usage}"
-            )
+            return f"malformed call: argument {name!r} must be {wanted}, got {type(value).__name__}; expected {usage_of(tool)}"
     return None
 
 

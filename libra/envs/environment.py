@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 from libra.envs.tool import Tool
+from libra.envs.tool_calls import TOOL_FORMATS
 from libra.types import Episode, Prompt, ToolCall
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_DECODER = json.JSONDecoder()
 
 
 class Environment(ABC):
@@ -21,6 +17,8 @@ class Environment(ABC):
     """
 
     tools: tuple[Tool, ...] = ()
+    tool_format: str = "hermes"
+    """How the model writes calls: a name of `TOOL_FORMATS`. A run sets it where ``rollout.tool_format`` is given."""
 
     @abstractmethod
     def prompt(self, split: str, index: int) -> Prompt:
@@ -36,8 +34,8 @@ class Environment(ABC):
         """
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a generated turn, in order; none means that the turn is the answer. Here: `parse_hermes`."""
-        return parse_hermes(text)
+        """The calls in a generated turn, in order; none means that the turn is the answer. Here: as ``tool_format`` says."""
+        return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
     async def setup(self) -> None:  # noqa: B027 optional hook
         """Opened once per worker before the first action."""
@@ -54,42 +52,3 @@ class Environment(ABC):
     def tool_schemas(self) -> list[dict[str, Any]]:
         """OpenAI-style JSON schemas, for the chat template's ``tools``."""
         return [dict(tool.schema) for tool in self.tools]
-
-
-def parse_hermes(text: str) -> tuple[ToolCall, ...]:
-    """Calls written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen.
-
-    The JSON is decoded rather than searched for its end, so an argument may itself contain ``</tool_call>``. A call
-    that is not right is returned with ``error`` set, and reading goes on after its closing tag.
-    """
-    calls: list[ToolCall] = []
-    position = text.find(OPEN)
-    while position >= 0:
-        start = position + len(OPEN)
-        call, end = _one_call(text, start)
-        calls.append(call)
-        position = text.find(OPEN, end)
-    return tuple(calls)
-
-
-def _one_call(text: str, start: int) -> tuple[ToolCall, int]:
-    """The call whose JSON begins at or after ``start``, and where to read on."""
-    close = text.find(CLOSE, start)
-    resume = close + len(CLOSE) if close >= 0 else start
-    brace = start + len(text[start:]) - len(text[start:].lstrip())
-    try:
-        value, end = _DECODER.raw_decode(text, brace)
-    except (ValueError, RecursionError):
-        return ToolCall("", {}, "not valid JSON"), resume
-    if not text[end:].lstrip().startswith(CLOSE):
-        return ToolCall("", {}, "its tag is not closed after the JSON"), max(resume, end)
-    resume = text.index(CLOSE, end) + len(CLOSE)
-    return _check(value), resume
-
-
-def _check(value: object) -> ToolCall:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, 'no "name"')
-    if not isinstance(value.get("arguments"), Mapping):
-        return ToolCall("", {}, 'no "arguments"')
-    return ToolCall(value["name"], value["arguments"])

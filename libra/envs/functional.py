@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from libra.envs.environment import Environment
+from libra.envs.rewards import make_reward
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt
@@ -35,8 +36,9 @@ class FunctionEnvironment(Environment):
     prompts, eval_prompts : sequence
         Each a str (one user message), a list of messages, or a mapping with "prompt" (either of those) and further
         columns, which become the prompt's facts and must be JSON-able.
-    reward : callable
-        Takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
+    reward : callable, or the name of one
+        A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
+        takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
         and any column that every row has. Returns one finite number; may be ``async``.
     tools : sequence of functions or `Tool`
     system : str, optional
@@ -53,7 +55,7 @@ class FunctionEnvironment(Environment):
         self,
         *,
         prompts: Iterable[Any],
-        reward: Callable[..., Any],
+        reward: Callable[..., Any] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
         tools: Sequence[Callable[..., Any] | Tool] = (),
         system: str | None = None,
         eval_prompts: Iterable[Any] | None = None,
@@ -71,8 +73,10 @@ class FunctionEnvironment(Environment):
             self._train = [row for i, row in enumerate(rows) if not _held_out(i)]
             self._eval = [row for i, row in enumerate(rows) if _held_out(i)]
         self._num_prompts = len(rows)
-        self._reward = reward
-        self._reward_names = _reward_names(reward, self._train + self._eval)
+        self._reward: Callable[..., Any] = (
+            make_reward(reward) if isinstance(reward, str | Mapping | Sequence) else reward
+        )
+        self._reward_names = _reward_names(self._reward, self._train + self._eval)
         repeated = sum(row in self._train for row in self._eval)
         if repeated:
             logger.warning("%d of %d evaluation prompts are also training prompts", repeated, len(self._eval))
@@ -170,7 +174,9 @@ def _check_names(tools: Sequence[Tool]) -> None:
 def _reward_names(reward: Callable[..., Any], rows: Sequence[Row]) -> tuple[str, ...]:
     """What to hand to ``reward`` by name."""
     if not callable(reward):
-        raise ConfigError(f"reward: got {reward!r}; give a function, e.g. def reward(completion, answer): ...")
+        raise ConfigError(
+            f"reward: got {reward!r}; give a function, e.g. def reward(completion, answer): ..., or a name such as 'gsm8k'"
+        )
     columns = set.intersection(*(set(facts) for _, facts in rows))
     names: list[str] = []
     for name, parameter in inspect.signature(reward).parameters.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train(
     model: str = "libra/tiny-arithmetic",
     prompts: Sequence[Any] | None = None,
-    reward: Callable[..., float] | None = None,
+    reward: Callable[..., float] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
     *,
     environment: Environment | None = None,
@@ -37,9 +37,10 @@ def train(
         A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
     prompts : sequence of str, list of messages, or dict with "prompt" and further columns
         Required unless ``environment`` is given.
-    reward : callable
+    reward : callable, or the name of one
         ``reward(completion, ...)``: takes by name any of prompt, completion, episode and the columns of a row; returns
-        one finite number. Required unless ``environment`` is given.
+        one finite number. Or a name such as "gsm8k", a mapping with "name" and options, or a list of those
+        (`libra.envs.rewards`). Required unless ``environment`` is given.
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
     environment : Environment, optional

@@ -44,10 +44,13 @@ class RunSpec:
 
     def make_environment(self) -> Environment:
         """The environment, the same on every worker."""
-        if self.environment is not None:
-            return self.environment
         section = self.config.environment
-        return make_environment(section.name, dict(section.args), self.config.run.seed)
+        environment = self.environment
+        if environment is None:
+            environment = make_environment(section.name, dict(section.args), self.config.run.seed)
+        if self.config.rollout.tool_format is not None:
+            environment.tool_format = self.config.rollout.tool_format
+        return environment
 
     def turn_seed(self, tid: TrajectoryId, turn: int) -> int:
         """Seed of one generation, from the run's seed and the position only.

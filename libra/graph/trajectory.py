@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -162,13 +162,13 @@ class TrajectoryState:
         for record in self.records:
             if record["kind"] == "generation":
                 calls = tuple(ToolCall(c["name"], json.loads(c["arguments"]), c["error"]) for c in record["calls"])
-                turns.append(Turn(record["text"], calls))
+                turns.append(Turn(record["text"], calls, num_tokens=len(record["token_ids"])))
             elif record["kind"] == "action":
                 returns = tuple(
                     ToolReturn(r["tool"], ToolStatus(r["status"]), r["content"], r["latency_s"], r["payload_chars"])
                     for r in record["returns"]
                 )
-                turns[-1] = Turn(turns[-1].text, turns[-1].calls, returns)
+                turns[-1] = replace(turns[-1], returns=returns)
         return Episode(str(self.tid), self.prompt, tuple(turns), self.end or EndReason.FAILURE)
 
     def trajectory(self, epoch: int) -> Trajectory:

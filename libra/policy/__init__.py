@@ -15,11 +15,14 @@ from libra.policy.messages import (
     TrajectoryEnded,
     TrajectoryParked,
 )
+from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
 __all__ = [
     "Admission",
+    "Capacity",
     "Command",
     "CommittedGroup",
+    "Consumption",
     "Event",
     "Fifo",
     "OpenBatch",
@@ -27,6 +30,7 @@ __all__ = [
     "Priority",
     "QuantumFinished",
     "SetPriority",
+    "StalenessLedger",
     "TrajectoryEnded",
     "TrajectoryParked",
 ]

@@ -12,6 +12,8 @@ Invariants
    ``i`` or before, for each ``i``. Hence **lag <= eta for every token ever trained on**.
 4. Among committed groups those with the nearest deadline go first, then by (iteration, group), never by length or time
    of completion. What is left is carried over. Every group is consumed exactly once, so nothing favours short answers.
+
+`libra.policy.staleness` keeps the same bound for producers without iterations, group by group.
 """
 
 from __future__ import annotations

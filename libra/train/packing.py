@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.train.rows import FillRows, fill_rows
 from libra.types import Trajectory
 
 
@@ -125,28 +126,20 @@ class MicroBatch:
         return self.token_ids_RW.numel()
 
 
-def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; longest row first.
-
-    A sequence longer than ``max_row_tokens`` has a row of its own.
-    """
-    rows: list[list[int]] = []
-    used: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        row = next((row for row in range(len(rows)) if used[row] + lengths[index] <= max_row_tokens), len(rows))
-        if row == len(rows):
-            rows.append([])
-            used.append(0)
-        rows[row].append(index)
-        used[row] += lengths[index]
-    order = sorted(range(len(rows)), key=lambda row: (-used[row], row))
-    return [rows[row] for row in order]
-
-
 def pack(
-    samples: Sequence[Sample], *, max_row_tokens: int, micro_batch_tokens: int, logp_dtype: torch.dtype = torch.float32
+    samples: Sequence[Sample],
+    *,
+    max_row_tokens: int,
+    micro_batch_tokens: int,
+    logp_dtype: torch.dtype = torch.float32,
+    fill: FillRows = fill_rows,
 ) -> list[MicroBatch]:
     """``samples`` as micro-batches of rows of similar length, widest first.
+
+    Parameters
+    ----------
+    fill : callable
+        `fill_rows` or `fill_rows_mffd`: which sequences share a row. Changes no result.
 
     Raises
     ------
@@ -162,7 +155,7 @@ def pack(
     batches: list[MicroBatch] = []
     rows: list[list[int]] = []
     width = 0
-    for row in fill_rows(lengths, min(max_row_tokens, micro_batch_tokens)):
+    for row in fill(lengths, min(max_row_tokens, micro_batch_tokens)):
         if rows and width * (len(rows) + 1) > micro_batch_tokens:
             batches.append(_micro_batch([[samples[index] for index in row] for row in rows], width, logp_dtype))
             rows = []

@@ -9,6 +9,7 @@ from dask import delayed
 
 from libra import keys
 from libra.config import config_from_dict
+from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.graph.iteration import evaluation_graph, iteration_graph
 from libra.graph.spec import RunSpec
 from libra.types import TrajectoryId
@@ -28,6 +29,14 @@ def layers(node: object) -> dict[str, tuple[dict, set[str]]]:
             notes = {k: v(key) if callable(v) else v for k, v in (layer.annotations or {}).items()}
             found[key] = (notes, set(graph.get_all_dependencies()[key]))
     return found
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("tool_format", "expected"), [(None, "hermes"), ("qwen3_coder", "qwen3_coder")])
+def test_the_run_says_how_calls_are_written(given: bool, tool_format: str | None, expected: str) -> None:
+    config = config_from_dict({"rollout": {"tool_format": tool_format}})
+    environment = ToolArithmetic() if given else None
+    assert RunSpec("demo", 7, Path("nowhere"), "m", config, environment).make_environment().tool_format == expected
 
 
 def test_the_nodes_of_an_iteration_and_their_keys() -> None:

@@ -76,6 +76,9 @@ def test_arrays_line_up_with_tokens() -> None:
     assert sum(row["generated_tokens"] + row["observation_tokens"] for row in t.turns) + 3 == len(t.token_ids)
     episode = state.episode()
     assert [turn.text for turn in episode.turns] == ["text 0", "text 1"]
+    generations = [record for record in state.records if record["kind"] == "generation"]
+    assert [turn.num_tokens for turn in episode.turns] == [len(record["token_ids"]) for record in generations]
+    assert episode.num_tokens == sum(len(record["token_ids"]) for record in generations) > 0
     assert episode.turns[0].returns[0].status is ToolStatus.TIMEOUT and episode.answer == "text 1"
 
 

@@ -70,6 +70,13 @@ def test_lag_never_above_eta_and_every_group_consumed_once(eta: int, groups: int
     assert all(0 <= lag <= eta for batch in lags.values() for lag in batch)
 
 
+def test_lag_is_never_above_eta_in_ten_thousand_schedules() -> None:
+    for seed in range(10_000):
+        eta = seed % 4
+        lags = simulate(eta, 1 + seed % 3, 1 + seed % 5, seed)
+        assert all(0 <= lag <= eta for batch in lags.values() for lag in batch)
+
+
 def test_the_bound_is_used_and_not_only_kept() -> None:
     lags = [lag for seed in range(40) for batch in simulate(2, 3, 10, seed).values() for lag in batch]
     assert set(lags) == {0, 1, 2}

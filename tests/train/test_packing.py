@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TrainError
-from libra.train import Sample, fill_rows, pack, sample_of
+from libra.train import Sample, fill_rows, fill_rows_mffd, pack, sample_of
 from libra.train.logprobs import Scorer, check_packing
 
 
@@ -30,11 +30,16 @@ def made(lengths: list[int]) -> list[Sample]:
     return samples
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 60), st.integers(40, 200))
-def test_packing_round_trip(lengths, max_row_tokens, micro_batch_tokens):
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@pytest.mark.parametrize("fill", [fill_rows, fill_rows_mffd])
+@given(lengths=LENGTHS, max_row_tokens=st.integers(1, 60), micro_batch_tokens=st.integers(40, 200))
+def test_packing_round_trip(fill, lengths, max_row_tokens, micro_batch_tokens):
     samples = made(lengths)
     seen = {}
-    for batch in pack(samples, max_row_tokens=max_row_tokens, micro_batch_tokens=micro_batch_tokens):
+    layout = {"max_row_tokens": max_row_tokens, "micro_batch_tokens": micro_batch_tokens, "fill": fill}
+    for batch in pack(samples, **layout):
         assert batch.num_places <= micro_batch_tokens
         ids, positions = batch.token_ids_RW.flatten(), batch.position_ids_RW.flatten()
         for at, target, logp, advantage, current in zip(
@@ -61,15 +66,27 @@ def test_packing_round_trip(lengths, max_row_tokens, micro_batch_tokens):
     assert seen == expected
 
 
-@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 60))
-def test_rows_hold_every_sequence_once_and_are_full(lengths, max_row_tokens):
-    rows = fill_rows(lengths, max_row_tokens)
-    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    sums = [sum(lengths[index] for index in row) for row in rows]
-    assert all(total <= max_row_tokens or len(row) == 1 for row, total in zip(rows, sums, strict=True))
-    assert sums == sorted(sums, reverse=True)
-    # first fit: no two rows could have been one
-    assert all(a + b > max_row_tokens for i, a in enumerate(sums) for b in sums[i + 1 :])
+@given(LENGTHS, st.integers(1, 60), st.integers(40, 200), st.sampled_from([fill_rows, fill_rows_mffd]), st.data())
+def test_gradient_accumulated_over_any_split_is_that_of_one_big_batch(lengths, row, micro, fill, data):
+    samples = made(lengths)
+    # A loss that depends on the token scored, its position and its advantage, so any of them misplaced shows.
+    weight = torch.linspace(-1, 1, sum(lengths), dtype=torch.float64, requires_grad=True)
+
+    def gradient(batches):
+        weight.grad = None
+        denominator = sum(sample.num_actions for sample in samples)
+        for batch in batches:
+            position_N = batch.position_ids_RW.flatten()[batch.action_at_N]
+            loss_N = torch.sin(weight[batch.target_N - 10_000] * (1 + position_N) + batch.advantage_N)
+            (loss_N.sum() / denominator).backward()
+        return weight.grad.clone()
+
+    at = data.draw(st.integers(0, len(samples)))  # first cut in two by hand, then each half into micro-batches
+    layout = {"max_row_tokens": row, "micro_batch_tokens": micro, "fill": fill, "logp_dtype": torch.float64}
+    split = [batch for half in (samples[:at], samples[at:]) for batch in pack(half, **layout)]
+    whole = pack(samples, max_row_tokens=1, micro_batch_tokens=10**6, logp_dtype=torch.float64)
+    assert len(whole) == 1
+    torch.testing.assert_close(gradient(split), gradient(whole), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("max_row_tokens", [1, 30, 64, 200])

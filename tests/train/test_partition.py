@@ -7,33 +7,95 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TrainError
-from libra.train import karmarkar_karp
+from libra.train import greedy_partition, karmarkar_karp, partition_groups
+
+METHODS = (karmarkar_karp, greedy_partition)
+
+
+def sums_of(parts, weights):
+    return sorted(sum(weights[index] for index in part) for part in parts)
+
+
+def spread(parts, weights):
+    sums = sums_of(parts, weights)
+    return sums[-1] - sums[0]
+
+
+@st.composite
+def weights_and_parts(draw, smallest=0):
+    """Weights, a number of parts, and whether that divides the number of weights by construction."""
+    num_parts = draw(st.integers(1, 8))
+    equal_size = draw(st.booleans())
+    count = num_parts * draw(st.integers(1, 8)) if equal_size else draw(st.integers(num_parts, 60))
+    return draw(st.lists(st.integers(smallest, 5000), min_size=count, max_size=count)), num_parts, equal_size
 
 
 def test_sums_are_verls(repository):
     cases = json.loads((repository / "tests" / "golden" / "verl_karmarkar_karp.json").read_text())["cases"]
     assert len(cases) == 30
     for case in cases:
-        parts = karmarkar_karp(case["seqlens"], case["k"])
-        assert sorted(sum(case["seqlens"][index] for index in part) for part in parts) == sorted(case["kk_sums"])
+        weights, equal_size = case["seqlens"], case["equal_size"]
+        assert sums_of(karmarkar_karp(weights, case["k"], equal_size=equal_size), weights) == sorted(case["kk_sums"])
+        greedy = greedy_partition(weights, case["k"], equal_size=equal_size)
+        assert greedy == case["greedy_partitions"]
+        assert sums_of(greedy, weights) == sorted(case["greedy_sums"])
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=60), st.data())
-def test_every_item_is_in_one_part_and_none_is_empty(weights, data):
-    num_parts = data.draw(st.integers(1, len(weights)))
-    parts = karmarkar_karp(weights, num_parts)
+@pytest.mark.parametrize("method", METHODS)
+@given(given=weights_and_parts())
+def test_every_item_is_in_one_part_and_none_is_empty(method, given):
+    weights, num_parts, equal_size = given
+    parts = method(weights, num_parts, equal_size=equal_size)
     assert len(parts) == num_parts
     assert all(parts)
     assert sorted(index for part in parts for index in part) == list(range(len(weights)))
+    if equal_size:
+        assert {len(part) for part in parts} == {len(weights) // num_parts}
 
 
-@given(st.lists(st.integers(1, 5000), min_size=2, max_size=60), st.data())
-def test_no_part_outweighs_another_by_more_than_the_heaviest_item(weights, data):
-    parts = karmarkar_karp(weights, data.draw(st.integers(2, len(weights))))
-    sums = [sum(weights[index] for index in part) for part in parts]
-    assert max(sums) - min(sums) <= max(weights)
+@given(weights_and_parts())
+def test_no_part_outweighs_another_by_more_than_the_heaviest_item(given):
+    weights, num_parts, equal_size = given
+    assert spread(greedy_partition(weights, num_parts), weights) <= max(weights)
+    allowed = max(weights) - min(weights) if equal_size else max(weights)
+    assert spread(karmarkar_karp(weights, num_parts, equal_size=equal_size), weights) <= allowed
 
 
-def test_more_parts_than_items_are_refused():
+def test_differencing_balances_better_than_greedy_on_the_golden_lengths(repository):
+    cases = json.loads((repository / "tests" / "golden" / "verl_karmarkar_karp.json").read_text())["cases"]
+    pairs = [[spread(method(case["seqlens"], case["k"]), case["seqlens"]) for method in METHODS] for case in cases]
+    assert all(differencing <= greedy for differencing, greedy in pairs)
+    assert sum(differencing < greedy for differencing, greedy in pairs) > 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(data=st.data(), given=weights_and_parts())
+def test_groups_stay_whole(method, data, given):
+    group_weights, num_parts, equal_size = given
+    groups, weights = [], []
+    for group, _ in enumerate(group_weights):
+        for weight in data.draw(st.lists(st.integers(0, 500), min_size=1, max_size=3)):
+            groups.append(f"g{group}")
+            weights.append(weight)
+    order = data.draw(st.permutations(range(len(groups))))
+    groups, weights = [groups[index] for index in order], [weights[index] for index in order]
+    parts = partition_groups(weights, groups, num_parts, equal_size=equal_size, method=method)
+    assert sorted(index for part in parts for index in part) == list(range(len(weights)))
+    owners = [{groups[index] for index in part} for part in parts]
+    assert sum(len(owner) for owner in owners) == len(set(groups))
+    assert all(owners)
+    if equal_size:
+        assert len({len(owner) for owner in owners}) == 1
+    heaviest = max(sum(w for w, g in zip(weights, groups, strict=True) if g == group) for group in set(groups))
+    if method is karmarkar_karp or not equal_size:
+        assert spread(parts, weights) <= heaviest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_that_cannot_be_are_refused(method):
     with pytest.raises(TrainError, match="3 parts of 2 sequences"):
-        karmarkar_karp([1, 2], 3)
+        method([1, 2], 3)
+    with pytest.raises(TrainError, match="3 sequences do not make 2 parts of equal size"):
+        method([1, 2, 3], 2, equal_size=True)
+    with pytest.raises(TrainError, match="got 1 group ids for 2 sequences"):
+        partition_groups([1, 2], ["a"], 1, method=method)

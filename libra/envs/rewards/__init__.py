@@ -1,0 +1,109 @@
+"""Rewards by name, for prompts whose rows have a column ``answer``.
+
+``reward="gsm8k"`` wherever a reward function is accepted; ``{"name": "gsm8k", "method": "flexible"}`` with options; a list
+of those for their sum, each times its ``weight`` (1 unless given). ``docs/rewards.md`` lists them all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libra.envs.rewards import boxed, dapo_math, gsm8k, shape, symbolic
+from libra.errors import ConfigError
+from libra.types import EndReason, Episode, Prompt
+
+_READS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "completion": lambda given: given["completion"],
+    "answer": lambda given: str(given["answer"]),
+    "episode": lambda given: given["episode"].num_tokens,
+}
+"""What a term is called with, by the parameter it asks an environment for."""
+
+REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
+    "gsm8k": (gsm8k.score, ("completion", "answer")),
+    "math": (boxed.score, ("completion", "answer")),
+    "dapo_math": (dapo_math.score, ("completion", "answer")),
+    "math_verify": (symbolic.score, ("completion", "answer")),
+    "tag_format": (shape.tag_format, ("completion",)),
+    "tag_count": (shape.tag_count, ("completion",)),
+    "overlong": (shape.overlong, ("episode",)),
+}
+"""Function and what it reads, by name; its keyword-only parameters, and "method", are the options."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    name: str
+    weight: float
+    options: Mapping[str, Any]
+
+    def __call__(self, given: Mapping[str, Any]) -> float:
+        function, reads = REWARDS[self.name]
+        return self.weight * function(*(_READS[name](given) for name in reads), **self.options)
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A sum of rewards chosen by name. Asks for just what its terms read, so no other column can become an option."""
+
+    terms: tuple[_Term, ...]
+
+    def __call__(self, **given: Any) -> float:
+        return sum(term(given) for term in self.terms)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        reads = {name: None for term in self.terms for name in REWARDS[term.name][1]}
+        return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in reads])
+
+
+def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> NamedReward:
+    """The reward that a name, a mapping with "name" and options, or a list of those asks for.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name, an unknown, missing or wrong option, and a package that is not installed.
+    """
+    several = [given] if isinstance(given, str | Mapping) else list(given)
+    if not several:
+        raise ConfigError(f"reward: got an empty list; name at least one of {', '.join(REWARDS)}")
+    reward = NamedReward(tuple(_term(each) for each in several))
+    # An empty answer costs nothing to grade, and options that cannot be are told before a run starts.
+    episode = Episode("", Prompt("", ()), (), EndReason.ANSWERED)
+    reward(completion="", answer="", episode=episode)
+    return reward
+
+
+def _term(given: str | Mapping[str, Any]) -> _Term:
+    options = {"name": given} if isinstance(given, str) else dict(given)
+    name, weight = options.pop("name", None), options.pop("weight", 1.0)
+    if name not in REWARDS:
+        raise ConfigError(
+            f"reward: no reward is called {name!r}{_nearest(name, REWARDS)}; there are {', '.join(REWARDS)}"
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"reward {name}: weight is {weight!r}; it must be a number")
+    function, reads = REWARDS[name]
+    parameters = list(inspect.signature(function).parameters.values())[len(reads) :]
+    known = {parameter.name: parameter for parameter in parameters}
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"reward {name}: no option {option!r}{_nearest(option, known)}; it takes {', '.join(known) or 'none'}"
+            )
+    missing = [
+        each for each, parameter in known.items() if parameter.default is parameter.empty and each not in options
+    ]
+    if missing:
+        raise ConfigError(f"reward {name}: option {missing[0]!r} is missing; type {{name: {name}, {missing[0]}: ...}}")
+    return _Term(name, float(weight), options)
+
+
+def _nearest(given: object, known: Mapping[str, Any]) -> str:
+    match = difflib.get_close_matches(str(given), list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""

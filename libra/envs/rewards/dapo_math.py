@@ -1,0 +1,107 @@
+r"""Answers after ``Answer:``, else in ``\boxed{}``, scored +1 or -1: the convention of DAPO, arXiv:2503.14476.
+
+Normalisation is that of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix). Agrees with verl 0.9.1
+(``math_dapo.compute_score``) in every case, its surprises included: words such as "ways" or "sue" vanish anywhere in an
+answer, "34.0" is not 34, and a box counts only within the last 100 characters and is compared letter by letter.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from libra.envs.rewards.boxed import closed_brace
+
+TAIL_CHARS = 300
+BOX_TAIL_CHARS = 100
+NONE_GIVEN = "[INVALID]"
+
+_GIVEN = re.compile(r"(?i:answer)\s*:\s*([^\n]+)")
+_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+# fmt: off
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet",
+    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)
+# fmt: on
+_PATTERNS = (
+    (re.compile(r"[^$\n]*\$([^$\n]*)\$.*"), r"$\1$"),
+    (re.compile(r"\\text\{([^}\n]*)\}"), r"\1"),
+    (re.compile(r"\\textbf\{([^}\n]*)\}"), r"\1"),
+    (re.compile(r"\\overline\{([^}\n]*)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+class Verdict(NamedTuple):
+    """``score`` is 1.0 or -1.0; ``given`` the answer found, None where a box was asked for and there is none."""
+
+    score: float
+    correct: bool
+    given: str | None
+
+
+def normalised(answer: str) -> str:
+    """One spelling for answers that mean the same: no words, units, dollar signs or spaces, braces around arguments."""
+    answer = answer.rpartition("=")[2]
+    for before, after in _REPLACED:
+        answer = answer.replace(before, after)
+    for word in _REMOVED:
+        answer = answer.replace(word, "")
+    for pattern, replacement in _PATTERNS:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    digits = answer.replace(",", "")
+    return (digits if digits.isdigit() else answer).strip()
+
+
+def verdict(text: str, answer: str, *, box_only: bool = False, box_within: int | None = None) -> Verdict:
+    """Whether ``text`` ends with ``answer``.
+
+    Parameters
+    ----------
+    box_only : bool
+        Only a box counts (verl: ``strict_box_verify``).
+    box_within : int, optional
+        Look for the box from 100 characters before this position of the text's last 300 (verl: the last of
+        ``pause_tokens_index``); None: in the last 100 characters.
+    """
+    text = text[-TAIL_CHARS:]
+    boxed = _box(text[-BOX_TAIL_CHARS:] if box_within is None else text[box_within - BOX_TAIL_CHARS :])
+    if box_only:
+        return _verdict(boxed == answer, boxed)
+    answers = _GIVEN.findall(text)
+    given = normalised(answers[-1] if answers else NONE_GIVEN)
+    if given == NONE_GIVEN and boxed is not None:
+        return _verdict(boxed == answer, boxed)
+    return _verdict(given == normalised(answer), given)
+
+
+def score(text: str, answer: str, *, box_only: bool = False) -> float:
+    """1.0 where ``text`` ends with ``answer``, else -1.0."""
+    return verdict(text, answer, box_only=box_only).score
+
+
+def _verdict(correct: bool, given: str | None) -> Verdict:
+    return Verdict(1.0 if correct else -1.0, correct, given)
+
+
+def _box(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    end = closed_brace(text, start) if start >= 0 else -1
+    return None if end < 0 else text[start + len("\\boxed{") : end]

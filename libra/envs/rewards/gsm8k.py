@@ -1,0 +1,72 @@
+"""Answers of grade-school problems: the number after ``#### ``, or the last number of the text.
+
+Cobbe et al., arXiv:2110.14168, write solutions that end in ``#### 42``. Numbers are compared as numbers: "1,234" is 1234,
+"3.50" is 3.5, and a full stop after a number ends the sentence.
+
+Differs with ``like="verl"``, which reproduces verl 0.9.1: only the last 300 characters are read and answers are compared
+as text, where strict extraction keeps a full stop ("1000000.") and flexible extraction keeps commas too, so that the right
+answer 1,234 is never equal to 1234.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from libra.envs.rewards.options import one_of
+
+Method = Literal["strict", "flexible"]
+_VERL_TAIL_CHARS = 300
+_NUMERALS = re.compile(r"-?[0-9.,]+")
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | None = None) -> str | None:
+    """The answer given in ``text``, None where there is none.
+
+    Parameters
+    ----------
+    method : "strict" or "flexible"
+        The last number that follows ``#### ``, or the last number wherever it stands.
+    like : "verl", optional
+        What verl 0.9.1 returns instead; see the module's docstring.
+    """
+    one_of("method", method, ("strict", "flexible"))
+    one_of("like", like, (None, "verl"))
+    pattern = _MARKED if method == "strict" else _NUMERALS
+    if like is None:
+        found = (canonical(numeral) for numeral in reversed(pattern.findall(text)))
+        return next((number for number in found if number is not None), None)
+    numerals: list[str] = pattern.findall(text[-_VERL_TAIL_CHARS:])
+    if method == "strict":
+        return numerals[-1].replace(",", "") if numerals else None
+    usable = [numeral for numeral in numerals if numeral != "."]
+    return usable[-1] if usable else numerals[0] if numerals else None
+
+
+def canonical(numeral: str) -> str | None:
+    """One spelling for each number: without commas, full stop at the end, and zeros that change nothing; None: no number."""
+    whole, _, fraction = numeral.removeprefix("-").replace(",", "").rstrip(".").partition(".")
+    digits = whole + fraction
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return "-" + value if numeral.startswith("-") and value != "0" else value
+
+
+def score(
+    text: str,
+    answer: str,
+    method: Method = "strict",
+    *,
+    format_score: float = 0.0,
+    full_score: float = 1.0,
+    like: Literal["verl"] | None = None,
+) -> float:
+    """``full_score`` where the extracted answer is ``answer``, ``format_score`` where another one is given, 0 where none is."""
+    found = extract(text, method, like=like)
+    if found is None:
+        return 0.0
+    wanted = answer if like == "verl" else canonical(answer.strip()) or answer
+    return full_score if found == wanted else format_score

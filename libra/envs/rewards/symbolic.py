@@ -1,0 +1,94 @@
+"""Answers compared as mathematics by math-verify: 1/2, 0.5 and 50/100 are one number, {1,2} and {2,1} one set.
+
+Needs the package math-verify (``pip install 'libra-rl[math]'``). Same extraction and comparison as verl 0.9.1
+(``math_verify.compute_score``): the truth is read as LaTeX in a box, the completion as LaTeX or a plain expression.
+
+Invariants
+----------
+1. A comparison takes at most ``timeout_s``; its process is then killed, and the next comparison gets a fresh one.
+2. At most `MAX_PROCESSES` comparisons run at once on a worker; waiting for one of them does not count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from libra.errors import ConfigError, RewardFault
+
+logger = logging.getLogger(__name__)
+
+MAX_PROCESSES = 4
+_PROGRAM = Path(__file__).with_name("symbolic_process.py")
+_places = threading.BoundedSemaphore(MAX_PROCESSES)
+_idle: list[subprocess.Popen[bytes]] = []
+
+
+def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: float = 0.0) -> float:
+    """1.0 where ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` where that takes too long.
+
+    Raises
+    ------
+    ConfigError
+        Where math-verify is not installed; the message says what to type.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("reward math_verify: the package is not installed; type pip install 'libra-rl[math]'")
+    if not text:
+        return 0.0
+    with _places:
+        process = _idle.pop() if _idle else _started()
+        try:
+            reply = _ask(process, json.dumps([text, answer]).encode() + b"\n", timeout_s)
+        except BaseException:
+            _end(process)
+            raise
+        if reply is None:
+            _end(process)
+            return timeout_score
+        _idle.append(process)
+    if "error" in reply:
+        logger.info("math-verify failed, which scores 0: %s", reply["error"])
+        return 0.0
+    return float(reply["score"])
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # -P: the directory of the program is no place to import from.
+    return subprocess.Popen(
+        [sys.executable, "-P", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _ask(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, Any] | None:
+    """The reply to one request; None where none came in time."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    deadline_s = time.monotonic() + timeout_s
+    # The process reads a whole line before it writes anything, so this write ends.
+    process.stdin.write(request)
+    process.stdin.flush()
+    reply = b""
+    while not reply.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(process.stdout.fileno(), 65536)
+        if not part:
+            raise RewardFault(f"reward math_verify: its process ended with exit code {process.wait()}")
+        reply += part
+    return dict(json.loads(reply))

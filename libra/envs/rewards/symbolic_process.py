@@ -1,0 +1,41 @@
+"""The process in which math-verify runs: one JSON object a line on standard input, one answer a line on standard output.
+
+It is a program, started by path and importing nothing of Libra. math-verify bounds its own steps with ``SIGALRM``, which
+only a main thread has, and sympy can be killed only with its process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from typing import TextIO
+
+
+def compare(text: str, answer: str) -> float:
+    """1.0 where any expression found in ``text`` equals any found in the boxed ``answer``."""
+    from math_verify.grader import verify
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    wanted = parse(f"\\boxed{{{answer}}}", (LatexExtractionConfig(),))
+    given = parse(text, (ExprExtractionConfig(), LatexExtractionConfig()))
+    return float(any(verify(one, other) for other in given for one in wanted))
+
+
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """Answer requests until there are no more."""
+    for line in requests:
+        try:
+            reply: dict[str, float | str] = {"score": compare(*json.loads(line))}
+        except Exception as error:  # noqa: BLE001 boundary: sympy and ANTLR raise anything; the parent decides
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not be read as an answer
+    serve(sys.stdin, answers)

@@ -1,0 +1,78 @@
+"""Every case of verl's own answers, and where Libra differs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from libra.envs import Tool, parse_hermes
+from libra.envs.tool_calls import parse_qwen3_coder
+from libra.envs.tool_calls.as_verl import VerlCall, VerlReading, verl_hermes, verl_qwen3_coder
+
+PARSERS = {"hermes": verl_hermes, "qwen3_coder": verl_qwen3_coder}
+LIBRAS = {"hermes": parse_hermes, "qwen3_coder": parse_qwen3_coder}
+
+
+@pytest.fixture(scope="module")
+def cases(repository):
+    return json.loads((repository / "tests" / "golden" / "tool_parsers.json").read_text())["cases"]
+
+
+def test_every_case_is_verls(cases):
+    assert len(cases) == 9
+    for case in cases:
+        calls = tuple(VerlCall(call["name"], call["arguments"]) for call in case["calls"])
+        assert PARSERS[case["parser"]](case["text"]) == VerlReading(case["content"], calls)
+
+
+def test_libra_reads_the_same_calls_wherever_verl_reads_one(cases):
+    for case in cases:
+        expected = [(call["name"], json.loads(call["arguments"])) for call in case["calls"]]
+        got = [(call.name, call.arguments) for call in LIBRAS[case["parser"]](case["text"]) if call.error is None]
+        assert got == expected
+
+
+def test_a_closing_tag_inside_an_argument_loses_the_call_in_verl_only():
+    text = '<tool_call>{"name": "f", "arguments": {"code": "</tool_call>"}}</tool_call>'
+    assert verl_hermes(text) == VerlReading('"}}</tool_call>', ())
+    assert [call.arguments for call in parse_hermes(text)] == [{"code": "</tool_call>"}]
+
+
+TYPES = {"s": "string", "i": "integer", "n": "number", "b": "boolean", "o": "object", "a": "array"}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("s=null", None),
+        ("s=1", "1"),
+        ("i=12", 12),
+        ("i=1.5", "1.5"),
+        ("n=2.0", 2),
+        ("n=2.5", 2.5),
+        ("n=nan", "nan"),
+        ("n=inf", "inf"),
+        ("b=True", True),
+        ("b=yes", False),
+        ('o={"k": [1]}', {"k": [1]}),
+        ("o={'k': (1, 2)}", {"k": [1, 2]}),
+        ("a=[1, 2]", [1, 2]),
+        ("a=[1, 2", "[1, 2"),
+        ("other=1", "1"),
+    ],
+)
+def test_values_take_the_type_of_the_schema_as_in_verl(given, read):
+    name, _, value = given.partition("=")
+    properties = {key: {"type": kind} for key, kind in TYPES.items()}
+    tool = Tool("f", print, {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
+    text = f"<tool_call><function=f><parameter={name}>{value}</parameter></function></tool_call>"
+    ((_, arguments),) = verl_qwen3_coder(text, [tool]).calls
+    assert json.loads(arguments) == {name: read}
+
+
+def test_what_json_cannot_say_loses_all_calls_in_verl():
+    properties = {"a": {"type": "array"}}
+    tool = Tool("f", print, {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
+    text = "said <tool_call><function=f><parameter=a>{1}</parameter></function></tool_call>"
+    assert verl_qwen3_coder(text, [tool]) == VerlReading(text, ())
