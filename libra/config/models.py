@@ -130,6 +130,9 @@ class TrainerSection(Section):
     max_row_tokens: AtLeastOne = 512
     """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its own. Short rows are faster
     on a CPU, where attention pays for the square of a row; changes no result."""
+    share_prompts: bool = True
+    """Samples of a group that fit into a row of `max_row_tokens` together run their prompt through the model once. Only for
+    models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
 

@@ -31,17 +31,22 @@ class Scorer:
         return None if self._wanted_N is None else (args[0].flatten(0, 1)[self._wanted_N],)
 
     def logp(
-        self, token_ids_RW: Tensor, position_ids_RW: Tensor, action_at_N: Tensor, target_N: Tensor
+        self,
+        token_ids_RW: Tensor,
+        position_ids_RW: Tensor,
+        action_at_N: Tensor,
+        target_N: Tensor,
+        mask_R1WW: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target (N,), with gradient, and entropy of its distribution (N,), without; nats.
 
-        At least float32 whatever the model's dtype.
+        At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: sees) replaces what positions say.
         """
         self._wanted_N = action_at_N
         try:
-            # attention_mask=None: transformers derives segments from the restarts of position_ids.
+            # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
             output = self.model(
-                input_ids=token_ids_RW, attention_mask=None, position_ids=position_ids_RW, use_cache=False
+                input_ids=token_ids_RW, attention_mask=mask_R1WW, position_ids=position_ids_RW, use_cache=False
             )
         finally:
             self._wanted_N = None

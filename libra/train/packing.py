@@ -4,8 +4,10 @@ Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a m
 
 Invariants
 ----------
-1. Every sequence is in exactly one row, whole and in order; every action token is scored exactly once.
-2. Positions restart at 0 with every sequence; transformers reads restarts as borders that attention never crosses.
+1. Every sequence is in exactly one row, in order, and whole but for a prompt that it shares with another of that row
+   (`libra.train.sharing`); every action token is scored exactly once.
+2. Positions restart at 0 with every sequence; transformers reads restarts as borders that attention never crosses. Rows
+   of shared prompts have a mask instead, and micro-batches of their own.
 3. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
 4. Padding lies at the end of a row and continues the positions of its last sequence: causal attention keeps it out of
    every real token, and a row that holds one sequence needs no mask at all.
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.train.rows import FillRows, fill_rows
+from libra.train.sharing import attention_mask, row_tokens, share_rows
 from libra.types import Trajectory
 
 
@@ -58,6 +61,11 @@ class Sample:
     def num_tokens(self) -> int:
         """Inputs."""
         return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Inputs before the first action: the part that samples of a group have in common."""
+        return int(self.action_at[0]) + 1
 
     @property
     def num_actions(self) -> int:
@@ -107,7 +115,8 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes the flattened (R * W) places; ``num_tokens`` counts inputs without padding.
+    ``action_at_N`` indexes the flattened (R * W) places; ``num_tokens`` counts inputs without padding. ``mask_R1WW`` says who
+    sees whom where prompts are shared; None: positions say it.
     """
 
     token_ids_RW: Tensor
@@ -119,6 +128,7 @@ class MicroBatch:
     current_N: Tensor
     num_tokens: int
     num_sequences: int
+    mask_R1WW: Tensor | None = None
 
     @property
     def num_places(self) -> int:
@@ -133,6 +143,7 @@ def pack(
     micro_batch_tokens: int,
     logp_dtype: torch.dtype = torch.float32,
     fill: FillRows = fill_rows,
+    share_prompts: bool = False,
 ) -> list[MicroBatch]:
     """``samples`` as micro-batches of rows of similar length, widest first.
 
@@ -140,6 +151,8 @@ def pack(
     ----------
     fill : callable
         `fill_rows` or `fill_rows_mffd`: which sequences share a row. Changes no result.
+    share_prompts : bool
+        Put samples with the same prompt into rows that hold it once, for models that `can_share`. Changes no result.
 
     Raises
     ------
@@ -152,34 +165,53 @@ def pack(
             f"packing: a sequence of {max(lengths)} tokens exceeds trainer.micro_batch_tokens={micro_batch_tokens}; "
             f"type trainer.micro_batch_tokens={max(lengths)} or more, or a smaller rollout.max_context_tokens"
         )
+    row_limit = min(max_row_tokens, micro_batch_tokens)
+    shared, rest = share_rows(samples, row_limit, fill) if share_prompts else ([], list(samples))
+    shared.sort(key=row_tokens, reverse=True)
+    plain = [[rest[index] for index in row] for row in fill([sample.num_tokens for sample in rest], row_limit)]
+    return [
+        *_micro_batches(shared, [row_tokens(row) for row in shared], micro_batch_tokens, logp_dtype, share=True),
+        *_micro_batches(
+            plain,
+            [sum(sample.num_tokens for sample in row) for row in plain],
+            micro_batch_tokens,
+            logp_dtype,
+            share=False,
+        ),
+    ]
+
+
+def _micro_batches(
+    rows: list[list[Sample]], widths: list[int], micro_batch_tokens: int, logp_dtype: torch.dtype, *, share: bool
+) -> list[MicroBatch]:
+    """Rows, widest first, as micro-batches; each is as wide as its first row."""
     batches: list[MicroBatch] = []
-    rows: list[list[int]] = []
-    width = 0
-    for row in fill(lengths, min(max_row_tokens, micro_batch_tokens)):
-        if rows and width * (len(rows) + 1) > micro_batch_tokens:
-            batches.append(_micro_batch([[samples[index] for index in row] for row in rows], width, logp_dtype))
-            rows = []
-        if not rows:
-            width = sum(lengths[index] for index in row)
-        rows.append(row)
-    if rows:
-        batches.append(_micro_batch([[samples[index] for index in row] for row in rows], width, logp_dtype))
+    first = 0
+    for number in range(1, len(rows) + 1):
+        if number == len(rows) or widths[first] * (number - first + 1) > micro_batch_tokens:
+            batches.append(_micro_batch(rows[first:number], widths[first], logp_dtype, share=share))
+            first = number
     return batches
 
 
-def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype) -> MicroBatch:
+def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, *, share: bool) -> MicroBatch:
     token_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
     position_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
     action_at: list[NDArray[np.int64]] = []
+    num_tokens = 0
     for number, row in enumerate(rows):
         start = 0
-        for sample in row:
-            end = start + sample.num_tokens
-            token_ids_RW[number, start:end] = sample.token_ids
+        for place, sample in enumerate(row):
+            skipped = sample.num_prompt_tokens if share and place else 0  # it is there, at the row's beginning
+            end = start + sample.num_tokens - skipped
+            token_ids_RW[number, start:end] = sample.token_ids[skipped:]
             # Running on to the end of the row numbers the padding too; the next sequence overwrites its part.
-            position_ids_RW[number, start:] = np.arange(width - start)
-            action_at.append(sample.action_at + number * width + start)
+            position_ids_RW[number, start:] = np.arange(skipped, skipped + width - start)
+            at = sample.action_at
+            at = np.where(at < skipped, at, at - skipped + start)
+            action_at.append(at + number * width)
             start = end
+        num_tokens += start
     flat = [sample for row in rows for sample in row]
     advantage_N = np.repeat([sample.advantage for sample in flat], [sample.num_actions for sample in flat])
     behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
@@ -191,6 +223,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype) 
         behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
         advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
         current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
-        num_tokens=sum(sample.num_tokens for sample in flat),
+        num_tokens=num_tokens,
         num_sequences=len(flat),
+        mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
     )

@@ -37,6 +37,7 @@ from libra.train.partition import karmarkar_karp
 from libra.train.policy_loss import clip_sums, clipped_policy_loss
 from libra.train.report import StepReport, Tally
 from libra.train.settings import TrainSettings
+from libra.train.sharing import can_share
 from libra.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Replica:
             self._reference = Scorer(
                 _load_model(self.model_dir, self.dtype).requires_grad_(False), settings.temperature
             )
+        self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
         self.optimizer = torch.optim.AdamW(
             self.parameters().values(),
@@ -188,6 +190,7 @@ class Replica:
             max_row_tokens=settings.max_row_tokens,
             micro_batch_tokens=settings.micro_batch_tokens,
             logp_dtype=torch.promote_types(self.dtype, torch.float32),
+            share_prompts=self._share_prompts,
         )
         packed = time.perf_counter()
         for batch in batches:
@@ -210,7 +213,7 @@ class Replica:
         """Sum of the loss over the action tokens of ``batch``, with gradient; what it saw goes into ``tally``."""
         settings = self.settings
         logp_N, entropy_N = self._scorer.logp(
-            batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N
+            batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N, batch.mask_R1WW
         )
         loss_N = clipped_policy_loss(
             logp_N,
@@ -223,7 +226,7 @@ class Replica:
         if self._reference is not None:
             with torch.no_grad():
                 reference_logp_N, _ = self._reference.logp(
-                    batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N
+                    batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N, batch.mask_R1WW
                 )
             kl_N = k3(logp_N, reference_logp_N)
             loss_N = loss_N + settings.kl_coef * kl_N
@@ -271,7 +274,7 @@ class Replica:
 
     def _check_packing(self, batch: MicroBatch) -> None:
         """Once, before the first row that holds two sequences: does this architecture keep them apart?"""
-        if not self._packing_checked and batch.num_sequences > len(batch.token_ids_RW):
+        if batch.mask_R1WW is None and not self._packing_checked and batch.num_sequences > len(batch.token_ids_RW):
             check_packing(self._scorer, _PACKING_TOLERANCE.get(self.dtype, 0.1))
             self._packing_checked = True
 

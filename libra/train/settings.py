@@ -34,6 +34,8 @@ class TrainSettings:
         Passes over the batch, and optimizer steps per pass.
     max_row_tokens : int
         Rows are filled with whole sequences up to this length; a longer sequence has a row of its own.
+    share_prompts : bool
+        Samples with the same prompt share it in a row, where the model has full attention only. Changes no result.
     micro_batch_tokens : int
         Rows times width of one forward pass, padding included: the dial for memory.
     temperature : float
@@ -53,6 +55,7 @@ class TrainSettings:
     epochs: int = 1
     minibatches: int = 1
     max_row_tokens: int = 512
+    share_prompts: bool = True
     micro_batch_tokens: int = 4096
     temperature: float = 1.0
 
