@@ -28,7 +28,7 @@ def siblings(trajectory):
     return [sample_of(one, 0) for one in made]
 
 
-@pytest.mark.parametrize("max_row_tokens", [24, 40, 500])
+@pytest.mark.parametrize("max_row_tokens", [30, 40, 500])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_log_probabilities_and_gradient_are_those_without_sharing(replica, siblings, score, max_row_tokens, kl_coef):
     model = replica(torch.float64, kl_coef=kl_coef)
@@ -57,9 +57,10 @@ def test_log_probabilities_and_gradient_are_those_without_sharing(replica, sibli
 
     (plain, plain_tokens), (shared, shared_tokens) = gradient(False), gradient(True)
     assert shared_tokens < plain_tokens == sum(sample.num_tokens for sample in siblings)
-    assert max(float(tensor.abs().max()) for tensor in plain.values()) > 1e-3
+    assert max(float(tensor.abs().max()) for tensor in plain.values()) > 1
     for name, tensor in plain.items():
-        torch.testing.assert_close(shared[name], tensor, rtol=0, atol=1e-9)
+        # Qwen3's norms compute in float32 whatever the dtype: the prompt's gradients are rounded before or after their sum.
+        torch.testing.assert_close(shared[name], tensor, rtol=0, atol=2e-6)
 
 
 def test_a_group_in_one_row_has_its_prompt_once(siblings):
