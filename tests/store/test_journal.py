@@ -57,7 +57,7 @@ def test_of_writers_at_once_exactly_one_wins_and_its_record_is_the_one_read(tmp_
     (record,) = Journal(tmp_path).read(ID)
     assert record["writer"] == winner
     assert set(record["load"].tolist()) == {winner}
-    assert [path.name for path in (tmp_path / ID).iterdir()] == ["0000.rec"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{ID}.0000.rec"]
 
 
 def test_a_link_whose_answer_was_lost_counts_as_won(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_link_whose_answer_was_lost_counts_as_won(tmp_path, monkeypatch):
 def test_a_torn_record_is_an_error_that_names_the_file(tmp_path_factory, keep):
     journal = Journal(tmp_path_factory.mktemp("journal"))
     journal.append(ID, 0, {"token_ids": np.arange(50)})
-    path = Path(journal.root) / ID / "0000.rec"
+    path = Path(journal.root) / f"{ID}.0000.rec"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(StoreError, match=r"0000.rec"):
@@ -86,7 +86,7 @@ def test_a_torn_record_is_an_error_that_names_the_file(tmp_path_factory, keep):
 def test_a_temporary_file_left_by_a_crash_is_ignored(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
     journal.append(ID, 0, {"x": 0})
-    (tmp_path / ID / ".0001.rec.abc.tmp").write_bytes(b"half")
+    (tmp_path / f".{ID}.0001.rec.abc.tmp").write_bytes(b"half")
     assert journal.read(ID) == [{"x": 0}]
     journal.append(ID, 1, {"x": 1})
     assert journal.read(ID) == [{"x": 0}, {"x": 1}]
@@ -103,7 +103,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path, monkeypatch, n
         with pytest.raises(StoreError, match=words) as caught:
             journal.append(ID, 1, {"x": 1})
     assert "0001.rec" in str(caught.value)
-    assert [path.name for path in (tmp_path / ID).iterdir()] == ["0000.rec"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{ID}.0000.rec"]
     journal.append(ID, 1, {"x": 1})
     assert len(journal.read(ID)) == 2
 
@@ -114,7 +114,7 @@ def test_fsync_reaches_file_and_directory(tmp_path, monkeypatch):
     Journal(tmp_path).append(ID, 0, {"x": 0})
     assert synced == []
     Journal(tmp_path, fsync=True).append(ID, 1, {"x": 1})
-    assert [path.name.startswith(".0001") or path.name for path in synced] == [True, ID]
+    assert [path.name.startswith(f".{ID}.0001") or path.name for path in synced] == [True, tmp_path.name]
 
 
 def test_remove_forgets_one_trajectory(tmp_path):
@@ -124,7 +124,7 @@ def test_remove_forgets_one_trajectory(tmp_path):
     journal.remove(ID)
     journal.remove(ID)
     assert journal.read(ID) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["eval-0-0-0"]
+    assert [path.name for path in tmp_path.iterdir()] == ["eval-0-0-0.0000.rec"]
 
 
 @pytest.mark.parametrize(("trajectory", "quantum"), [("../x", 0), ("", 0), ("a/b", 0), (".hidden", 0), (ID, -1)])
