@@ -32,9 +32,9 @@ from libra.tensors import digest, untied
 from libra.train.checkpoint import load_checkpoint, save_checkpoint
 from libra.train.kl import k3
 from libra.train.logprobs import Scorer, check_packing
+from libra.train.losses import clip_sums, ppo_loss
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
 from libra.train.partition import karmarkar_karp
-from libra.train.policy_loss import clip_sums, clipped_policy_loss
 from libra.train.report import StepReport, Tally
 from libra.train.settings import TrainSettings
 from libra.types import Trajectory
@@ -212,7 +212,7 @@ class Replica:
         logp_N, entropy_N = self._scorer.logp(
             batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N
         )
-        loss_N = clipped_policy_loss(
+        loss_N = ppo_loss(
             logp_N,
             batch.behaviour_logp_N,
             batch.advantage_N,
