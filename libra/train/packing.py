@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.train.sequences import Packed
 from libra.types import Trajectory
 
 
@@ -44,6 +45,8 @@ class Sample:
     current : bool array (A,)
         Whether token and KV cache both come from the version now being trained.
     advantage : float
+    proximal_logp : float array (A,), optional
+        Under the weights at the start of the step, where a loss asks for it and somebody has computed it.
     """
 
     token_ids: NDArray[np.int64]
@@ -52,6 +55,7 @@ class Sample:
     behaviour_logp: NDArray[np.float32]
     current: NDArray[np.bool_]
     advantage: float
+    proximal_logp: NDArray[np.floating] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +110,8 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes the flattened (R * W) places; ``num_tokens`` counts inputs without padding.
+    ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
+    counts inputs without padding. ``proximal_logp_N`` is None where a sample has none.
     """
 
     token_ids_RW: Tensor
@@ -116,8 +121,20 @@ class MicroBatch:
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     current_N: Tensor
+    proximal_logp_N: Tensor | None
+    samples: tuple[Sample, ...]
     num_tokens: int
-    num_sequences: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Whole sequences in the rows."""
+        return len(self.samples)
+
+    @property
+    def sequences(self) -> Packed:
+        """Which action tokens belong together."""
+        counts_S = torch.tensor([sample.num_actions for sample in self.samples])
+        return Packed(torch.repeat_interleave(torch.arange(len(self.samples)), counts_S), len(self.samples))
 
     @property
     def num_places(self) -> int:
@@ -198,6 +215,12 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype) 
         behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
         advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
         current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
+        proximal_logp_N=_proximal(flat, logp_dtype),
+        samples=tuple(flat),
         num_tokens=sum(sample.num_tokens for sample in flat),
-        num_sequences=len(flat),
     )
+
+
+def _proximal(samples: Sequence[Sample], dtype: torch.dtype) -> Tensor | None:
+    known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]
+    return torch.from_numpy(np.concatenate(known)).to(dtype) if len(known) == len(samples) else None
