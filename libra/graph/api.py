@@ -29,7 +29,7 @@ def train(
     client: Client | None = None,
     **settings: Any,
 ) -> RunSummary:
-    """Train a model with GRPO on prompts of yours, graded by a function of yours, with Python functions as its tools.
+    """Train a model on prompts of yours, graded by a function of yours, with Python functions as its tools.
 
     Parameters
     ----------

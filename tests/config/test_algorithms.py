@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from libra.config import config_from_dict, dump_config
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, AlgorithmName, Preset, preset_values
+from libra.config.algorithms_page import algorithms_markdown
 from libra.config.models import TrainerSection
 from libra.errors import ConfigError
 
@@ -64,3 +66,13 @@ def test_what_cannot_work_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_dict({}, overrides)
     assert said in str(caught.value)
+
+
+def test_the_page_in_docs_is_up_to_date(repository: Path) -> None:
+    assert (repository / "docs/algorithms.md").read_text() == algorithms_markdown(), "type: make docs"
+
+
+def test_the_page_names_every_algorithm_with_its_source() -> None:
+    for name, algorithm in ALGORITHMS.items():
+        assert f"| `{name}` | {algorithm.what} | {algorithm.when} | {algorithm.source} |" in algorithms_markdown()
+        assert "arXiv:" in algorithm.source

@@ -6,7 +6,7 @@ docs/golden.md lists them, tests/train/test_golden.py runs them on recorded case
 
 from __future__ import annotations
 
-from libra.train.peers.areal import areal_ppo_actor_loss, areal_sapo_loss
+from libra.train.peers.areal import areal_ppo_actor_loss, areal_rejection, areal_sapo_loss
 from libra.train.peers.trl import trl_grpo_loss, trl_sampling_weights
 from libra.train.peers.verl import (
     verl_advantages,
@@ -20,6 +20,7 @@ from libra.train.peers.verl import (
 
 __all__ = [
     "areal_ppo_actor_loss",
+    "areal_rejection",
     "areal_sapo_loss",
     "trl_grpo_loss",
     "trl_sampling_weights",
