@@ -6,7 +6,8 @@ knows the layout:
 * `Packed`: the N action tokens of a micro-batch one after the other, as `libra.train.replica` has them;
 * `Padded`: rows (B, T) with a mask, as most other libraries have them.
 
-Masked places may hold anything, NaN and infinity included: they are replaced by 0 before anything is computed from them.
+No sum, mean or maximum over a sequence sees a masked place, whatever it holds. What an elementwise loss makes of a masked place
+is dropped by the aggregation, and has gradient 0 as long as that place is finite.
 
 Shape legend: N tokens of either layout, S sequences, B rows, T places of a row (for `Padded`, S = B).
 """

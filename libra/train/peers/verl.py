@@ -120,7 +120,7 @@ def verl_policy_loss(
     rows = Padded(response_mask)
     tokens = (log_prob, old_log_prob, advantages)
     if loss_mode == "geo_mean":
-        loss_BT = gmpo_loss(*tokens, rows, **clip, token_eps=1e-8)
+        loss_BT = gmpo_loss(*tokens, rows, **clip, token_eps=1e-8, bound=None)
         if rollout_is_weights is not None:
             log_weight_B = sequence_mean((rollout_is_weights + 1e-10).log(), rows, eps=1e-8)
             loss_BT = loss_BT * rows.spread(log_weight_B.exp())
