@@ -29,7 +29,7 @@ def compare(algorithms: list[str], settings: dict[str, Any]) -> list[tuple[str, 
     for name in algorithms:
         started = time.perf_counter()
         summary = libra.train(config="libra/quickstart", **{**SETTINGS, **settings, "trainer__algorithm": name})
-        before, after = summary.evaluations[0]["reward"], summary.evaluations[-1]["reward"]
+        before, after = summary.reward_before, summary.reward_after
         rows.append((name, before, after, time.perf_counter() - started))
         print(_line(*rows[-1]), flush=True)
     return rows

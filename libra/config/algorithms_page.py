@@ -15,7 +15,8 @@ _HEAD = f"""\
 <!-- Made by `make docs` from libra/config/algorithms.py. Edit the table there. -->
 
 `trainer.algorithm` chooses a preset: it fills the keys below that a configuration does not give. A key that is given wins, and
-`libra config` shows what came out.
+`libra config` shows what came out. A file or a command line that changes the algorithm starts from its preset, whatever a file
+below it says of another one.
 
 ```bash
 libra run configs/quickstart.yaml trainer.algorithm=gspo                          # the paper's values

@@ -105,7 +105,8 @@ class TrainerSection(Section):
     """The algorithm, its batch and its optimizer (AdamW)."""
 
     algorithm: AlgorithmName = DEFAULT_ALGORITHM
-    """Training algorithm: a preset for the keys marked (preset) that are not given, listed in docs/algorithms.md."""
+    """Training algorithm: a preset for the keys marked (preset) that are not given, listed in docs/algorithms.md. A file or a
+    command line that changes it starts from its preset."""
     prompts: AtLeastOne = 16
     """Groups in one batch: B prompts, each sampled `group_size` times."""
     group_size: AtLeastOne = 8

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from libra.config import config_from_dict, dump_config
+from libra.config import config_from_dict, dump_config, load_config
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, AlgorithmName, Preset, preset_values
 from libra.config.algorithms_page import algorithms_markdown
 from libra.config.models import TrainerSection
@@ -33,7 +33,7 @@ def test_preset_keys_are_marked_in_the_reference() -> None:
 def test_a_preset_fills_what_was_not_given(name: AlgorithmName) -> None:
     trainer = config_from_dict({}, [f"trainer.algorithm={name}"]).trainer.model_dump()
     assert {key: trainer[key] for key in preset_values(name)} == asdict(ALGORITHMS[name].preset)
-    given = config_from_dict({"trainer": {"clip_high": 0.7}}, [f"trainer.algorithm={name}"]).trainer
+    given = config_from_dict({}, [f"trainer.algorithm={name}", "trainer.clip_high=0.7"]).trainer
     assert given.clip_high == 0.7
     assert given.clip_low == ALGORITHMS[name].preset.clip_low
 
@@ -43,6 +43,17 @@ def test_the_resolved_configuration_says_every_value_and_reads_back(name: Algori
     config = config_from_dict({}, [f"trainer.algorithm={name}"])
     assert f"clip_low: {config.trainer.clip_low}" in dump_config(config)
     assert config_from_dict(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_another_algorithm_over_a_resolved_configuration_is_that_algorithm(name: AlgorithmName, tmp_path: Path) -> None:
+    resolved = tmp_path / "config.resolved.yaml"
+    resolved.write_text(dump_config(config_from_dict({}, ["trainer.algorithm=ppo_decoupled", "trainer.lr=0.5"])))
+    expected = config_from_dict({}, [f"trainer.algorithm={name}", "trainer.lr=0.5"])
+    assert load_config(resolved, [f"trainer.algorithm={name}"]) == expected
+    assert load_config(resolved, values={"trainer": {"algorithm": name}}) == expected
+    kept = config_from_dict({"trainer": {"algorithm": name, "clip_high": 0.7}}, [f"trainer.algorithm={name}"])
+    assert kept.trainer.clip_high == 0.7
 
 
 @pytest.mark.parametrize(
