@@ -157,6 +157,29 @@ def test_trl_losses(golden):
         close(logp.grad, arrays["out_grad"])
 
 
+def test_trl_options(golden):
+    cases = golden("trl_grpo_options")
+    assert len(cases) == 64
+    for parameters, arrays in cases:
+        logp = arrays["in_log_prob"].clone().requires_grad_()
+        options = dict(parameters)
+        loss = trl_grpo_loss(
+            logp,
+            arrays["in_old_log_prob"],
+            arrays["in_advantages"],
+            arrays["in_completion_mask"],
+            importance_sampling_level=options.pop("level"),
+            epsilon=options.pop("epsilon_low"),
+            ref_per_token_logps=arrays["in_ref_log_prob"],
+            importance_sampling_ratio=arrays.get("in_importance_sampling_ratio"),
+            entropies=arrays["in_entropies"],
+            **options,
+        )
+        loss.backward()
+        close(loss, arrays["out_loss"])
+        close(logp.grad, arrays["out_grad"])
+
+
 def test_areal_decoupled_ppo(golden):
     cases = golden("areal_decoupled_ppo")
     assert len(cases) == 160
