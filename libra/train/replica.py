@@ -119,8 +119,8 @@ class Replica:
     def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
-        Where no trajectory has an advantage (and kl_coef is 0) nothing is learnt: the report says loss 0 and
-        optimizer_steps 0, weights and optimizer state stay, and the step counts as done.
+        Where no trajectory has an advantage (and no other term has a gradient) nothing is learnt: the report says loss 0
+        and optimizer_steps 0, weights and optimizer state stay, and the step counts as done.
 
         Raises
         ------
@@ -178,7 +178,7 @@ class Replica:
         return passes
 
     def _train(self, minibatch: list[Sample], step: int, tally: Tally) -> None:
-        """One optimizer step, or none where no sample has an advantage and there is no KL term."""
+        """One optimizer step, or none where no sample has a gradient."""
         denominator = self._objective.aggregation.denominator(
             num_tokens=sum(sample.num_actions for sample in minibatch), num_sequences=len(minibatch)
         )

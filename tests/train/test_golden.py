@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from libra.train.losses import clip_sums
 from libra.train.peers import (
     areal_ppo_actor_loss,
     areal_rejection,
@@ -74,6 +75,16 @@ def test_verl_policy_losses(golden, name, mode):
         loss.backward()
         close(loss, arrays["out_loss"])
         close(logp.grad, arrays["out_grad"])
+
+
+def test_verl_clip_shares(golden):
+    for parameters, arrays in golden("verl_policy_loss_ppo_dual_clip"):
+        mask = arrays["in_response_mask"] > 0
+        tokens = [arrays[f"in_{name}"][mask] for name in ("log_prob", "old_log_prob", "advantages")]
+        sums = clip_sums(*tokens, clip_low=parameters["clip_low"], clip_high=parameters["clip_high"])
+        share = (sums["clipped_low"] + sums["clipped_high"]) / int(mask.sum())
+        # verl counts a negative advantage's low clips and a positive one's high clips, over tokens + 1e-8
+        assert share == pytest.approx(parameters["metrics"]["actor/pg_clipfrac"], abs=1e-7)
 
 
 def test_verl_aggregation(golden):
