@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check docs clean
+.PHONY: help setup quickstart algorithms test check docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -31,6 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup ## watch a small model learn to use a tool, on this machine (SEED=0)
 	$(BIN)/libra run configs/quickstart.yaml run.seed=$(SEED)
 
+algorithms: setup ## train the quick start's model with five algorithms, reward before and after (SEED=0)
+	$(BIN)/python workflows/compare_algorithms.py run.seed=$(SEED)
+
 test: setup ## run all tests (PYTEST_ARGS="-k name")
 	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -39,8 +42,9 @@ check: setup ## lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: setup ## make the generated files again: docs/configuration.md, docs/cli.md, docker/dask.yaml
+docs: setup ## make the generated files again: docs/configuration.md, docs/algorithms.md, docs/cli.md, docker/dask.yaml
 	$(BIN)/python -m libra.config.reference docs/configuration.md
+	$(BIN)/python -m libra.config.algorithms_page docs/algorithms.md
 	$(BIN)/python -m libra.cli.reference docs/cli.md
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 

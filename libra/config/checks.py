@@ -28,7 +28,7 @@ class CrossFieldProblem:
 
 def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
     """Every contradiction between fields, in the order of the sections; empty where there is none."""
-    return (*_rollout(config), *_trainer(config), *_evaluation(config))
+    return (*_rollout(config), *_trainer(config), *_algorithm(config), *_evaluation(config))
 
 
 def _rollout(config: RunConfig) -> Iterator[CrossFieldProblem]:
@@ -57,7 +57,7 @@ def _trainer(config: RunConfig) -> Iterator[CrossFieldProblem]:
             "rollout.temperature: at 0 all samples of a group are the same, and nothing can be learnt; type "
             "rollout.temperature=1.0 (evaluation.temperature=0 asks the held-out questions greedily)",
         )
-    if trainer.group_size == 1 and trainer.normalize_std:
+    if trainer.group_size == 1 and trainer.normalize_std and trainer.advantage == "grpo":
         yield CrossFieldProblem(
             ("trainer.group_size", "trainer.normalize_std"),
             "trainer.group_size: group size 1 has no standard deviation; type trainer.group_size=8 or "
@@ -76,6 +76,52 @@ def _trainer(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("trainer.micro_batch_tokens", "trainer.max_row_tokens"),
             f"trainer.micro_batch_tokens: a micro-batch of {trainer.micro_batch_tokens} tokens does not hold one row of "
             f"trainer.max_row_tokens={trainer.max_row_tokens}; type trainer.micro_batch_tokens={trainer.max_row_tokens}",
+        )
+
+
+def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    trainer = config.trainer
+    if trainer.group_size == 1 and trainer.drop_uniform_groups:
+        yield CrossFieldProblem(
+            ("trainer.drop_uniform_groups", "trainer.group_size"),
+            "trainer.drop_uniform_groups: a group of one is always uniform, so that nothing would be left; type "
+            "trainer.drop_uniform_groups=false, or trainer.group_size=8",
+        )
+    steps = trainer.epochs * trainer.minibatches
+    if trainer.loss == "reinforce" and (config.run.eta > 0 or steps > 1):
+        yield CrossFieldProblem(
+            ("trainer.loss", "run.eta", "trainer.epochs", "trainer.minibatches"),
+            f"trainer.loss: reinforce is right only on samples of the present weights, but run.eta={config.run.eta} and one "
+            f"batch takes {steps} optimizer steps; type trainer.loss=ppo, or run.eta=0 trainer.epochs=1 trainer.minibatches=1",
+        )
+    if trainer.correction != "none" and trainer.old_logp == "behaviour":
+        yield CrossFieldProblem(
+            ("trainer.correction", "trainer.old_logp"),
+            f"trainer.correction: {trainer.correction} weighs the trainer against the engine, which the ratio to "
+            "trainer.old_logp=behaviour does already; type trainer.old_logp=proximal, or trainer.correction=none",
+        )
+    low, high = trainer.correction_low, trainer.correction_high
+    if low is not None and high is not None and low > high:
+        yield CrossFieldProblem(
+            ("trainer.correction_low", "trainer.correction_high"),
+            f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less",
+        )
+    if trainer.aggregation == "constant" and trainer.loss_divisor is None:
+        yield CrossFieldProblem(
+            ("trainer.loss_divisor", "trainer.aggregation"),
+            "trainer.loss_divisor: trainer.aggregation=constant divides by it, and it is null; type e.g. "
+            "trainer.loss_divisor=10000",
+        )
+    if trainer.dual_clip is not None and trainer.loss not in ("ppo", "gspo"):
+        yield CrossFieldProblem(
+            ("trainer.dual_clip", "trainer.loss"),
+            f"trainer.dual_clip: trainer.loss={trainer.loss} has no dual clip; type trainer.dual_clip=null, or trainer.loss=ppo",
+        )
+    if trainer.log_ratio_coef > 0 and trainer.loss != "dppo":
+        yield CrossFieldProblem(
+            ("trainer.log_ratio_coef", "trainer.loss"),
+            f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
+            "trainer.loss=dppo",
         )
 
 

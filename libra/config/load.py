@@ -3,7 +3,9 @@
 Invariants
 ----------
 1. Every key is used or refused; none is dropped.
-2. A later layer wins over an earlier one: extended file, file, overrides (the last of two equal ones).
+2. A later layer wins over an earlier one: extended file, file, overrides (the last of two equal ones). A layer that changes
+   `environment.name` or `trainer.algorithm` also takes back what earlier ones said of the other environment's `args` or the
+   other algorithm's preset: the resolved configuration of a run gives every key, and would else be that algorithm in disguise.
 3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
 """
 
@@ -17,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from libra.config import yaml_text
+from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
 from libra.config.checks import cross_field_problems
 from libra.config.fields import field_references, sections
 from libra.config.models import RunConfig
@@ -39,8 +42,10 @@ class _Layer:
     problems: list[str] = field(default_factory=list)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration a file and overrides describe.
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The configuration a file, ``values`` over it and overrides over those describe.
 
     Parameters
     ----------
@@ -49,6 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         another one that ships; what it says itself goes over that, section by section.
     overrides : sequence of str
         ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``.
+    values : mapping of section to {key: value}, optional
 
     Raises
     ------
@@ -56,8 +62,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         With every problem found, one a line.
     """
     layer = _Layer()
-    for values, origins in _files(str(path), None, ()):
-        _merge(layer, values, origins)
+    for in_file, origins in _files(str(path), None, ()):
+        _merge(layer, in_file, origins)
+    _merge(layer, _plain(values or {}), {})
     _merge_overrides(layer, overrides)
     return _validated(layer)
 
@@ -110,6 +117,12 @@ def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str
         if isinstance(below, dict) and below.get("name") != values["environment"]["name"]:
             below.pop("args", None)
             _forget(layer, ("environment", "args"))
+    if isinstance(values.get("trainer"), dict) and "algorithm" in values["trainer"]:
+        below = layer.values.get("trainer")
+        if isinstance(below, dict) and below.get("algorithm", DEFAULT_ALGORITHM) != values["trainer"]["algorithm"]:
+            for key in preset_values(DEFAULT_ALGORITHM):  # what was said of another algorithm
+                below.pop(key, None)
+                _forget(layer, ("trainer", key))
     _lay_over(layer, values, origins, layer.values, ())
 
 

@@ -14,6 +14,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from libra.config.algorithms import (
+    DEFAULT_ALGORITHM,
+    AdvantageName,
+    AggregationMode,
+    AlgorithmName,
+    CorrectionAction,
+    CorrectionLevel,
+    KLEstimator,
+    LossName,
+    OldLogp,
+    preset_values,
+)
 from libra.config.checks import cross_field_problems
 from libra.keys import check_run_name
 
@@ -95,8 +107,9 @@ class RolloutSection(Section):
 class TrainerSection(Section):
     """The algorithm, its batch and its optimizer (AdamW)."""
 
-    algorithm: Literal["grpo"] = "grpo"
-    """Training algorithm."""
+    algorithm: AlgorithmName = DEFAULT_ALGORITHM
+    """Training algorithm: a preset for the keys marked (preset) that are not given, listed in docs/algorithms.md. A file or a
+    command line that changes it starts from its preset."""
     prompts: AtLeastOne = 16
     """Groups in one batch: B prompts, each sampled `group_size` times."""
     group_size: AtLeastOne = 8
@@ -113,16 +126,58 @@ class TrainerSection(Section):
     """Optimizer steps over which the learning rate rises linearly from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which the gradient is clipped."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The probability ratio is clipped below at 1 - `clip_low`."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The probability ratio is clipped above at 1 + `clip_high`."""
+    advantage: AdvantageName = "grpo"
+    """(preset) How much better than expected a trajectory was: against its group (grpo, rloo, opo), the batch (reinforce_pp),
+    or its group on the batch's scale (reinforce_pp_baseline)."""
     normalize_std: bool = True
-    """Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr. GRPO)."""
+    """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr. GRPO).
+    Of `advantage` grpo."""
     std_eps: Annotated[float, Field(ge=0)] = 1e-6
     """Added to that standard deviation before dividing."""
+    drop_uniform_groups: bool = False
+    """Leave groups whose rewards are all equal out of the step, means included. They are not replaced by new prompts."""
+    drop_truncated: bool = False
+    """Leave trajectories that were cut off ("length") out of the step; they still count in the baseline of their group."""
+    loss: LossName = "ppo"
+    """(preset) Loss of a token, from its probability ratio and advantage."""
+    aggregation: AggregationMode = "token-mean"
+    """(preset) From losses of tokens to the loss of the step: mean over tokens; mean over sequences of the sum or mean over
+    tokens; the former over a fixed length (-norm); sum over a constant."""
+    loss_divisor: Annotated[float, Field(gt=0)] | None = None
+    """Of `aggregation` seq-mean-token-sum-norm, in tokens, where None is `rollout.max_context_tokens`; and of constant."""
+    old_logp: OldLogp = "behaviour"
+    """(preset) Whose log-probability the ratio is to: the engine's as recorded (behaviour), the trainer's at the start of the
+    step (proximal), or the trainer's for tokens of the weights being trained and the engine's for stale ones (exact). The
+    latter two cost a forward pass where one batch takes several optimizer steps."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """(preset) The probability ratio is clipped below at 1 - `clip_low`; gmpo clips its logarithm, dppo bounds the probability."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """(preset) The probability ratio is clipped above at 1 + `clip_high`."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """For negative advantages the loss is at most this many times the advantage (ppo and gspo). None: not bounded."""
+    tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Of `loss` sapo: steepness of the gate for positive advantages."""
+    tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """Of `loss` sapo: steepness of the gate for the others."""
+    log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
+    """(preset) Of `loss` dppo: weight of the squared log ratio, which holds the policy near the engine's."""
+    correction: CorrectionAction = "none"
+    """(preset) What becomes of a token's importance weight, trainer over engine, outside [`correction_low`,
+    `correction_high`]: the bound (truncate), or 0 (mask). none: no weights. Needs `old_logp` proximal or exact."""
+    correction_level: CorrectionLevel = "token"
+    """The weight is the token's ratio, the product over its sequence, or the geometric mean over it."""
+    correction_low: Annotated[float, Field(gt=0)] | None = None
+    """Smallest weight. None: no bound."""
+    correction_high: Annotated[float, Field(gt=0)] | None = 2.0
+    """(preset) Largest weight. None: no bound."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL term to the starting model. 0: no reference model is loaded."""
+    """(preset) Weight of the KL term to the starting model. 0: no reference model is loaded."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of that term; with + its value has the gradient of k2, which is the gradient of the divergence."""
+    kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
+    """Largest estimate of a token, in nats. None: not bounded."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1
     """Passes over each batch."""
     minibatches: AtLeastOne = 1
@@ -135,6 +190,14 @@ class TrainerSection(Section):
     models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        """Fill what was not given from the algorithm's preset."""
+        if not isinstance(given, dict):
+            return given
+        return {**preset_values(given.get("algorithm", DEFAULT_ALGORITHM)), **given}
 
 
 class EvaluationSection(Section):

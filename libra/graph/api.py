@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from libra.config import config_from_dict, load_config
+from libra.config import RunConfig, config_from_dict, load_config
 from libra.envs import Environment, FunctionEnvironment
 from libra.errors import ConfigError
 from libra.graph.driver import RunSummary, run
@@ -29,7 +29,7 @@ def train(
     client: Client | None = None,
     **settings: Any,
 ) -> RunSummary:
-    """Train a model with GRPO on prompts of yours, graded by a function of yours, with Python functions as its tools.
+    """Train a model on prompts of yours, graded by a function of yours, with Python functions as its tools.
 
     Parameters
     ----------
@@ -68,23 +68,19 @@ def train(
     -----
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
-    overrides = []
+    values: dict[str, dict[str, Any]] = {"model": {"path": model}}
     for name, value in settings.items():
-        if "__" not in name:
+        section, separator, key = name.partition("__")
+        if not separator:
             raise ConfigError(
                 f"libra.train: got the setting {name!r}; a setting is section__name, e.g. run__iterations=20"
             )
-        overrides.append((*name.split("__", 1), value))
-    base = config_from_dict({}) if config is None else load_config(config)
-    values = base.model_dump()
-    values["model"]["path"] = model
-    for section, name, value in overrides:
-        if section not in values:
+        if section not in RunConfig.model_fields:
             raise ConfigError(
-                f"libra.train: {section}__{name}: there is no section {section!r}; sections are {', '.join(values)}"
+                f"libra.train: {name}: there is no section {section!r}; sections are {', '.join(RunConfig.model_fields)}"
             )
-        values[section][name] = value
-    checked = config_from_dict(values)
+        values.setdefault(section, {})[key] = value
+    checked = config_from_dict(values) if config is None else load_config(config, values=values)
     if environment is None and (prompts is not None or reward is not None or tools):
         if prompts is None or reward is None:
             missing = "prompts" if prompts is None else "reward"

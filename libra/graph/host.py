@@ -46,7 +46,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_THE_REPLICAS = ("prompts", "group_size", "normalize_std", "std_eps")
+NOT_THE_REPLICAS = (
+    "algorithm",
+    "prompts",
+    "group_size",
+    "advantage",
+    "normalize_std",
+    "std_eps",
+    "drop_uniform_groups",
+    "drop_truncated",
+)
 """Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
 _ONE_MODEL_AT_A_TIME = asyncio.Lock()
 """transformers builds a model under a device context of the whole process: two runs' models at once come out without data."""
@@ -144,6 +153,8 @@ class LibraHost(WorkerPlugin):
 
         config = self.spec.config
         settings = config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS))
+        if config.trainer.aggregation == "seq-mean-token-sum-norm" and settings["loss_divisor"] is None:
+            settings["loss_divisor"] = float(config.rollout.max_context_tokens)
         return Replica(
             self.model_dir,
             TrainSettings(**settings, temperature=config.rollout.temperature),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed import Reschedule, get_worker
@@ -21,6 +21,9 @@ from libra.graph.reports import report
 from libra.store.batches import commit_batch, read_batch_facts
 from libra.store.groups import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
+
+if TYPE_CHECKING:
+    from libra.train import GroupRewards
 
 GRADE_TIMEOUT_S = 60.0
 
@@ -169,23 +172,33 @@ def _group_meta(path: Path, split: str, iteration: int, group: int, members: lis
 
 async def batch(run: str, batch: int) -> dict[str, Any]:
     """Opened by the plugin with its members: compute advantages and commit the membership before the step."""
-    from libra.train import group_advantages
+    from libra.train import batch_advantages
 
     worker = get_worker()
     host = the_host(worker, run)
     trainer = host.spec.config.trainer
     members = await worker.scheduler.libra_members(run=run, batch=batch)
-    rows, trajectories = [], []
-    for iteration, group_index in members:
-        path = group_path(host.spec.groups_dir, iteration, group_index)
-        group_members = read_group(path)
-        rewards = np.array([t.reward for t in group_members])
-        valid = np.array([t.failure.trains for t in group_members])
-        advantages = group_advantages(rewards, valid, normalize_std=trainer.normalize_std, eps=trainer.std_eps)
-        rows.append(
-            {"iteration": iteration, "group": group_index, "path": str(path), "advantages": advantages.tolist()}
-        )
-        trajectories += group_members
+    paths = [group_path(host.spec.groups_dir, *member) for member in members]
+    groups = [read_group(path) for path in paths]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    advantages, trains = batch_advantages(
+        [_group_rewards(group) for group in groups],
+        trainer.advantage,
+        normalize_std=trainer.normalize_std,
+        eps=trainer.std_eps,
+        drop_uniform_groups=trainer.drop_uniform_groups,
+        drop_truncated=trainer.drop_truncated,
+    )
+    rows = [
+        {
+            "iteration": iteration,
+            "group": group_index,
+            "path": str(path),
+            "advantages": advantages[index].tolist(),
+            "trains": trains[index].tolist(),
+        }
+        for index, ((iteration, group_index), path) in enumerate(zip(members, paths, strict=True))
+    ]
     lag = _lags(trajectories, batch)
     if lag.size and lag.max() > host.spec.config.run.eta:
         raise TrainError(
@@ -196,6 +209,17 @@ async def batch(run: str, batch: int) -> dict[str, Any]:
     except RecordExists:
         rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
     return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag)}
+
+
+def _group_rewards(group: list[Trajectory]) -> GroupRewards:
+    from libra.train import GroupRewards
+
+    return GroupRewards(
+        reward=np.array([t.reward for t in group]),
+        valid=np.array([t.failure.trains for t in group]),
+        num_tokens=np.array([t.num_action_tokens for t in group]),
+        finished=np.array([t.end_reason is not EndReason.LENGTH for t in group]),
+    )
 
 
 def _lags(trajectories: list[Trajectory], batch: int) -> np.ndarray:
@@ -221,13 +245,18 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
     }
 
 
-def members_of(batch: dict[str, Any]) -> list[Trajectory]:
-    """All trajectories of a committed batch, with their advantages."""
+def members_of(batch: dict[str, Any], *, of_the_step: bool = False) -> list[Trajectory]:
+    """All trajectories of a committed batch, with their advantages; ``of_the_step`` leaves out what a filter took out.
+
+    Failures that do not train are still among them: the replica counts those itself.
+    """
     trajectories = []
     for row in batch["members"]:
-        for member, advantage in zip(read_group(Path(row["path"])), row["advantages"], strict=True):
+        members = read_group(Path(row["path"]))
+        for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
             member.advantage = advantage
-            trajectories.append(member)
+            if trains or not (of_the_step and member.failure.trains):
+                trajectories.append(member)
     return trajectories
 
 
@@ -255,7 +284,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     host = the_host(worker, run)
     assert host.replica is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
-    result = host.replica.step(members_of(batch), batch["batch"])
+    result = host.replica.step(members_of(batch, of_the_step=True), batch["batch"])
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
 

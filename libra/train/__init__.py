@@ -1,24 +1,30 @@
-"""Training: advantages, losses, packing, and the replica that takes steps."""
+"""Training: advantages, losses, corrections, packing, and the replica that takes steps."""
 
 from __future__ import annotations
 
-from libra.train.advantages import group_advantages, grpo
-from libra.train.kl import k3
+from libra.train.advantages import GroupRewards, batch_advantages, group_advantages, grpo
+from libra.train.aggregation import Aggregation
+from libra.train.kl import k3, kl_estimate
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
 from libra.train.partition import greedy_partition, karmarkar_karp, partition_groups
-from libra.train.policy_loss import clipped_policy_loss
 from libra.train.replica import Replica
 from libra.train.report import StepReport
 from libra.train.rows import fill_rows, fill_rows_by_group, fill_rows_mffd
+from libra.train.sequences import Packed, Padded, Sequences
 from libra.train.settings import TrainSettings
 
 __all__ = [
+    "Aggregation",
+    "GroupRewards",
     "MicroBatch",
+    "Packed",
+    "Padded",
     "Replica",
     "Sample",
+    "Sequences",
     "StepReport",
     "TrainSettings",
-    "clipped_policy_loss",
+    "batch_advantages",
     "fill_rows",
     "fill_rows_by_group",
     "fill_rows_mffd",
@@ -27,6 +33,7 @@ __all__ = [
     "grpo",
     "k3",
     "karmarkar_karp",
+    "kl_estimate",
     "pack",
     "partition_groups",
     "sample_of",

@@ -37,8 +37,10 @@ class Scorer:
         action_at_N: Tensor,
         target_N: Tensor,
         mask_R1WW: Tensor | None = None,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target (N,), with gradient, and entropy of its distribution (N,), without; nats.
+        """Log-probability of each target (N,), with gradient, and entropy of its distribution (N,), where asked with; nats.
 
         At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: sees) replaces what positions say.
         """
@@ -54,8 +56,9 @@ class Scorer:
         if self.temperature != 1.0:
             logits_NV = logits_NV / self.temperature
         logp_NV = torch.log_softmax(logits_NV, dim=-1)
-        with torch.no_grad():
-            entropy_N = -(logp_NV.exp() * logp_NV).nan_to_num(nan=0.0).sum(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            # 0 * log 0 is 0: a finite floor for log 0 makes it so, in the gradient too
+            entropy_N = -(logp_NV.exp() * logp_NV.clamp(min=torch.finfo(logp_NV.dtype).min)).sum(-1)
         return logp_NV.gather(-1, target_N[:, None])[:, 0], entropy_N
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.train.rows import FillRows, fill_rows
+from libra.train.sequences import Packed
 from libra.train.sharing import attention_mask, row_tokens, share_rows
 from libra.types import Trajectory
 
@@ -48,6 +49,8 @@ class Sample:
     current : bool array (A,)
         Whether token and KV cache both come from the version now being trained.
     advantage : float
+    proximal_logp : float array (A,), optional
+        Under the weights at the start of the step, where a loss asks for it and somebody has computed it.
     """
 
     token_ids: NDArray[np.int64]
@@ -56,6 +59,7 @@ class Sample:
     behaviour_logp: NDArray[np.float32]
     current: NDArray[np.bool_]
     advantage: float
+    proximal_logp: NDArray[np.floating] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -115,8 +119,9 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes the flattened (R * W) places; ``num_tokens`` counts inputs without padding. ``mask_R1WW`` says who
-    sees whom where prompts are shared; None: positions say it.
+    ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
+    counts inputs without padding. ``proximal_logp_N`` is None where a sample has none. ``mask_R1WW`` says who sees whom
+    where prompts are shared; None: positions say it.
     """
 
     token_ids_RW: Tensor
@@ -126,9 +131,26 @@ class MicroBatch:
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     current_N: Tensor
+    proximal_logp_N: Tensor | None
+    samples: tuple[Sample, ...]
     num_tokens: int
-    num_sequences: int
     mask_R1WW: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Whole sequences in the rows."""
+        return len(self.samples)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Arguments of `libra.train.logprobs.Scorer.logp`."""
+        return self.token_ids_RW, self.position_ids_RW, self.action_at_N, self.target_N, self.mask_R1WW
+
+    @property
+    def sequences(self) -> Packed:
+        """Which action tokens belong together."""
+        counts_S = torch.tensor([sample.num_actions for sample in self.samples])
+        return Packed(torch.repeat_interleave(torch.arange(len(self.samples)), counts_S), len(self.samples))
 
     @property
     def num_places(self) -> int:
@@ -223,7 +245,13 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
         behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
         advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
         current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
+        proximal_logp_N=_proximal(flat, logp_dtype),
+        samples=tuple(flat),
         num_tokens=num_tokens,
-        num_sequences=len(flat),
         mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
     )
+
+
+def _proximal(samples: Sequence[Sample], dtype: torch.dtype) -> Tensor | None:
+    known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]
+    return torch.from_numpy(np.concatenate(known)).to(dtype) if len(known) == len(samples) else None

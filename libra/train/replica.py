@@ -5,7 +5,8 @@ Invariants
 1. Steps are taken in order, once: `Replica.step` accepts step ``steps_done``; the step just done returns its report
    again (a relaunched task changes nothing); every other number is a TrainError.
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they were.
-3. A gradient is the sum over the minibatch's action tokens divided by their number, however they are laid out.
+3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided by a denominator that is known
+   before the first of them (`libra.train.aggregation`), however they are laid out in micro-batches.
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
    numerator or denominator.
 5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
@@ -19,6 +20,7 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,10 @@ from transformers import AutoModelForCausalLM
 from libra.errors import ModelError, TrainError
 from libra.tensors import digest, untied
 from libra.train.checkpoint import load_checkpoint, save_checkpoint
-from libra.train.kl import k3
 from libra.train.logprobs import Scorer, check_packing
+from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
 from libra.train.partition import karmarkar_karp
-from libra.train.policy_loss import clip_sums, clipped_policy_loss
 from libra.train.report import StepReport, Tally
 from libra.train.settings import TrainSettings
 from libra.train.sharing import can_share
@@ -84,6 +85,7 @@ class Replica:
         self.model = _load_model(self.model_dir, self.dtype)
         self.steps_done = 0
         self.last_report: StepReport | None = None
+        self._objective = Objective(settings)
         self._scorer = Scorer(self.model, settings.temperature)
         self._reference: Scorer | None = None
         if settings.kl_coef > 0:
@@ -119,8 +121,8 @@ class Replica:
     def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
-        Where no trajectory has an advantage (and kl_coef is 0) nothing is learnt: the report says loss 0 and
-        optimizer_steps 0, weights and optimizer state stay, and the step counts as done.
+        Where no trajectory has an advantage (and no other term has a gradient) nothing is learnt: the report says loss 0
+        and optimizer_steps 0, weights and optimizer state stay, and the step counts as done.
 
         Raises
         ------
@@ -146,6 +148,8 @@ class Replica:
         lr = self.settings.lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self._objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1:
+            samples = self._with_proximal(samples)
         passes = self._minibatches(samples, step)
         backup = self._snapshot() if len(passes) > 1 else None
         try:
@@ -176,22 +180,17 @@ class Replica:
         return passes
 
     def _train(self, minibatch: list[Sample], step: int, tally: Tally) -> None:
-        """One optimizer step, or none where no sample has an advantage and there is no KL term."""
-        settings = self.settings
-        denominator = sum(sample.num_actions for sample in minibatch)
-        # Without advantage and KL term a token's gradient is exactly zero, so its forward pass would change nothing.
-        useful = [sample for sample in minibatch if sample.advantage != 0 or self._reference is not None]
+        """One optimizer step, or none where no sample has a gradient."""
+        denominator = self._objective.aggregation.denominator(
+            num_tokens=sum(sample.num_actions for sample in minibatch), num_sequences=len(minibatch)
+        )
+        # A sequence without any gradient would change nothing by its forward pass.
+        useful = [sample for sample in minibatch if sample.advantage != 0 or self._objective.needs_every_sequence]
         tally.add(minibatches=1)
         if not useful:
             return
         began = time.perf_counter()
-        batches = pack(
-            useful,
-            max_row_tokens=settings.max_row_tokens,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            logp_dtype=torch.promote_types(self.dtype, torch.float32),
-            share_prompts=self._share_prompts,
-        )
+        batches = self._pack(useful)
         packed = time.perf_counter()
         for batch in batches:
             self._check_packing(batch)
@@ -209,39 +208,45 @@ class Replica:
             optimizer_s=time.perf_counter() - computed,
         )
 
+    def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        return pack(
+            samples,
+            max_row_tokens=self.settings.max_row_tokens,
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            logp_dtype=torch.promote_types(self.dtype, torch.float32),
+            share_prompts=self._share_prompts,
+        )
+
+    @torch.no_grad()
+    def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
+        """``samples``, in another order, with their log-probabilities under the present weights."""
+        scored: list[Sample] = []
+        for batch in self._pack(samples):
+            self._check_packing(batch)
+            logp_N, _ = self._scorer.logp(*batch.inputs)
+            parts = logp_N.split([sample.num_actions for sample in batch.samples])
+            scored += [
+                replace(sample, proximal_logp=part.cpu().numpy())
+                for sample, part in zip(batch.samples, parts, strict=True)
+            ]
+        return scored
+
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
-        """Sum of the loss over the action tokens of ``batch``, with gradient; what it saw goes into ``tally``."""
-        settings = self.settings
-        logp_N, entropy_N = self._scorer.logp(
-            batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N, batch.mask_R1WW
-        )
-        loss_N = clipped_policy_loss(
-            logp_N,
-            batch.behaviour_logp_N,
-            batch.advantage_N,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
+        """Sum of weight x loss over the action tokens of ``batch``, with gradient; what it saw goes into ``tally``."""
+        logp_N, entropy_N = self._scorer.logp(*batch.inputs, entropy_gradient=self.settings.entropy_coef > 0)
+        reference_logp_N = None
         if self._reference is not None:
             with torch.no_grad():
-                reference_logp_N, _ = self._reference.logp(
-                    batch.token_ids_RW, batch.position_ids_RW, batch.action_at_N, batch.target_N, batch.mask_R1WW
-                )
-            kl_N = k3(logp_N, reference_logp_N)
-            loss_N = loss_N + settings.kl_coef * kl_N
-            tally.add(kl_reference=float(kl_N.detach().sum()))
-        self._observe(batch, logp_N.detach(), entropy_N, tally)
-        return loss_N.sum()
-
-    def _observe(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, tally: Tally) -> None:
-        sums = clip_sums(
-            logp_N,
-            batch.behaviour_logp_N,
-            batch.advantage_N,
-            clip_low=self.settings.clip_low,
-            clip_high=self.settings.clip_high,
+                reference_logp_N, _ = self._reference.logp(*batch.inputs)
+        loss_N, sums = self._objective.token_losses(
+            batch, logp_N, entropy_N=entropy_N, reference_logp_N=reference_logp_N
         )
+        self._observe(batch, logp_N.detach(), entropy_N.detach(), sums, tally)
+        return self._objective.aggregation.weighted_sum(loss_N, batch.sequences)
+
+    def _observe(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, sums: dict[str, float], tally: Tally
+    ) -> None:
         tally.at_least(ratio_max=sums.pop("ratio_max"))
         tally.add(
             **sums,

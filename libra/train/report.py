@@ -17,11 +17,12 @@ class StepReport:
     digest : str
         Content hash of the weights after the step (`libra.tensors.digest`).
     loss, grad_norm, lr
-        Token-mean loss with KL term; 2-norm of the gradient before clipping; means over optimizer steps.
+        Loss with KL term and entropy bonus, aggregated as configured; 2-norm of the gradient before clipping; means over
+        optimizer steps.
     optimizer_steps : int
         0 where nothing had an advantage: then the weights stay as they are.
     sequences, action_tokens : int
-        Trajectories that may train, and their generated tokens: the denominator of the loss.
+        Trajectories that may train, and their generated tokens: what the denominator of the loss counts.
     excluded_sequences : int
         Trajectories of a failure class that does not train.
     forwarded_sequences, forwarded_tokens, rows, micro_batches : int
@@ -29,7 +30,7 @@ class StepReport:
     packing_efficiency_frac : float
         Real tokens over places computed (1: no padding).
     ratio_mean, ratio_max, clip_low_frac, clip_high_frac, kl_behaviour, kl_reference, entropy
-        Of p_now / p_behaviour, the two clipped shares, k3 divergences and entropy in nats.
+        Of p_now / p_old as the loss sees it, the two clipped shares, divergences and entropy in nats.
     mismatch_tokens, mismatch_mean_abs, mismatch_max_abs
         |log p_rollout - log p_trainer| over tokens whose weights and KV cache are of the version being trained, before
         the first optimizer step.
@@ -37,6 +38,11 @@ class StepReport:
         Wall seconds; total includes the digest.
     tokens_per_s : float
         Forwarded tokens over total_s.
+    correction_frac, effective_sample_frac : float
+        Share of tokens whose importance weight was truncated or masked; effective sample size of the weights over the
+        number of tokens (1: all weigh the same).
+    exact_old_frac : float
+        Share of tokens whose old log-probability is the trainer's own, under the weights that generated them.
     """
 
     step: int
@@ -68,6 +74,9 @@ class StepReport:
     optimizer_s: float
     total_s: float
     tokens_per_s: float
+    correction_frac: float = 0.0
+    effective_sample_frac: float = 1.0
+    exact_old_frac: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""
@@ -95,6 +104,10 @@ class Tally:
         """One sum over another, 0 where nothing was counted."""
         total = self.sums.get(count, 0.0)
         return self.sums.get(name, 0.0) / total if total else 0.0
+
+    def _effective_sample_frac(self) -> float:
+        square = self.sums.get("weight_square_sum", 0.0) * self.sums.get("scored", 0.0)
+        return self.sums["weight_sum"] ** 2 / square if square else 1.0
 
     def report(self, *, step: int, digest: str, lr: float, total_s: float) -> StepReport:
         """The step as numbers."""
@@ -129,4 +142,7 @@ class Tally:
             optimizer_s=count("optimizer_s", 0.0),
             total_s=total_s,
             tokens_per_s=count("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
+            correction_frac=self.mean("corrected", "scored"),
+            effective_sample_frac=self._effective_sample_frac(),
+            exact_old_frac=self.mean("exact_old", "scored"),
         )

@@ -202,7 +202,7 @@ def test_a_run_name_has_to_fit_a_key(name: str) -> None:
         ("trainer.lr", "an override is section.key=value"),
         ("=3", "an override is section.key=value"),
         ("trainer..lr=3", "an override is section.key=value"),
-        ("trainer=3", "trainer is a section; type one of its keys, e.g. trainer.algorithm=grpo"),
+        ("trainer=3", "trainer is a section; type one of its keys, e.g. trainer.algorithm=dapo"),
         ("trainer.lr=", "is not one value"),
         ("run.name=#1", "is not one value"),
         ("run.name=a #1", "is not one value"),

@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TrainError
-from libra.train import group_advantages, grpo
+from libra.train.advantages import (
+    GroupRewards,
+    batch_advantages,
+    gae,
+    group_advantages,
+    grpo,
+    informative,
+    not_overlong,
+    opo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    reinforce_pp_outcome,
+    rloo,
+    whiten,
+)
 
 rewards = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16)
-
-
-def test_agrees_with_verl(golden):
-    cases = golden("verl_adv_grpo")
-    assert len(cases) == 12
-    for parameters, arrays in cases:
-        got = grpo(
-            arrays["in_token_level_rewards"].sum(-1),
-            arrays["in_index"],
-            normalize_std=parameters["norm_adv_by_std"],
-            eps=parameters["epsilon"],
-        )
-        expected = arrays["out_advantages"]
-        torch.testing.assert_close(got[:, None] * arrays["in_response_mask"], expected, rtol=0, atol=1e-9)
 
 
 def test_a_group_by_hand():
@@ -82,3 +82,121 @@ def test_a_valid_reward_that_is_not_finite_is_refused():
 
 def test_no_samples_give_no_advantages():
     assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def groups_of(values: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(values, dtype=torch.float64), torch.tensor([index % 3 for index in range(len(values))])
+
+
+@given(rewards)
+def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others(values):
+    reward, group = groups_of(values)
+    got = rloo(reward, group)
+    for index in range(len(values)):
+        others = [r for at, r in enumerate(values) if at % 3 == index % 3 and at != index]
+        expected = values[index] - (sum(others) / len(others) if others else 0)
+        assert float(got[index]) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert float(rloo(torch.tensor([3.0]), torch.tensor([7]), singleton="zero")) == 0
+
+
+@given(rewards, st.lists(st.integers(1, 50), min_size=16, max_size=16), st.floats(-50, 50), st.floats(0.1, 10))
+def test_estimators_shift_and_scale_as_they_should(values, lengths, shift, scale):
+    reward, group = groups_of(values)
+    length = torch.tensor(lengths[: len(values)])
+    sizes = torch.bincount(group)[group]
+    paired = sizes > 1  # a lone sample keeps its reward, shift and all
+    for estimate in (
+        lambda r: rloo(r, group),
+        lambda r: opo(r, length, group),
+        lambda r: grpo(r, group, normalize_std=False),
+    ):
+        base = estimate(reward)[paired]
+        torch.testing.assert_close(estimate(reward + shift)[paired], base, rtol=1e-9, atol=1e-7)
+        torch.testing.assert_close(estimate(reward * scale)[paired], base * scale, rtol=1e-9, atol=1e-7)
+    base = opo(reward, length, group)
+    for number in range(3):
+        weighted = (base * length)[(group == number) & paired].sum()  # its baseline is the length-weighted mean
+        assert abs(float(weighted)) < 1e-6
+
+
+@given(rewards, st.lists(st.integers(1, 50), min_size=16, max_size=16))
+def test_whitening_has_mean_zero_and_variance_one_over_the_tokens(values, lengths):
+    reward = torch.tensor(values, dtype=torch.float64)
+    length = torch.tensor(lengths[: len(values)])
+    got = whiten(reward, length)
+    tokens = torch.repeat_interleave(got, length)
+    assert abs(float(tokens.mean())) < 1e-5
+    if len(set(values)) > 1 and float(reward.max() - reward.min()) > 1e-2:
+        assert float(tokens.var()) == pytest.approx(1, abs=1e-3)
+    as_tokens = whiten(torch.repeat_interleave(reward, length), torch.ones(int(length.sum())))
+    torch.testing.assert_close(tokens, as_tokens, rtol=1e-9, atol=1e-9)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 9))
+def test_equal_rewards_give_exactly_zero_everywhere(value, size):
+    reward, group = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
+    length = torch.arange(1, size + 1)
+    for got in (rloo(reward, group), opo(reward, length, group), reinforce_pp_baseline(reward, length, group)):
+        assert (got == 0).all()
+    assert (reinforce_pp_outcome(reward, length) == 0).all()
+
+
+def test_returns_run_over_observations_and_stop_at_padding():
+    reward = torch.tensor([[0.0, 0.0, 5.0, 2.0, 9.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])
+    _, returns = reinforce_pp(reward, mask, gamma=0.5)
+    assert returns.tolist() == [[0.5, 1.0, 0.0, 2.0, 0.0]]
+    value = torch.zeros(1, 5)
+    _, generalised = gae(reward * mask, value, mask, gamma=0.5, lam=1.0, whitened=False)
+    assert generalised[mask > 0].tolist() == [0.5, 1.0, 2.0]
+    assert reinforce_pp(torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
+    assert gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
+
+
+def test_filters_by_hand():
+    reward = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 5.0])
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    assert informative(reward, group).tolist() == [False, False, True, True, False, False, False]
+    assert informative(reward, group, low=0, high=1).tolist() == [False, False, True, True, False, False, False]
+    assert not_overlong(torch.tensor([3, 8, 9]), 9).tolist() == [True, True, False]
+    assert not_overlong(torch.tensor([3, 8]), 9, finished_S=torch.tensor([False, True])).tolist() == [False, True]
+
+
+def group(reward: list[float], **changes: list) -> GroupRewards:
+    size = len(reward)
+    facts = {"valid": [True] * size, "num_tokens": [4] * size, "finished": [True] * size, **changes}
+    return GroupRewards(np.array(reward), **{name: np.array(values) for name, values in facts.items()})
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_a_batch_of_groups_through_each_estimator(estimator):
+    groups = [
+        group([0.0, 1.0, 2.0], num_tokens=[2, 4, 6]),
+        group([1.0, np.nan, 1.0], valid=[True, False, True], finished=[True, True, False]),
+        group([7.0, np.nan, np.nan], valid=[True, False, False]),
+        group([np.nan] * 2, valid=[False] * 2),
+    ]
+    advantages, trains = batch_advantages(groups, estimator)
+    assert [len(a) for a in advantages] == [3, 3, 3, 2]
+    assert all(np.isfinite(a).all() for a in advantages)
+    assert advantages[0][0] < advantages[0][1] < advantages[0][2]
+    assert advantages[1][1] == 0
+    if estimator in ("grpo", "rloo", "opo"):
+        assert (advantages[1] == 0).all()
+    if estimator != "reinforce_pp":
+        assert (advantages[2] == 0).all()  # one survivor has nobody to be compared with
+    assert [t.tolist() for t in trains] == [g.valid.tolist() for g in groups]
+    _, filtered = batch_advantages(groups, estimator, drop_uniform_groups=True)
+    assert [t.tolist() for t in filtered] == [[True] * 3, [False] * 3, [False] * 3, [False] * 2]
+    _, filtered = batch_advantages(groups, estimator, drop_truncated=True)
+    assert filtered[1].tolist() == [True, False, False]
+    assert batch_advantages([], estimator) == ([], [])
+
+
+def test_a_batch_agrees_with_one_group_at_a_time():
+    groups = [group([0.0, 1.0, 3.0]), group([2.0, 2.5])]
+    advantages, _ = batch_advantages(groups, "grpo", eps=1e-3)
+    for got, one in zip(advantages, groups, strict=True):
+        np.testing.assert_allclose(got, group_advantages(one.reward, one.valid, eps=1e-3))
+    with pytest.raises(TrainError, match=r"the arrays of group 0 have lengths \[2, 3\]"):
+        batch_advantages([group([0.0, 1.0], num_tokens=[1, 2, 3])], "grpo")

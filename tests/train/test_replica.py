@@ -268,10 +268,11 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     [
         ("lr", -1.0),
         ("lr", float("nan")),
-        ("clip_low", 1.0),
+        ("clip_low", 1.5),
         ("temperature", 0.0),
         ("minibatches", 0),
-        ("algorithm", "x"),
+        ("loss", "x"),
+        ("correction", "mask"),
     ],
 )
 def test_settings_outside_their_range_are_named(field, value):

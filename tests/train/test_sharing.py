@@ -44,9 +44,7 @@ def test_log_probabilities_and_gradient_are_those_without_sharing(replica, sibli
         layout = {"max_row_tokens": max_row_tokens, "micro_batch_tokens": 500, "share_prompts": share}
         batches = pack(siblings, logp_dtype=torch.float64, **layout)
         for micro in batches:
-            logp_N, _ = model._scorer.logp(
-                micro.token_ids_RW, micro.position_ids_RW, micro.action_at_N, micro.target_N, micro.mask_R1WW
-            )
+            logp_N, _ = model._scorer.logp(*micro.inputs)
             expected = torch.tensor(
                 [by_behaviour[float(value)] for value in micro.behaviour_logp_N], dtype=torch.float64
             )
@@ -117,12 +115,13 @@ def test_only_full_attention_can_share(config, able):
     assert can_share(model) is able
 
 
-def test_a_replica_shares_unless_it_is_told_not_to(replica, trajectory):
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "gmpo", "dr_grpo", "ppo_decoupled"])
+def test_a_replica_shares_unless_it_is_told_not_to(replica, trajectory, algorithm):
     batch = [trajectory(n, lengths=(6, 4 + n)) for n in range(4)]
     for member in batch[1:]:
         member.token_ids[:6] = batch[0].token_ids[:6]
-    shared = replica(torch.float64)
-    plain = replica(torch.float64, share_prompts=False)
+    shared = replica(torch.float64, algorithm=algorithm)
+    plain = replica(torch.float64, algorithm=algorithm, share_prompts=False)
     reports = [one.step([replace(member) for member in batch], 0) for one in (shared, plain)]
     assert [report.forwarded_tokens for report in reports] == [6 + 3 + 4 + 5 + 6, 4 * 6 + 3 + 4 + 5 + 6]
     for name, tensor in plain.weights().items():

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.train.advantages.groups import Groups
 
 
 def grpo(
@@ -28,7 +29,7 @@ def grpo(
     """Reward minus the mean of its group, divided by the group's standard deviation where asked.
 
     GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; ``normalize_std=False`` is the
-    advantage of Dr.GRPO (arXiv:2503.20783).
+    advantage of Dr.GRPO (arXiv:2503.20783). TRL: ``eps=1e-4``.
 
     Parameters
     ----------
@@ -56,34 +57,15 @@ def grpo(
     TrainError
         Where a valid reward is not finite.
     """
-    valid_S = torch.ones_like(group_S, dtype=torch.bool) if valid_S is None else valid_S
-    if not bool(torch.isfinite(reward_S[valid_S]).all()):
-        bad = int(torch.nonzero(valid_S & ~torch.isfinite(reward_S))[0])
-        raise TrainError(
-            f"advantages: sample {bad} has reward {float(reward_S[bad])} and counts as valid; "
-            "a valid reward is one finite number, a failed sample must be marked invalid"
-        )
-    reward_S = torch.where(valid_S, reward_S, torch.zeros_like(reward_S))
-    _, slot_S = torch.unique(group_S, return_inverse=True)
-    num_groups = int(slot_S.max()) + 1 if slot_S.numel() else 0
-    weight_S = valid_S.to(reward_S.dtype)
-    zeros = reward_S.new_zeros(num_groups)
-
-    count = zeros.index_add(0, slot_S, weight_S)
-    mean = zeros.index_add(0, slot_S, reward_S) / count.clamp(min=1)
-    deviation_S = (reward_S - mean[slot_S]) * weight_S
-    low = zeros.scatter_reduce(0, slot_S[valid_S], reward_S[valid_S], "amin", include_self=False)
-    high = zeros.scatter_reduce(0, slot_S[valid_S], reward_S[valid_S], "amax", include_self=False)
-    deviation_S = torch.where((low == high)[slot_S], torch.zeros_like(deviation_S), deviation_S)
-    scale = torch.ones_like(mean)
-    if normalize_std:
-        variance = zeros.index_add(0, slot_S, deviation_S.square()) / (count - ddof).clamp(min=1)
-        scale = variance.sqrt() + eps
-
-    alone_S = (count == 1)[slot_S] & valid_S
-    advantage_S = deviation_S / scale[slot_S]
-    lone = reward_S / (1 + eps) if normalize_std else reward_S
-    return torch.where(alone_S, lone if singleton == "reward" else torch.zeros_like(lone), advantage_S)
+    groups = Groups.of(reward_S, group_S, valid_S)
+    deviation_S = torch.where(groups.valid_S, groups.reward_S - groups.mean_S, torch.zeros_like(reward_S))
+    deviation_S = torch.where(groups.uniform_S, torch.zeros_like(deviation_S), deviation_S)
+    if not normalize_std:
+        return groups.lone(deviation_S, singleton)
+    variance_K = groups.sum(deviation_S.square()) / (groups.count_K - ddof).clamp(min=1)
+    scale_S = (variance_K.sqrt() + eps)[groups.slot_S]
+    advantage_S = torch.where(groups.alone_S, deviation_S, deviation_S / scale_S)
+    return torch.where(groups.alone_S, groups.lone(advantage_S, singleton) / (1 + eps), advantage_S)
 
 
 def group_advantages(

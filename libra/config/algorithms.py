@@ -1,0 +1,180 @@
+"""Training algorithms by name: the settings that each paper's defaults amount to.
+
+An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of `Preset` and were not given;
+a key that is given wins. docs/algorithms.md is made from this table (`libra.config.algorithms_page`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
+LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "reinforce"]
+AggregationMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "constant"
+]
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+OldLogp = Literal["behaviour", "proximal", "exact"]
+CorrectionAction = Literal["none", "truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+AlgorithmName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "opo",
+    "ppo_decoupled",
+    "dppo",
+]
+DEFAULT_ALGORITHM: AlgorithmName = "dapo"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What an algorithm sets. Names and meanings are those of the fields of ``trainer``."""
+
+    advantage: AdvantageName = "grpo"
+    normalize_std: bool = True
+    loss: LossName = "ppo"
+    aggregation: AggregationMode = "token-mean"
+    old_logp: OldLogp = "behaviour"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    log_ratio_coef: float = 0.0
+    correction: CorrectionAction = "none"
+    correction_high: float | None = 2.0
+    kl_coef: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A preset with what a reader needs to choose it.
+
+    Attributes
+    ----------
+    preset : Preset
+    what : str
+        In one sentence.
+    when : str
+        What it is good for.
+    source : str
+        Paper.
+    differs : str
+        From the paper; "" where nothing does.
+    """
+
+    preset: Preset
+    what: str
+    when: str
+    source: str
+    differs: str = ""
+
+
+ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
+    {
+        "grpo": Algorithm(
+            Preset(aggregation="seq-mean-token-mean", kl_coef=0.04),
+            "Clipped surrogate; the baseline is the group's mean, the scale its standard deviation.",
+            "The reference point of most papers. Holds a second copy of the model for its KL term.",
+            "DeepSeekMath, arXiv:2402.03300",
+        ),
+        "dr_grpo": Algorithm(
+            Preset(normalize_std=False, aggregation="seq-mean-token-sum-norm"),
+            "GRPO without its two biases: no division by the deviation, none by the length of the answer.",
+            "Answers grow without getting better, or questions differ much in difficulty.",
+            "Dr. GRPO, arXiv:2503.20783",
+        ),
+        "dapo": Algorithm(
+            Preset(clip_high=0.28),
+            "GRPO with a higher upper clip, every token of the step weighing the same, and no KL term.",
+            "The default: verifiable rewards, answers of very different length.",
+            "DAPO, arXiv:2503.14476",
+            "Groups without a difference are not replaced by new prompts; `trainer.drop_uniform_groups=true` leaves them out "
+            "of the mean. The overlong penalty is a matter of the reward.",
+        ),
+        "gspo": Algorithm(
+            Preset(loss="gspo", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4),
+            "The clip looks at the geometric mean of a whole answer's ratios.",
+            "Mixtures of experts, whose token ratios jump; long answers.",
+            "GSPO, arXiv:2507.18071",
+            "The clip is about a thousand times narrower than PPO's: with engines that do not agree with the trainer to "
+            "1e-4 nats it clips on mismatch alone.",
+        ),
+        "cispo": Algorithm(
+            Preset(loss="cispo", clip_low=1.0, clip_high=4.0),
+            "Log-probabilities weighted by a capped ratio without gradient: no token is ever dropped.",
+            "Rare tokens carry the reasoning and PPO would clip them; off-policy batches.",
+            "MiniMax-M1, arXiv:2506.13585",
+            "The paper does not print its cap; 5 is what TRL and AReaL recommend.",
+        ),
+        "sapo": Algorithm(
+            Preset(loss="sapo", aggregation="seq-mean-token-mean"),
+            "A sigmoid gate instead of a clip, steeper for negative advantages (tau 1.0 and 1.05).",
+            "The clip's edge makes training jump.",
+            "SAPO, arXiv:2511.20347",
+        ),
+        "gmpo": Algorithm(
+            Preset(loss="gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4),
+            "The geometric mean of an answer's ratios, each clipped in log space.",
+            "Outlier ratios dominate the mean.",
+            "GMPO, arXiv:2507.20673",
+        ),
+        "rloo": Algorithm(
+            Preset(advantage="rloo", normalize_std=False, aggregation="seq-mean-token-sum"),
+            "The baseline of a sample is the mean of its siblings; whole answers, not tokens, are the actions.",
+            "Few samples per prompt; an unbiased gradient.",
+            "RLOO, arXiv:2402.14740",
+            "The paper's plain REINFORCE is clipped (0.2) here, which is the same on samples of the present weights. "
+            "Its KL penalty in the reward is not built; `trainer.kl_coef` puts one into the loss.",
+        ),
+        "reinforce_pp": Algorithm(
+            Preset(advantage="reinforce_pp", normalize_std=False),
+            "Rewards whitened over all tokens of the batch; the group plays no part.",
+            "One sample per prompt (`trainer.group_size=1`), many prompts.",
+            "REINFORCE++, arXiv:2501.03262",
+            "Its KL penalty in the reward is not built; `trainer.kl_coef` puts one into the loss.",
+        ),
+        "reinforce_pp_baseline": Algorithm(
+            Preset(advantage="reinforce_pp_baseline", normalize_std=False),
+            "The group's mean as baseline, the deviation of the whole batch as scale.",
+            "Groups whose own deviation is noise: few samples, or nearly all alike.",
+            "REINFORCE++, arXiv:2501.03262",
+            "Its KL loss is off; `trainer.kl_coef=1e-5 trainer.kl_estimator=k2` turns it on.",
+        ),
+        "opo": Algorithm(
+            Preset(advantage="opo", normalize_std=False, loss="reinforce", aggregation="seq-mean-token-sum"),
+            "Plain policy gradient with the length-weighted baseline that minimises its variance.",
+            "Exactly on-policy runs only: `run.eta=0` and one optimizer step per batch.",
+            "OPO, arXiv:2505.23585",
+        ),
+        "ppo_decoupled": Algorithm(
+            Preset(old_logp="proximal", correction="mask", correction_high=5.0),
+            "The clip is to the weights at the start of the step; what the engine's weights differ from those is a weight.",
+            "Asynchronous runs (`run.eta` above 0): stale tokens are neither clipped away nor trusted blindly.",
+            "AReaL, arXiv:2505.24298",
+            "Tokens whose weight exceeds 5 are masked, AReaL 1.0's default; the paper has no such bound.",
+        ),
+        "dppo": Algorithm(
+            Preset(normalize_std=False, loss="dppo", log_ratio_coef=1e-3),
+            "Tokens leave the gradient when their probability, not their ratio, moved by more than 0.2.",
+            "Rare tokens: a ratio of 10 on a probability of 0.001 is no reason to stop.",
+            "DPPO, arXiv:2602.04879, as prime-rl runs it",
+        ),
+    }
+)
+"""Every algorithm of ``trainer.algorithm``."""
+
+
+def preset_values(algorithm: str) -> dict[str, Any]:
+    """The keys of ``trainer`` an algorithm fills, with their values; empty for a name that is none."""
+    found = ALGORITHMS.get(algorithm)  # type: ignore[call-overload]
+    return {} if found is None else asdict(found.preset)

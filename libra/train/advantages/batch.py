@@ -1,0 +1,101 @@
+"""The advantages of a whole batch of groups, by the name of the estimator in the configuration.
+
+Shape legend: G samples of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from libra.config.algorithms import AdvantageName
+from libra.errors import TrainError
+from libra.train.advantages.filters import informative
+from libra.train.advantages.global_baseline import reinforce_pp_baseline, reinforce_pp_outcome
+from libra.train.advantages.group_relative import grpo
+from libra.train.advantages.leave_one_out import rloo
+from libra.train.advantages.optimal_baseline import opo
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRewards:
+    """What an estimator needs to know of one group.
+
+    Attributes
+    ----------
+    reward : float array (G,)
+        May be NaN where not valid.
+    valid : bool array (G,)
+        False for failures that do not train.
+    num_tokens : int array (G,)
+        Generated tokens.
+    finished : bool array (G,)
+        False where the answer was cut off.
+    """
+
+    reward: NDArray[np.float64]
+    valid: NDArray[np.bool_]
+    num_tokens: NDArray[np.int64]
+    finished: NDArray[np.bool_]
+
+
+def batch_advantages(
+    groups: Sequence[GroupRewards],
+    estimator: AdvantageName,
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    drop_uniform_groups: bool = False,
+    drop_truncated: bool = False,
+) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
+    """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
+
+    Samples that are not valid have advantage 0. The lone survivor of a larger group has nobody to be compared with and
+    gets 0; a group configured with one sample keeps its reward as its deviation. A sample that takes no part is in no
+    denominator of the step, but it was in the baseline of its group.
+    """
+    for index, group in enumerate(groups):
+        sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}
+        if len(sizes) != 1:
+            raise TrainError(
+                f"batch_advantages: the arrays of group {index} have lengths {sorted(sizes)}; allowed is one"
+            )
+    if not groups:
+        return [], []
+    sizes_of = [len(group.reward) for group in groups]
+    reward_S = torch.as_tensor(np.concatenate([group.reward for group in groups]).astype(np.float64))
+    valid_S = torch.as_tensor(np.concatenate([group.valid for group in groups]).astype(np.bool_))
+    length_S = torch.as_tensor(np.concatenate([group.num_tokens for group in groups]).astype(np.int64))
+    finished_S = torch.as_tensor(np.concatenate([group.finished for group in groups]).astype(np.bool_))
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes_of))
+    configured_alone_S = torch.as_tensor(np.repeat([size == 1 for size in sizes_of], sizes_of))
+    siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
+    lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
+
+    if estimator == "reinforce_pp":
+        weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
+        advantage_S = reinforce_pp_outcome(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
+    elif estimator == "reinforce_pp_baseline":
+        advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
+    elif estimator == "rloo":
+        advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
+    elif estimator == "opo":
+        advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
+    else:
+        advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
+    idle_S = ~valid_S if estimator == "reinforce_pp" else ~valid_S | lone_S
+    advantage_S = torch.where(idle_S, torch.zeros_like(advantage_S), advantage_S)
+
+    trains_S = valid_S
+    if drop_uniform_groups:
+        trains_S = trains_S & informative(reward_S, group_S, valid_S=valid_S)
+    if drop_truncated:
+        trains_S = trains_S & finished_S
+    return (
+        [part.numpy() for part in advantage_S.split(sizes_of)],
+        [part.numpy() for part in trains_S.split(sizes_of)],
+    )

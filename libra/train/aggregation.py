@@ -1,0 +1,102 @@
+"""From one loss per token to one number: which tokens weigh how much, and what the sum is divided by.
+
+Invariants
+----------
+1. A mode is a weight per token and a denominator. The weight of a token depends on its own sequence alone, the denominator
+   on counts of the whole minibatch alone: the sum over any split into whole sequences, divided by the minibatch's
+   denominator, is the loss of one big batch, gradient included.
+2. Masked places have no part in it, whatever they hold; no token at all gives exactly 0.
+
+Shape legend: N tokens of a `libra.train.sequences.Sequences`, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from torch import Tensor
+
+from libra.config.algorithms import AggregationMode
+from libra.errors import TrainError
+from libra.train.options import check_option
+from libra.train.sequences import Sequences
+
+AGGREGATIONS: tuple[str, ...] = get_args(AggregationMode)
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """How the losses of tokens become the loss of a minibatch.
+
+    Attributes
+    ----------
+    mode : str
+        ==========================  =====================  =======================================================
+        mode                        weight of a token      denominator
+        ==========================  =====================  =======================================================
+        ``token-mean``              1                      tokens (DAPO; TRL ``bnpo``)
+        ``seq-mean-token-sum``      1                      sequences (TRL ``luspo``)
+        ``seq-mean-token-mean``     1 / its sequence's     sequences (GRPO; TRL ``grpo``, ``sapo``)
+                                    tokens
+        ``seq-mean-token-sum-norm`` 1                      sequences x ``horizon_tokens`` (Dr.GRPO; TRL ``dr_grpo``)
+        ``constant``                1                      ``divisor`` (TRL ``dapo``, ``cispo``: items in the batch)
+        ==========================  =====================  =======================================================
+    horizon_tokens : float, optional
+        Of ``seq-mean-token-sum-norm``: the generation budget, the same for every batch.
+    divisor : float, optional
+        Of ``constant``.
+    count_empty : bool
+        Whether a sequence without a token counts as a sequence (TRL), or not (verl).
+    token_eps : float
+        Of ``seq-mean-token-mean``: added to the token count, 1e-8 in verl.
+    """
+
+    mode: str = "token-mean"
+    horizon_tokens: float | None = None
+    divisor: float | None = None
+    count_empty: bool = False
+    token_eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_option("aggregation", self.mode, AGGREGATIONS)
+        needed = {"seq-mean-token-sum-norm": "horizon_tokens", "constant": "divisor"}.get(self.mode)
+        if needed is not None and not (getattr(self, needed) or 0) > 0:
+            raise TrainError(
+                f"aggregation {self.mode}: {needed} is {getattr(self, needed)}; allowed is a number above 0"
+            )
+
+    def weighted_sum(self, loss_N: Tensor, sequences: Sequences) -> Tensor:
+        """Sum of weight x loss, a scalar with gradient."""
+        total_S = sequences.sum(loss_N)
+        if self.mode == "seq-mean-token-mean":
+            # in the dtype of the losses: a count plus 1e-8 would be rounded in float32
+            total_S = total_S / (sequences.count_S.clamp(min=1).to(total_S.dtype) + self.token_eps)
+        return total_S.sum()
+
+    def denominator(self, *, num_tokens: float, num_sequences: float) -> float:
+        """What the weighted sums of a minibatch with these counts are divided by; at least 1 where nothing was counted."""
+        if self.mode == "constant":
+            assert self.divisor is not None
+            return self.divisor
+        if self.mode == "token-mean":
+            return num_tokens or 1.0
+        horizon = self.horizon_tokens if self.mode == "seq-mean-token-sum-norm" else None
+        return (num_sequences or 1.0) * (horizon or 1.0)
+
+    def __call__(
+        self,
+        loss_N: Tensor,
+        sequences: Sequences,
+        *,
+        num_tokens: float | None = None,
+        num_sequences: float | None = None,
+    ) -> Tensor:
+        """The loss (scalar). Counts are those of ``sequences`` unless given, e.g. for the whole minibatch."""
+        count_S = sequences.count_S
+        if num_sequences is None:
+            num_sequences = len(count_S) if self.count_empty else int((count_S > 0).sum())
+        num_tokens = int(count_S.sum()) if num_tokens is None else num_tokens
+        return self.weighted_sum(loss_N, sequences) / self.denominator(
+            num_tokens=num_tokens, num_sequences=num_sequences
+        )

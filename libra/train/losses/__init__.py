@@ -1,0 +1,37 @@
+"""Policy and value losses, one loss per token each; `libra.train.aggregation` makes one number of them.
+
+All take log-probabilities in nats, of which only ``logp_N`` carries a gradient. Those that look at whole sequences also
+take a `libra.train.sequences.Sequences`; the others work in any arrangement.
+"""
+
+from __future__ import annotations
+
+from libra.train.losses.cispo import cispo_loss, weighted_logp_loss
+from libra.train.losses.clipped import clip_sums, clipped_surrogate, ppo_loss
+from libra.train.losses.dppo import dppo_keep, dppo_loss
+from libra.train.losses.gmpo import gmpo_loss
+from libra.train.losses.gspo import gspo_loss
+from libra.train.losses.ratio import sequence_ratio, token_ratio
+from libra.train.losses.reinforce import reinforce_loss, vespo_loss
+from libra.train.losses.sapo import gated_surrogate, sapo_loss
+from libra.train.losses.value import value_clipped, value_loss
+
+__all__ = [
+    "cispo_loss",
+    "clip_sums",
+    "clipped_surrogate",
+    "dppo_keep",
+    "dppo_loss",
+    "gated_surrogate",
+    "gmpo_loss",
+    "gspo_loss",
+    "ppo_loss",
+    "reinforce_loss",
+    "sapo_loss",
+    "sequence_ratio",
+    "token_ratio",
+    "value_clipped",
+    "value_loss",
+    "vespo_loss",
+    "weighted_logp_loss",
+]

@@ -1,0 +1,177 @@
+"""What a step minimises: settings made into the loss of each action token, its aggregation, and what is worth reporting.
+
+::
+
+    loss of a token = weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
+
+``old_logp`` says what p_old is, and with it what the weight corrects:
+
+=============  ==========================================  =======================================================
+old_logp       p_old                                       weight (where ``correction`` is not none)
+=============  ==========================================  =======================================================
+``behaviour``  the engine's, as recorded                   1
+``proximal``   the trainer's at the start of the step      p_old / p_engine: mismatch and staleness (decoupled PPO)
+``exact``      the trainer's where the token is of the     p_old / p_engine there: mismatch alone; 1 for stale
+               weights being trained, else the engine's    tokens, whose ratio holds everything (two factors)
+=============  ==========================================  =======================================================
+
+Shape legend: N action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from libra.train.aggregation import Aggregation
+from libra.train.corrections import importance_weights, two_factors
+from libra.train.kl import kl_estimate
+from libra.train.losses import (
+    cispo_loss,
+    clip_sums,
+    dppo_keep,
+    dppo_loss,
+    gmpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_loss,
+    sapo_loss,
+    sequence_ratio,
+)
+from libra.train.packing import MicroBatch
+from libra.train.sequences import Sequences
+from libra.train.settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss that ``settings`` describe."""
+
+    settings: TrainSettings
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """From tokens to the step."""
+        settings = self.settings
+        if settings.aggregation == "constant":
+            return Aggregation("constant", divisor=settings.loss_divisor)
+        return Aggregation(settings.aggregation, horizon_tokens=settings.loss_divisor)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether log-probabilities under the weights at the start of the step are used."""
+        return self.settings.old_logp != "behaviour"
+
+    @property
+    def needs_every_sequence(self) -> bool:
+        """Whether a sequence without advantage has a gradient all the same."""
+        settings = self.settings
+        extra = settings.log_ratio_coef if settings.loss == "dppo" else 0.0
+        return settings.kl_coef > 0 or settings.entropy_coef > 0 or extra > 0
+
+    def token_losses(
+        self, batch: MicroBatch, logp_N: Tensor, *, entropy_N: Tensor, reference_logp_N: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of each token (N,), with gradient, and sums for a report.
+
+        ``logp_N`` is the only argument with a gradient, and ``entropy_N`` where there is a bonus. Without
+        ``batch.proximal_logp_N`` the weights are those at the start of the step, so ``logp_N`` itself is proximal.
+        """
+        settings = self.settings
+        sequences = batch.sequences
+        old_N, weight_N, exact_N = self._old(batch, logp_N.detach(), sequences)
+        loss_N = weight_N * self.policy_losses(logp_N, old_N, batch.advantage_N, sequences)
+        sums = self._sums(logp_N.detach(), old_N, batch.advantage_N, sequences)
+        if reference_logp_N is not None:
+            kl_N = kl_estimate(
+                logp_N,
+                reference_logp_N,
+                settings.kl_estimator,
+                bound=settings.kl_bound,
+                log_ratio_bound=None if settings.kl_bound is None else 2 * settings.kl_bound,
+            )
+            loss_N = loss_N + settings.kl_coef * kl_N
+            sums["kl_reference"] = float(kl_N.detach().sum())
+        if settings.entropy_coef:
+            loss_N = loss_N - settings.entropy_coef * entropy_N
+        sums |= {
+            "weight_sum": float(weight_N.sum()),
+            "weight_square_sum": float(weight_N.double().square().sum()),
+            "exact_old": float(exact_N.sum()),
+        }
+        return loss_N, sums | self._corrected(batch, old_N, weight_N)
+
+    def policy_losses(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> Tensor:
+        """The policy loss of each token before its weight (N,)."""
+        settings = self.settings
+        tokens = (logp_N, old_N, advantage_N)
+        low, high = settings.clip_low, settings.clip_high
+        match settings.loss:
+            case "ppo":
+                return ppo_loss(*tokens, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
+            case "gspo":
+                return gspo_loss(*tokens, sequences, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
+            case "cispo":
+                return cispo_loss(*tokens, clip_low=low, clip_high=high)
+            case "sapo":
+                return sapo_loss(*tokens, tau_positive=settings.tau_positive, tau_negative=settings.tau_negative)
+            case "gmpo":
+                return gmpo_loss(*tokens, sequences, clip_low=low, clip_high=high)
+            case "dppo":
+                return dppo_loss(*tokens, clip_low=low, clip_high=high, log_ratio_coef=settings.log_ratio_coef)
+            case "reinforce":
+                return reinforce_loss(logp_N, advantage_N)
+
+    @torch.no_grad()
+    def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """What the ratio is to, the weight, and whether the former is the trainer's under the weights that sampled."""
+        settings, engine_N = self.settings, batch.behaviour_logp_N
+        if settings.old_logp == "behaviour":
+            return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
+        proximal_N = logp_N if batch.proximal_logp_N is None else batch.proximal_logp_N
+        everywhere_N = torch.ones_like(batch.current_N)
+        factors = two_factors(proximal_N, engine_N, batch.current_N if settings.old_logp == "exact" else everywhere_N)
+        if settings.correction == "none":
+            return factors.old_logp_N, torch.ones_like(engine_N), batch.current_N
+        weight_N = importance_weights(
+            factors.mismatch_N,
+            sequences,
+            level=settings.correction_level,
+            action=settings.correction,
+            low=settings.correction_low,
+            high=settings.correction_high,
+        )
+        return factors.old_logp_N, weight_N, batch.current_N
+
+    @torch.no_grad()
+    def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, float]:
+        """Tokens whose weight was changed by its bounds."""
+        if self.settings.correction == "none":
+            return {"corrected": 0.0}
+        free_N = importance_weights(
+            old_N - batch.behaviour_logp_N, batch.sequences, level=self.settings.correction_level, action="none"
+        )
+        return {"corrected": float((free_N != weight_N).sum())}
+
+    @torch.no_grad()
+    def _sums(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> dict[str, float]:
+        """Ratios and clipped tokens as this loss sees them."""
+        settings = self.settings
+        low, high = settings.clip_low, settings.clip_high
+        seen_N = logp_N
+        if settings.loss == "gspo":
+            seen_N = old_N + sequence_ratio(logp_N, old_N, sequences).log()
+        elif settings.loss == "gmpo":  # clips the logarithm
+            low, high = 1 - float(torch.tensor(-low).exp()), float(torch.tensor(high).exp()) - 1
+        elif settings.loss in ("sapo", "reinforce", "dppo"):
+            low, high = 1.0, float("inf")
+        sums = clip_sums(seen_N, old_N, advantage_N, clip_low=low, clip_high=high)
+        if settings.loss == "dppo":
+            out_N = ~dppo_keep(logp_N, old_N, advantage_N, low=settings.clip_low, high=settings.clip_high)
+            sums |= {
+                "clipped_low": float((out_N & (advantage_N < 0)).sum()),
+                "clipped_high": float((out_N & (advantage_N > 0)).sum()),
+            }
+        return sums

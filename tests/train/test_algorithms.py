@@ -1,0 +1,237 @@
+"""Every algorithm of the configuration, through the replica: the same as one big batch, and as the library's functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from libra.config.algorithms import ALGORITHMS
+from libra.errors import ConfigError
+from libra.train import Aggregation, Padded, Replica, TrainSettings, kl_estimate, pack, sample_of
+from libra.train.corrections import importance_weights, two_factors
+from libra.train.losses import (
+    cispo_loss,
+    dppo_loss,
+    gmpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_loss,
+    sapo_loss,
+)
+from libra.train.report import Tally
+
+VARIANTS = {
+    **{name: (name, {}) for name in ALGORITHMS},
+    "entropy": ("dapo", {"entropy_coef": 0.1}),
+    "k2": ("gspo", {"kl_coef": 0.1, "kl_estimator": "k2+"}),
+    "constant": ("dapo", {"aggregation": "constant", "loss_divisor": 100.0}),
+    "dual_clip": ("grpo", {"dual_clip": 1.5}),
+    "two_factors": ("dapo", {"old_logp": "exact", "correction": "truncate", "correction_level": "sequence"}),
+    "geometric": ("ppo_decoupled", {"correction_level": "geometric", "correction_low": 0.5, "correction_high": 1.5}),
+}
+LAYOUTS = [(1, 40), (64, 130), (50, 10_000)]
+
+
+def settings_of(variant: str) -> dict[str, object]:
+    name, changes = VARIANTS[variant]
+    if name == "dr_grpo":
+        changes = {"loss_divisor": 64.0, **changes}
+    settings = TrainSettings.of_algorithm(name, **changes)
+    return {field: getattr(settings, field) for field in settings.__slots__ if field != "lr"}
+
+
+def samples_of(batch, rng: np.random.Generator, spread: float = 0.2):
+    """Samples whose proximal log-probabilities lie beside the engine's, a third of them of older weights."""
+    samples = [sample_of(trajectory, 0) for trajectory in batch]
+    return [
+        replace(
+            sample,
+            proximal_logp=sample.behaviour_logp + spread * rng.normal(size=sample.num_actions),
+            current=rng.random(sample.num_actions) < 0.7,
+        )
+        for sample in samples
+    ]
+
+
+def near(model: Replica, batch, score, rng: np.random.Generator) -> None:
+    """Give the batch behaviour log-probabilities near the model's, so that losses are not at their clips everywhere."""
+    for one, logp in zip(batch, score(model, [sample_of(one, 0) for one in batch]), strict=True):
+        one.behaviour_logprob[one.is_action] = logp.numpy() + 0.1 * rng.normal(size=len(logp))
+
+
+def gradient(model: Replica, samples, layout: tuple[int, int]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient accumulated over the micro-batches of a layout."""
+    denominator = model._objective.aggregation.denominator(
+        num_tokens=sum(sample.num_actions for sample in samples), num_sequences=len(samples)
+    )
+    model.optimizer.zero_grad()
+    total = 0.0
+    for micro in pack(samples, max_row_tokens=layout[0], micro_batch_tokens=layout[1], logp_dtype=torch.float64):
+        loss = model.micro_batch_loss(micro, Tally()) / denominator
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: parameter.grad.clone() for name, parameter in model.parameters().items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_accumulation_over_any_split_is_one_big_batch(replica, batch, score, variant):
+    model = replica(torch.float64, **settings_of(variant))
+    rng = np.random.default_rng(0)
+    near(model, batch, score, rng)
+    with torch.no_grad():
+        model.model.model.norm.weight.add_(0.02)  # away from the reference
+    samples = samples_of(batch, rng)
+    loss, whole = gradient(model, samples, (10_000, 10_000))
+    assert max(float(tensor.abs().max()) for tensor in whole.values()) > 1e-4
+    for layout in LAYOUTS:
+        got_loss, got = gradient(model, samples, layout)
+        assert got_loss == pytest.approx(loss, abs=1e-9)
+        for name, tensor in whole.items():
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-9)
+
+
+def padded(columns: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=float("nan"))
+
+
+def written_out(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: Padded) -> torch.Tensor:
+    """The loss of padded rows, written with the library's functions and nothing else."""
+    logp, engine, advantage = tokens["logp"], tokens["engine"], tokens["advantage"]
+    old, weight = engine, torch.ones_like(engine)
+    if settings.old_logp != "behaviour":
+        exact = tokens["current"] > 0 if settings.old_logp == "exact" else torch.ones_like(rows.mask_N)
+        factors = two_factors(tokens["proximal"], engine, exact)
+        old = factors.old_logp_N
+        if settings.correction != "none":
+            weight = importance_weights(
+                factors.mismatch_N,
+                rows,
+                level=settings.correction_level,
+                action=settings.correction,
+                low=settings.correction_low,
+                high=settings.correction_high,
+            )
+    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    loss = {
+        "ppo": lambda: ppo_loss(logp, old, advantage, dual_clip=settings.dual_clip, **clip),
+        "gspo": lambda: gspo_loss(logp, old, advantage, rows, **clip),
+        "cispo": lambda: cispo_loss(logp, old, advantage, **clip),
+        "sapo": lambda: sapo_loss(logp, old, advantage),
+        "gmpo": lambda: gmpo_loss(logp, old, advantage, rows, **clip),
+        "dppo": lambda: dppo_loss(logp, old, advantage, log_ratio_coef=settings.log_ratio_coef, **clip),
+        "reinforce": lambda: reinforce_loss(logp, advantage),
+    }[settings.loss]()
+    loss = loss * weight
+    if settings.kl_coef:
+        kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0, log_ratio_bound=20.0)
+        loss = loss + settings.kl_coef * kl
+    loss = loss - settings.entropy_coef * tokens["entropy"]
+    modes = {
+        "constant": {"divisor": settings.loss_divisor},
+        "seq-mean-token-sum-norm": {"horizon_tokens": settings.loss_divisor},
+    }
+    return Aggregation(settings.aggregation, **modes.get(settings.aggregation, {}))(loss, rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loss_is_that_of_the_library_on_padded_rows(replica, batch, score, variant):
+    settings = settings_of(variant)
+    model = replica(torch.float64, **settings)
+    rng = np.random.default_rng(1)
+    near(model, batch, score, rng)
+    samples = samples_of(batch, rng)
+    reference = score(model, samples)
+    with torch.no_grad():
+        model.model.model.norm.weight.add_(0.02)
+    columns: dict[str, list[torch.Tensor]] = {}
+    for sample, reference_logp in zip(samples, reference, strict=True):
+        logits = model.model(input_ids=torch.as_tensor(sample.token_ids)[None]).logits[0][sample.action_at]
+        all_logp = logits.log_softmax(-1)
+        column = {
+            "logp": all_logp.gather(-1, torch.as_tensor(sample.target)[:, None])[:, 0],
+            "engine": torch.as_tensor(sample.behaviour_logp).double(),
+            "proximal": torch.as_tensor(sample.proximal_logp).double(),
+            "advantage": torch.full((sample.num_actions,), sample.advantage, dtype=torch.float64),
+            "current": torch.as_tensor(sample.current).double(),
+            "reference": reference_logp,
+            "entropy": -(all_logp.exp() * all_logp).sum(-1),
+        }
+        for name, values in column.items():
+            columns.setdefault(name, []).append(values)
+    tokens = {name: padded(values) for name, values in columns.items()}
+    rows = Padded(~torch.isnan(tokens["engine"]))
+    tokens = {name: rows.only(values) for name, values in tokens.items()}
+    expected = written_out(TrainSettings(**settings), tokens, rows)
+    model.optimizer.zero_grad()
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.parameters().items()}
+    got, got_gradients = gradient(model, samples, (64, 200))
+    assert got == pytest.approx(float(expected.detach()), abs=1e-9)
+    for name, tensor in gradients.items():
+        torch.testing.assert_close(got_gradients[name], tensor, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_raises_good_tokens_and_lowers_bad_ones(replica, trajectory, score, variant):
+    model = replica(**{**settings_of(variant), "lr": 3e-3})
+    batch = [trajectory(index, 1.0 if index % 2 else -1.0) for index in range(8)]
+    before = score(model, [sample_of(one, 0) for one in batch])
+    for one, logp in zip(batch, before, strict=True):
+        one.behaviour_logprob[one.is_action] = logp.numpy()
+    report = model.step(batch, 0)
+    after = score(model, [sample_of(one, 0) for one in batch])
+    moved = sum(
+        (float(new.sum()) - float(old.sum())) * one.advantage
+        for one, old, new in zip(batch, before, after, strict=True)
+    )
+    assert moved > 0
+    assert report.optimizer_steps == 1
+    assert report.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert report.effective_sample_frac == pytest.approx(1, abs=1e-5)
+    decoupled = settings_of(variant)["old_logp"] != "behaviour"
+    assert report.exact_old_frac == (1.0 if decoupled else 0.0)
+
+
+def test_proximal_log_probabilities_are_those_before_the_first_optimizer_step(replica, batch, score):
+    model = replica(**{**settings_of("ppo_decoupled"), "epochs": 2, "minibatches": 2, "lr": 3e-3})
+    near(model, batch, score, np.random.default_rng(0))
+    seen = {}
+    whole = model._with_proximal
+
+    def spy(samples):
+        scored = whole(samples)
+        seen.update({sample.token_ids.tobytes(): sample.proximal_logp for sample in scored})
+        return scored
+
+    model._with_proximal = spy
+    before = {s.token_ids.tobytes(): logp for s, logp in zip(*_scored(model, batch, score), strict=True)}
+    report = model.step(batch, 0)
+    assert report.optimizer_steps == 4
+    assert seen.keys() == before.keys()
+    for key, logp in before.items():
+        np.testing.assert_allclose(seen[key], logp.numpy(), atol=1e-4)
+    assert report.ratio_mean != pytest.approx(1, abs=1e-6)  # later passes have moved off
+
+
+def _scored(model, batch, score):
+    samples = [sample_of(one, 0) for one in batch]
+    return samples, score(model, samples)
+
+
+def test_weights_that_leave_their_bounds_are_counted(replica, batch, score):
+    model = replica(torch.float64, **{**settings_of("ppo_decoupled"), "correction_high": 1.05})
+    near(model, batch, score, np.random.default_rng(0))
+    report = model.step(batch, 0)
+    assert 0 < report.correction_frac < 1
+    assert 0 < report.effective_sample_frac < 1
+    assert report.clip_low_frac == report.clip_high_frac == 0  # the first step has not moved
+
+
+def test_an_algorithm_that_does_not_exist_is_named():
+    with pytest.raises(ConfigError, match=r"trainer\.algorithm: got 'ppo2'; allowed is one of grpo, "):
+        TrainSettings.of_algorithm("ppo2")
+    with pytest.raises(ConfigError, match=r"trainer\.loss_divisor: got None; allowed is a number above 0"):
+        TrainSettings.of_algorithm("dr_grpo")

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import TrainError
+from libra.train import Packed, Padded
+from libra.train.corrections import (
+    effective_sample_frac,
+    importance_weights,
+    m2po_mask,
+    off_policy_sequence_mask,
+    rejection_mask,
+    two_factor_metrics,
+    two_factors,
+)
+
+log_ratios = st.lists(st.floats(-4, 4), min_size=1, max_size=12)
+
+
+def one_sequence(values: list[float]) -> tuple[torch.Tensor, Packed]:
+    return torch.tensor(values, dtype=torch.float64), Packed(torch.zeros(len(values), dtype=torch.int64), 1)
+
+
+@given(log_ratios, st.floats(1.01, 9), st.sampled_from(["token", "sequence", "geometric"]))
+def test_truncation_and_cutting_agree_inside_the_bounds(values, high, level):
+    log_ratio, sequences = one_sequence(values)
+    free = importance_weights(log_ratio, sequences, level=level, action="none")
+    truncated = importance_weights(log_ratio, sequences, level=level, high=high)
+    cut = importance_weights(log_ratio, sequences, level=level, action="mask", low=1 / high, high=high)
+    torch.testing.assert_close(truncated, free.clamp(max=high))
+    inside = (free >= 1 / high) & (free <= high)
+    assert torch.equal(cut, torch.where(inside, free, torch.zeros_like(free)))
+    if level != "token":
+        assert (free == free[0]).all()
+
+
+@given(log_ratios)
+def test_normalised_weights_have_mean_one(values):
+    log_ratio, sequences = one_sequence(values)
+    weights = importance_weights(log_ratio, sequences, normalize=True)
+    assert float(weights.mean()) == pytest.approx(1, rel=1e-6)
+
+
+@given(log_ratios)
+def test_the_effective_sample_is_between_one_token_and_all(values):
+    log_ratio, sequences = one_sequence(values)
+    share = effective_sample_frac(importance_weights(log_ratio, sequences, high=None), sequences)
+    assert 1 / len(values) - 1e-9 <= share <= 1 + 1e-9
+    assert effective_sample_frac(torch.full_like(log_ratio, 0.3), sequences) == pytest.approx(1)
+
+
+def test_an_empty_mask_and_extreme_ratios():
+    rows = Padded(torch.zeros(2, 3))
+    nan = torch.full((2, 3), float("nan"))
+    for level in ("token", "sequence", "geometric"):
+        assert (importance_weights(nan, rows, level=level, normalize=True) == 0).all()
+    assert effective_sample_frac(nan, rows) == 0
+    assert not rejection_mask(nan, rows, level="sequence", reduce="max", high=1.0).any()
+    assert not m2po_mask(nan, rows).any()
+    far, sequences = one_sequence([1e4, -1e4])
+    assert torch.isfinite(importance_weights(far, sequences, high=None)).all()
+
+
+@given(log_ratios, st.floats(1e-3, 4), st.booleans())
+def test_m2po_masks_the_fewest_tokens(values, threshold, directed):
+    log_ratio, sequences = one_sequence(values)
+    advantage = torch.ones_like(log_ratio) if directed else None
+    keep = m2po_mask(log_ratio, sequences, threshold=threshold, advantage_N=advantage)
+    square = log_ratio.square()
+    candidates = square[log_ratio > 0] if directed else square
+    fixed = float(square.sum() - candidates.sum()) if directed else 0.0
+    rest = len(values) - len(candidates)
+    for removed in range(len(candidates) + 1):  # brute force: the largest go first
+        left = float(candidates.sort().values[: len(candidates) - removed].sum()) + fixed
+        if left <= threshold * (len(candidates) - removed + rest) * (1 + 1e-12) or removed == len(candidates):
+            break
+    assert int((~keep).sum()) == removed
+    if directed:
+        assert keep[log_ratio <= 0].all()
+
+
+def test_rejection_metrics_by_hand():
+    d, sequences = one_sequence([0.5, -0.5, 1.0])
+    e = math.e
+    for metric, values in {
+        "ratio": [e**0.5, e**-0.5, e],
+        "k1": [0.5, -0.5, 1.0],
+        "k2": [0.125, 0.125, 0.5],
+        "k3": [e**0.5 - 1.5, e**-0.5 - 0.5, e - 2],
+        "k3-reverse": [e**-0.5 - 0.5, e**0.5 - 1.5, e**-1],
+    }.items():
+        middle = float(np.median(values)) + 1e-12
+        got = rejection_mask(d, sequences, metric=metric, high=middle)
+        assert got.tolist() == [value <= middle for value in values], metric
+        low = rejection_mask(d, sequences, metric=metric, low=middle)
+        assert low.tolist() == [value >= middle for value in values], metric
+    assert rejection_mask(d, sequences, level="sequence", high=math.exp(1 / 3) + 1e-9).all()
+    assert not rejection_mask(d, sequences, level="sequence", reduce="sum", high=2.7).any()
+    assert rejection_mask(d, sequences, level="sequence", reduce="max", high=e + 1e-9).all()
+
+
+def test_off_policy_sequences_are_dropped_only_where_the_advantage_is_negative():
+    logp = torch.tensor([-1.0, -1.0, -3.0, -3.0])
+    sequences = Packed(torch.tensor([0, 0, 1, 1]), 2)
+    old = torch.tensor([-1.1, -1.1, -1.0, -1.0])
+    for advantage, kept in ((-1.0, [True, True, False, False]), (1.0, [True] * 4)):
+        got = off_policy_sequence_mask(logp, old, torch.full((4,), advantage), sequences, threshold=0.5)
+        assert got.tolist() == kept
+
+
+@given(log_ratios, st.data())
+def test_the_two_factors_multiply_to_the_whole(values, data):
+    old, sequences = one_sequence(values)
+    engine = torch.tensor(data.draw(st.lists(st.floats(-4, 0), min_size=len(old), max_size=len(old)))).double()
+    exact = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(old), max_size=len(old))))
+    logp = old + 0.1
+    factors = two_factors(torch.where(exact, old, torch.nan), engine, exact)
+    torch.testing.assert_close((logp - factors.old_logp_N) + factors.mismatch_N, logp - engine)
+    assert (factors.mismatch_N[~exact] == 0).all()
+    metrics = two_factor_metrics(logp, factors, sequences, clip_low=0.2, clip_high=0.2)
+    assert metrics["exact_old_frac"] == pytest.approx(float(exact.double().mean()))
+    assert all(0 <= value <= 1 + 1e-9 for value in metrics.values())
+
+
+def test_both_clip_rates_are_of_their_own_factor():
+    logp, engine = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, -1.0])
+    old = torch.tensor([-2.0, -1.0, float("nan")])
+    factors = two_factors(old, engine, torch.tensor([True, True, False]))
+    sequences = Packed(torch.zeros(3, dtype=torch.int64), 1)
+    metrics = two_factor_metrics(logp, factors, sequences, clip_low=0.2, clip_high=0.2, mismatch_high=2.0)
+    assert metrics["staleness_clip_frac"] == pytest.approx(1 / 3)  # the first: e^1 from its old policy
+    assert metrics["mismatch_clip_frac"] == pytest.approx(1 / 3)  # the second: e^2 from its engine
+    assert metrics["exact_old_frac"] == pytest.approx(2 / 3)
+
+
+def test_options_are_named_where_they_are_wrong():
+    log_ratio, sequences = one_sequence([0.0])
+    with pytest.raises(
+        TrainError, match="importance_weights level: got 'tokens'; allowed are token, sequence, geometric"
+    ):
+        importance_weights(log_ratio, sequences, level="tokens")
+    with pytest.raises(TrainError, match="rejection_mask metric: got 'kl'"):
+        rejection_mask(log_ratio, sequences, metric="kl")
