@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.train import Sample, fill_rows, pack, sample_of
+from libra.train import Sample, TrainSettings, fill_rows, pack, sample_of
 from libra.train.report import Tally
 from libra.train.sharing import attention_mask, can_share, row_tokens, share_rows
 
@@ -115,13 +115,14 @@ def test_only_full_attention_can_share(config, able):
     assert can_share(model) is able
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "gmpo", "dr_grpo", "ppo_decoupled"])
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "gmpo", "grpo", "ppo_decoupled"])
 def test_a_replica_shares_unless_it_is_told_not_to(replica, trajectory, algorithm):
     batch = [trajectory(n, lengths=(6, 4 + n)) for n in range(4)]
     for member in batch[1:]:
         member.token_ids[:6] = batch[0].token_ids[:6]
-    shared = replica(torch.float64, algorithm=algorithm)
-    plain = replica(torch.float64, algorithm=algorithm, share_prompts=False)
+    settings = asdict(TrainSettings.of_algorithm(algorithm, lr=1e-3))
+    shared = replica(torch.float64, **settings)
+    plain = replica(torch.float64, **settings | {"share_prompts": False})
     reports = [one.step([replace(member) for member in batch], 0) for one in (shared, plain)]
     assert [report.forwarded_tokens for report in reports] == [6 + 3 + 4 + 5 + 6, 4 * 6 + 3 + 4 + 5 + 6]
     for name, tensor in plain.weights().items():
