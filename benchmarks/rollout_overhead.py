@@ -1,16 +1,20 @@
 """What Libra's machinery costs a rollout: tokens/s through Dask over tokens/s of the same turns fed straight to the engine.
 
-64 concurrent trajectories (8 groups of 8) of 4 turns, every turn of exactly ``--tokens`` tokens (end-of-turn ignored), a
-tool action between turns. Both sides use the same engine object in the same worker process, with the same prompts, seeds and
+64 concurrent trajectories (8 groups of 8) of 4 turns, every turn of exactly ``--tokens`` tokens (end-of-turn ignored), an
+observation between turns. Both sides use the same engine object in the same worker process, with the same prompts, seeds and
 observations:
 
-* *Libra*: the trajectories of an iteration graph on real worker processes; quanta are parked and dispatched by the
-  scheduler's plugin, actions run on a tool worker, every quantum is written to the journal and the event log. Seconds are
-  from the first dispatch to the last quantum's report, read from the event log; grading and storing come after.
+* *Libra*: the trajectories of an iteration graph on real worker processes, parked and dispatched by the scheduler's plugin;
+  every generation and action is written to the journal, every quantum reported and in the event log. The tool is inline,
+  as suits one that costs nothing (the bare side has none at all), and nobody waits for a slot, so a trajectory keeps its
+  own between turns. With ``--tool-slot`` each action goes to a slot of a tool worker, and each turn is dispatched: that is
+  what a tool with a worker of its own costs. Seconds are from the first dispatch to the last quantum's report, read from
+  the event log; grading and storing come after.
 * *bare*: in the rollout worker, one coroutine per trajectory calls ``engine.generate`` for turn after turn, and appends the
   same observation tokens at once.
 
 Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``, ``throughput_ratio_256``,
+``throughput_ratio_tool_slot`` (64 tokens per turn, actions on TOOL slots, unless everything is measured so),
 ``break_even_tokens`` (turn length at which the ratio falls below 0.90, interpolated between measured lengths), and
 ``scheduler_us_per_quantum`` (CPU of the thread that runs scheduler and client, event log on, less what it takes when
 nothing runs, over generation and action quanta at 16 tokens; building and submitting the graph is in it).
@@ -28,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks import even_words as task
-from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, emit
+from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
 from libra.config import config_from_dict
 from libra.graph.driver import Session
 from libra.graph.host import host_name
@@ -46,14 +50,22 @@ IDLE_S = 3.0
 class Side:
     """A started run whose iterations are only generated, never trained on; a context manager."""
 
-    def __init__(self, model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace) -> None:
+    def __init__(
+        self, model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace, *, inline: bool
+    ) -> None:
         self.tokens, self.options = tokens, options
         self.k = 0
+        name = f"overhead_{tokens}_{'inline' if inline else 'slots'}"
         config = config_from_dict(
             {
-                "run": {"name": f"overhead_{tokens}", "dir": str(runs_dir), "iterations": 1, "eta": RUNS_PER_SESSION},
+                "run": {
+                    "name": name,
+                    "dir": str(runs_dir),
+                    "iterations": 1,
+                    "eta": RUNS_PER_SESSION,
+                },
                 "model": {"path": str(model_dir)},
-                "environment": {"name": "libra.testing:FixedTurns", "args": {"inline": options.inline}},
+                "environment": {"name": "libra.testing:FixedTurns", "args": {"inline": inline}},
                 "rollout": {
                     "slots": options.concurrent,
                     "max_new_tokens": tokens,
@@ -187,13 +199,25 @@ def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
     return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 
-def measure(model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace) -> tuple[Pairs, float, int]:
-    """Pairs at one turn length, and scheduler CPU seconds and quanta of them."""
-    with Side(model_dir, runs_dir, tokens, options) as side:
+def measure(
+    model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace, *, inline: bool
+) -> tuple[float, float]:
+    """Throughput ratio at one turn length, and scheduler CPU microseconds per quantum."""
+    with Side(model_dir, runs_dir, tokens, options, inline=inline) as side:
         side.bare_s(), side.libra_s()
         side.quanta, side.scheduler_s = 0, 0.0
         measured = alternate(side.libra_s, side.bare_s, pairs=options.pairs)
-        return measured, side.scheduler_s, side.quanta
+        scheduler_us = side.scheduler_s / side.quanta * 1e6
+    libra_s, bare_s = measured.medians
+    total = options.concurrent * options.turns * tokens
+    # The ratio of each pair is Libra's seconds over bare ones; throughput is its inverse.
+    ratio = statistics.median(bare / libra for libra, bare in zip(measured.first, measured.second, strict=True))
+    print(
+        f"{tokens:4d} tokens per turn, {'inline tool' if inline else 'tool slots'}: Libra {total / libra_s:7,.0f} tok/s, "
+        f"bare {total / bare_s:7,.0f} tok/s, ratio {ratio:.3f}; scheduler {scheduler_us:.0f} us per quantum",
+        flush=True,
+    )
+    return ratio, scheduler_us
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -209,29 +233,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="torch threads of the engine (default: cores)"
     )
-    parser.add_argument("--inline", action="store_true", help="run the tool within the generation quantum")
+    parser.add_argument("--tool-slot", action="store_true", help="run every action on a TOOL slot, not within its turn")
     options = parser.parse_args(arguments)
     ratios: dict[int, float] = {}
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="rollout_overhead-") as name:
         task.save_model(Path(name) / "model")
+        model_dir, runs_dir = Path(name) / "model", Path(name) / "runs"
         for tokens in options.tokens:
-            measured, scheduler_s, quanta = measure(Path(name) / "model", Path(name) / "runs", tokens, options)
-            libra_s, bare_s = measured.medians
-            total = options.concurrent * options.turns * tokens
-            # The ratio of each pair is Libra's seconds over bare ones; throughput is its inverse.
-            ratios[tokens] = statistics.median(
-                bare / libra for libra, bare in zip(measured.first, measured.second, strict=True)
-            )
-            print(
-                f"{tokens:4d} tokens per turn: Libra {total / libra_s:7,.0f} tok/s, bare {total / bare_s:7,.0f} tok/s, "
-                f"ratio {ratios[tokens]:.3f}; scheduler {scheduler_s / quanta * 1e6:.0f} us per quantum",
-                flush=True,
-            )
+            ratios[tokens], scheduler_us = measure(model_dir, runs_dir, tokens, options, inline=not options.tool_slot)
             if tokens in SPECIAL:
                 figures[SPECIAL[tokens]] = Figure(ratios[tokens], "ratio", "higher", GOAL)
             if tokens == 16 or len(options.tokens) == 1:
-                figures["scheduler_us_per_quantum"] = Figure(scheduler_s / quanta * 1e6, "us", "lower", 200)
+                figures["scheduler_us_per_quantum"] = Figure(scheduler_us, "us", "lower", 200)
+        if 64 in options.tokens and not options.tool_slot:
+            ratio, _ = measure(model_dir, runs_dir, 64, options, inline=False)
+            figures["throughput_ratio_tool_slot"] = Figure(ratio, "ratio", "higher", GOAL)
     figures["break_even_tokens"] = Figure(break_even(ratios), "tokens", "lower", 64)
     emit("rollout_overhead", figures, arguments=arguments, as_json=options.json)
 
