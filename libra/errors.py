@@ -15,6 +15,7 @@
     |   +-- RecordExists(FileExistsError)  somebody else already wrote this record
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
+        +-- CheckpointError                a checkpoint cannot be written or read, or is none
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
 allowed and what to type.
@@ -73,3 +74,7 @@ class WeightsError(LibraError, RuntimeError):
 
 class TrainError(LibraError, RuntimeError):
     """A training step cannot be taken."""
+
+
+class CheckpointError(TrainError):
+    """A checkpoint cannot be written or read, is torn, is of another model, or is no checkpoint at all."""

@@ -40,6 +40,8 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
     lines.append(f"run           {directory}")
     if summary.checkpoint is not None:
         lines.append(f"model         {shlex.quote(_short(summary.checkpoint))}")
+    if summary.best is not None and summary.best != summary.checkpoint:
+        lines.append(f"best model    {shlex.quote(_short(summary.best))}")
     lines.append(f"look at it    libra inspect {directory}")
     if config.observe.tensorboard:
         lines.append(f"              tensorboard --logdir {directory}")

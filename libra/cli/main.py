@@ -50,13 +50,20 @@ _SCHEDULER = click.option(
 @_CONFIG
 @_OVERRIDES
 @_SCHEDULER
+@click.option(
+    "--from",
+    "checkpoint",
+    metavar="CHECKPOINT",
+    help="Start with the weights and the optimizer's state of a checkpoint, e.g. runs/NAME/checkpoints/best.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show every decision on standard error as it is taken.")
-def run(config: str, overrides: tuple[str, ...], scheduler: str | None, verbose: bool) -> None:
+def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoint: str | None, verbose: bool) -> None:
     """Run what CONFIG describes: a YAML file, or libra/NAME for one that ships.
 
     \b
     libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
     libra run configs/qwen3_4b_gpu.yaml --scheduler tcp://HOST:8786
+    libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
     """
     import logging
 
@@ -65,6 +72,8 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, verbose:
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
+    if checkpoint is not None:
+        overrides = (*overrides, f"run.from_checkpoint={one_line_yaml(checkpoint)}")
     loaded = load_config(config, overrides)
     if loaded.run.name is None:
         loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))

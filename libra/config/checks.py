@@ -28,7 +28,7 @@ class CrossFieldProblem:
 
 def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
     """Every contradiction between fields, in the order of the sections; empty where there is none."""
-    return (*_rollout(config), *_trainer(config), *_algorithm(config), *_evaluation(config))
+    return (*_rollout(config), *_trainer(config), *_algorithm(config), *_checkpoint(config), *_evaluation(config))
 
 
 def _rollout(config: RunConfig) -> Iterator[CrossFieldProblem]:
@@ -122,6 +122,23 @@ def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("trainer.log_ratio_coef", "trainer.loss"),
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
             "trainer.loss=dppo",
+        )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if (
+        checkpoint.keep_best
+        and checkpoint.every
+        and evaluation.every
+        and checkpoint.every % evaluation.every
+        and evaluation.every % checkpoint.every
+    ):
+        yield CrossFieldProblem(
+            ("checkpoint.every", "evaluation.every", "checkpoint.keep_best"),
+            f"checkpoint.every: of checkpoints every {checkpoint.every} steps and evaluations every {evaluation.every} few meet, "
+            "and only a checkpoint that is evaluated can be the best; type "
+            f"checkpoint.every={evaluation.every}, or checkpoint.keep_best=false",
         )
 
 

@@ -55,6 +55,10 @@ class RunSection(Section):
     """Iterations (optimizer batches) to run."""
     eta: AtLeastZero = 0
     """Staleness bound, in weight versions: how far behind the newest weights a consumed token may be. 0: synchronous."""
+    from_checkpoint: Annotated[Path, Field(strict=False)] | None = None
+    """Checkpoint whose weights become version 0 and whose optimizer state goes on (`libra run --from`); steps count from 0 again.
+    A Hugging Face directory without trainer.json gives its weights only. `model.path` stays the reference of `kl_coef`, and
+    has to be the same architecture. None: start from `model.path`."""
 
     @field_validator("name")
     @classmethod
@@ -171,7 +175,7 @@ class TrainerSection(Section):
     correction_high: Annotated[float, Field(gt=0)] | None = 2.0
     """(preset) Largest weight. None: no bound."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """(preset) Weight of the KL term to the starting model. 0: no reference model is loaded."""
+    """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of that term; with + its value has the gradient of k2, which is the gradient of the divergence."""
     kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
@@ -198,6 +202,20 @@ class TrainerSection(Section):
         if not isinstance(given, dict):
             return given
         return {**preset_values(given.get("algorithm", DEFAULT_ALGORITHM)), **given}
+
+
+class CheckpointSection(Section):
+    """What can be started from again: checkpoints in Hugging Face layout with the optimizer's state, in RUN/checkpoints."""
+
+    every: AtLeastZero | None = None
+    """Steps from one checkpoint to the next; the last step always makes one. 0: only the last. None: at each evaluation
+    (`evaluation.every`), or every 10 steps where there is none. A checkpoint holds the weights and twice as much optimizer
+    state, and while it is written a copy of that is in the trainer's memory."""
+    keep: AtLeastOne = 2
+    """Checkpoints kept: the last so many, beside the best."""
+    keep_best: bool = True
+    """Also keep the best one, and link it as `checkpoints/best`: by mean reward of the held-out questions where `evaluation.every`
+    asks them as the run goes, else by the mean training reward of the iteration."""
 
 
 class EvaluationSection(Section):
@@ -256,6 +274,7 @@ class RunConfig(Section):
     environment: EnvironmentSection = EnvironmentSection()
     rollout: RolloutSection = RolloutSection()
     trainer: TrainerSection = TrainerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     cluster: ClusterSection = ClusterSection()
     observe: ObserveSection = ObserveSection()

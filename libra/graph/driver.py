@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +29,13 @@ from libra.config import RunConfig, dump_config, resolve_model
 from libra.errors import ClusterError, LibraError, RunDirectoryError
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, first_publish, iteration_graph
+from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
 from libra.observe.metrics import MetricsLog
 from libra.observe.progress import RunProgress
 from libra.store.trajectories import TrajectoryStore
+from libra.train.kept_checkpoints import KeptCheckpoints
+from libra.train.start import checked_start
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -50,6 +54,7 @@ class RunSummary:
     iterations: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: Path | None = None
+    best: Path | None = None
     wall_s: float = 0.0
 
     @property
@@ -95,11 +100,15 @@ class Session:
         self._cluster: SpecCluster | None = None
         self._registered = False
         self._pending: dict[int, tuple[Future, list[Future], Future | None]] = {}
+        self._saving: deque[tuple[int, Future]] = deque()
         self._carried: list[Future] = []
         self._held: dict[int, list[Future]] = {}
         self._wake = threading.Event()
         self._failed: Future | None = None
         self.checkpoint: Path | None = None
+        self.kept = KeptCheckpoints(
+            self.directory / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
 
     # ---------------------------------------------------------------- start and end
 
@@ -119,8 +128,10 @@ class Session:
     def _start(self) -> None:
         config = self.config
         model_dir = str(resolve_model(config.model.path))
-        environment = self.environment
-        self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment)
+        environment, start = self.environment, config.run.from_checkpoint
+        if start is not None:
+            start = checked_start(start, model_dir, config.model.dtype)
+        self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment, start)
         self.spec.make_environment()  # a wrong name or argument is told before anything starts
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port
@@ -194,7 +205,8 @@ class Session:
         """Release everything; a cluster that the session started is stopped."""
         client = self.client
         if client is not None and client.status == "running":
-            for future in [*self._carried, *(f for futures in self._held.values() for f in futures)]:
+            held = [*self._carried, *(f for futures in self._held.values() for f in futures)]
+            for future in [*held, *(saved for _, saved in self._saving)]:
                 future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
             if self._registered:
                 client.sync(_rpc(client).libra_end_run, run=self.spec.run)
@@ -225,11 +237,18 @@ class Session:
         self.metrics.write(
             version, {"evaluation/reward": result["reward"], "evaluation/wall_s": time.time() - started_s}
         )
+        if self.config.evaluation.every:
+            self._score(version, result["reward"])
         return result
 
+    def _score(self, version: int, reward: float) -> None:
+        """Say what a version is worth, by the one measure of this run (`libra.train.kept_checkpoints`)."""
+        if version and checkpoint_is_due(self.config, version):
+            self.kept.score(version, reward)
+            self.kept.tidy()
+
     def _submit(self, k: int) -> None:
-        last = k == self.config.run.iterations - 1
-        graph: Graph = iteration_graph(self.spec, k, score=self.score, checkpoint=last)
+        graph: Graph = iteration_graph(self.spec, k, score=self.score)
         wanted = [graph.end, *graph.groups] + ([graph.checkpoint] if graph.checkpoint is not None else [])
         futures: list[Future] = self._client.compute(wanted, optimize_graph=False)
         groups = futures[1 : 1 + len(graph.groups)]
@@ -255,12 +274,22 @@ class Session:
                 "tokens_per_s": values["generated_tokens"] / (now_s - finished_s),
             }
             finished_s = now_s
+            if not self.config.evaluation.every:
+                self._score(k + 1, values["reward"])
             if saved is not None:
-                self.checkpoint = Path(self._result(saved, k))
+                self._saving.append((k, saved))
+            # A checkpoint is waited for when the next one is due, or the run ends: the disk holds up nothing else.
+            while len(self._saving) > (1 if k + 1 < total else 0):
+                self._saved(*self._saving.popleft())
             self._carried = [group for group in [*self._carried, *groups] if not group.done()]
             del end, saved, groups, self._held[k]
             self.metrics.write(k, {name: float(v) for name, v in values.items() if isinstance(v, int | float)})
             yield values
+
+    def _saved(self, k: int, future: Future) -> None:
+        """Take note of a checkpoint, and remove what is not kept any more."""
+        self.checkpoint = Path(self._result(future, k))
+        self.kept.tidy()
 
     def _done(self, future: Future) -> None:
         """Called in a thread of the client when a future of ours is done."""
@@ -322,5 +351,6 @@ def run(
                 ):
                     evaluate(done)
         summary.checkpoint = session.checkpoint
+        summary.best = session.kept.best() if config.checkpoint.keep_best else None
     summary.wall_s = time.time() - started_s
     return summary

@@ -33,6 +33,7 @@ from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
+from libra.graph.saving import CheckpointWriter
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
 from libra.store.journal import Journal
@@ -82,6 +83,7 @@ class LibraHost(WorkerPlugin):
         self.name = host_name(spec.run)
         self.engine: RolloutEngine | None = None
         self.replica: Replica | None = None
+        self.checkpoints: CheckpointWriter | None = None
         self.store: TrajectoryStore | None = None
 
     # ---------------------------------------------------------------- life
@@ -107,6 +109,7 @@ class LibraHost(WorkerPlugin):
                 await self._start_engine(int(supply[keys.ROLLOUT]))
             if supply.get(keys.TRAIN):
                 self.replica = await asyncio.to_thread(self._make_replica)
+                self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
         if supply.get(keys.COMMIT):
             from libra.store.trajectories import TrajectoryStore
 
@@ -130,7 +133,7 @@ class LibraHost(WorkerPlugin):
         config = self.spec.config
         self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
         self.engine = TransformersEngine(
-            self.model_dir,
+            self.spec.from_checkpoint or self.model_dir,
             slots=slots,
             max_context_tokens=config.rollout.max_context_tokens,
             dtype=config.model.dtype,
@@ -150,18 +153,24 @@ class LibraHost(WorkerPlugin):
 
     def _make_replica(self) -> Replica:
         from libra.train import Replica, TrainSettings
+        from libra.train.checkpoint import has_optimizer
 
         config = self.spec.config
         settings = config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS))
         if config.trainer.aggregation == "seq-mean-token-sum-norm" and settings["loss_divisor"] is None:
             settings["loss_divisor"] = float(config.rollout.max_context_tokens)
-        return Replica(
-            self.model_dir,
+        start = self.spec.from_checkpoint
+        replica = Replica(
+            start or self.model_dir,
             TrainSettings(**settings, temperature=config.rollout.temperature),
             dtype=config.model.dtype,
             threads=config.cluster.threads,
             seed=config.run.seed,
+            base_dir=self.model_dir,
         )
+        if start is not None and has_optimizer(start):
+            replica.continue_optimizer(start)
+        return replica
 
     # ---------------------------------------------------------------- weights
 

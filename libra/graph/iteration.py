@@ -18,6 +18,7 @@ from dask.delayed import Delayed
 
 from libra import keys
 from libra.graph import nodes
+from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
 
 Score = Callable[[Delayed], Delayed]
@@ -43,12 +44,17 @@ def on(resource: str) -> AbstractContextManager[Any]:
     return dask.annotate(resources={resource: 1})
 
 
+def beside(resource: str) -> AbstractContextManager[Any]:
+    """Tasks that run on a worker which declares a resource, and take nothing of it (contract in tests/graph/test_private.py)."""
+    return dask.annotate(resources={resource: 0})
+
+
 def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> Delayed:
     """One task with a key of ours."""
     return delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
 
 
-def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, checkpoint: bool = False) -> Graph:
+def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None) -> Graph:
     """The graph of iteration ``k``: B prompts x G samples, one optimizer step, one new version."""
     run, trainer = spec.run, spec.config.trainer
 
@@ -78,7 +84,9 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, checkp
         updated = node(nodes.update, spec.key("update", k), run, steps)
     with on(keys.TRAIN):
         published = node(nodes.publish, spec.key("publish", k), run, updated)
-        saved = node(nodes.checkpoint, spec.key("checkpoint", k), run, published) if checkpoint else None
+    with beside(keys.TRAIN):  # the next step need not wait for the disk: see libra.graph.saving
+        due = checkpoint_is_due(spec.config, k + 1)
+        saved = node(nodes.checkpoint, spec.key("checkpoint", k), run, published) if due else None
     with on(keys.GRADE):
         end = node(nodes.summary, spec.key("summary", k), run, k, batch, updated, published, stored)
     return Graph(end, groups, saved)

@@ -282,9 +282,9 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """One optimizer step (all epochs and minibatches of it) of replica ``rank`` on a committed batch."""
     worker = get_worker()
     host = the_host(worker, run)
-    assert host.replica is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
+    assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
-    result = host.replica.step(members_of(batch, of_the_step=True), batch["batch"])
+    result = host.checkpoints.step(members_of(batch, of_the_step=True), batch["batch"])
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
 
@@ -317,13 +317,10 @@ def publish(run: str, updated: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def checkpoint(run: str, published: dict[str, Any]) -> str:
-    """Save model and optimizer in Hugging Face layout; returns the directory."""
+    """Save model and optimizer in Hugging Face layout; returns the directory. Steps go on meanwhile."""
     host = _host(run)
-    assert host.replica is not None
-    directory = host.spec.directory / "checkpoints" / f"step-{published['version']:06d}"
-    if not directory.exists():
-        host.replica.save(directory)
-    return str(directory)
+    assert host.checkpoints is not None
+    return str(host.checkpoints.save(published["version"]))
 
 
 def summary(

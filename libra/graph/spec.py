@@ -29,6 +29,8 @@ class RunSpec:
     config : RunConfig
     environment : Environment or None
         One given as an object (``libra.train``); None: made from ``config.environment``.
+    from_checkpoint : Path or None
+        Directory, checked and without links, whose weights are version 0; None: ``model_dir`` itself.
     """
 
     run: str
@@ -37,6 +39,7 @@ class RunSpec:
     model_dir: str
     config: RunConfig
     environment: Environment | None = None
+    from_checkpoint: Path | None = None
 
     def key(self, node: str, *indices: int, split: str = "train") -> str:
         """Dask key of one node of this start of the run."""
@@ -82,6 +85,11 @@ class RunSpec:
     def weights_dir(self) -> Path:
         """The weight registry."""
         return self.directory / "weights"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Checkpoints, and the link to the best."""
+        return self.directory / "checkpoints"
 
     @property
     def store_path(self) -> Path:

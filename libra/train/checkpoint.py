@@ -1,25 +1,33 @@
-"""Checkpoints: a Hugging Face model directory with the optimizer's state beside it.
+"""One checkpoint: a Hugging Face model directory with the optimizer's state beside it, and the directory that holds them.
 
 ::
 
-    config.json, model.safetensors, tokenizer*   as transformers reads them
-    optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step
-    trainer.json                                 schema, steps_done, settings, seed, dtype, digest, last_report
+    checkpoints/step-000012/
+        config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
+        optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step
+        trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report
+    checkpoints/best -> step-000012                  see `libra.train.kept_checkpoints`
 
 Invariants
 ----------
-1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and renamed.
-2. An existing directory is never overwritten.
-3. `load_checkpoint` changes nothing in the replica before everything was read and the weights' digest agrees.
+1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and renamed. Killing the writer
+   leaves a name that begins with ".", which no reader opens and the next writer removes.
+2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again is writing it once.
+3. What is written is a `Snapshot`: the replica may step on while it goes to disk.
+4. Loading changes nothing in the replica before everything was read and every digest agrees.
+5. One process writes into a directory of checkpoints.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
+import re
 import shutil
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +36,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from libra.errors import TrainError
+from libra.errors import CheckpointError
 from libra.tensors import digest, untied
 from libra.train.report import StepReport
 
 if TYPE_CHECKING:
     from libra.train.replica import Replica
 
-SCHEMA = 1
+logger = logging.getLogger(__name__)
+
+SCHEMA = 2
+"""Layout of a checkpoint; a change that old code cannot read takes the next number."""
+FACTS_FILE, OPTIMIZER_FILE = "trainer.json", "optimizer.safetensors"
+TEMPORARY = ".tmp"
+"""How the hidden name of a checkpoint being written ends."""
+_NAME = re.compile(r"step-(\d{6,})")
 _TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -45,83 +60,257 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "*.model",
 )
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors writes in Rust, and has the number in its message only
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def save_checkpoint(directory: Path, replica: Replica) -> None:
-    """Write ``replica`` as ``directory``; TrainError where that exists."""
-    if directory.exists():
-        raise TrainError(f"checkpoint: {directory} exists and is never overwritten; choose another directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
-    temporary.mkdir()
-    try:
-        replica.model.save_pretrained(temporary)
-        for pattern in _TOKENIZER_FILES:
-            for source in replica.model_dir.glob(pattern):
-                if source.is_file():
-                    shutil.copy2(source, temporary / source.name)
-        state = {
-            f"{name}.{key}": value.detach().contiguous()
+def checkpoint_name(step: int) -> str:
+    """Name of the checkpoint of weights ``step``, e.g. ``step-000012``."""
+    return f"step-{step:06d}"
+
+
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.fullmatch(directory.name)
+    assert match is not None, f"{directory} is not named as a checkpoint"
+    return int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A replica's state at one step, as it goes to disk.
+
+    Attributes
+    ----------
+    model : transformers model
+        Only its configuration is read.
+    weights, optimizer : dict of tensors
+        Copies in host memory, so the replica may change its own; views where it was taken with ``copy=False``.
+    facts : dict
+        The content of ``trainer.json`` but for the digests.
+    tokenizer_dir : Path
+        Whose tokenizer files go along.
+    """
+
+    model: Any
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    facts: dict[str, Any]
+    tokenizer_dir: Path
+
+    @classmethod
+    def of(cls, replica: Replica, *, copy: bool = True) -> Snapshot:
+        """The state of ``replica`` now, which no step may change while it is taken."""
+
+        def kept(tensor: Tensor) -> Tensor:
+            return tensor.detach().to("cpu", copy=True).contiguous() if copy else tensor.detach().contiguous()
+
+        optimizer = {
+            f"{name}.{key}": kept(value)
             for name, parameter in replica.parameters().items()
             for key, value in replica.optimizer.state.get(parameter, {}).items()
         }
-        save_file(state, temporary / "optimizer.safetensors")
         facts = {
             "schema": SCHEMA,
             "steps_done": replica.steps_done,
             "settings": asdict(replica.settings),
             "seed": replica.seed,
-            "dtype": str(replica.dtype),
-            "digest": digest(replica.weights()),
+            "dtype": str(replica.dtype).removeprefix("torch."),
             "last_report": replica.last_report.as_dict() if replica.last_report else None,
         }
-        (temporary / "trainer.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        weights = {name: kept(tensor) for name, tensor in replica.weights().items()}
+        return cls(replica.model, weights, optimizer, facts, replica.base_dir)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps the replica had taken."""
+        return int(self.facts["steps_done"])
+
+
+def save_checkpoint(directory: Path, snapshot: Snapshot) -> None:
+    """Write ``snapshot`` as ``directory``, whole or not at all; where it is there already, nothing is to be done.
+
+    Raises
+    ------
+    CheckpointError
+        Something else lies at ``directory``, or the disk refuses; a full one is named as such.
+    """
+    content = {"digest": digest(snapshot.weights), "optimizer_digest": digest(snapshot.optimizer)}
+    if _is_there(directory, content):
+        return
+    temporary = _hidden(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.parent.glob(f".*{TEMPORARY}"):
+            logger.warning("%s was left half-written by a writer that died; it is removed", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir()
+        snapshot.model.save_pretrained(temporary, state_dict=dict(snapshot.weights))
+        for pattern in _TOKENIZER_FILES:
+            for source in snapshot.tokenizer_dir.glob(pattern):
+                if source.is_file():
+                    shutil.copy2(source, temporary / source.name)
+        save_file(snapshot.optimizer, temporary / OPTIMIZER_FILE)
+        (temporary / FACTS_FILE).write_text(json.dumps(snapshot.facts | content, indent=2) + "\n", encoding="utf-8")
         for path in temporary.iterdir():
             _sync(path)
         _sync(temporary)
         temporary.rename(directory)
         _sync(directory.parent)
-    except OSError as fault:
-        raise TrainError(f"checkpoint: {directory} could not be written: {fault}") from fault
+    except (OSError, SafetensorError) as fault:
+        raise _write_failure(directory, fault) from fault
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load_checkpoint(directory: Path, replica: Replica) -> None:
-    """Bring ``replica`` to the state saved in ``directory``; TrainError where it is torn or of another model."""
-    try:
-        facts: dict[str, Any] = json.loads((directory / "trainer.json").read_text(encoding="utf-8"))
-        state = load_file(directory / "optimizer.safetensors")
-        weights = _read_weights(directory)
-    except (OSError, ValueError, SafetensorError) as fault:
-        raise TrainError(f"checkpoint: {directory} cannot be read: {fault}") from fault
-    if facts.get("schema") != SCHEMA:
-        raise TrainError(f"checkpoint: {directory} has schema {facts.get('schema')}; this Libra reads {SCHEMA}")
+    """Bring ``replica`` to the state saved in ``directory``; CheckpointError where it is torn or of another model."""
+    facts, weights, optimizer = _read(directory)
     own = untied(replica.model.state_dict())[0]
     differing = sorted(name for name in own.keys() | weights.keys() if _form(own.get(name)) != _form(weights.get(name)))
     if differing:
-        raise TrainError(f"checkpoint: {directory} is of another model or dtype; tensors that differ: {differing[:4]}")
-    got = digest(weights)
-    if got != facts["digest"]:
-        raise TrainError(f"checkpoint: weights in {directory} have digest {got}, trainer.json says {facts['digest']}")
+        raise CheckpointError(
+            f"checkpoint: {directory} is of another model or dtype; tensors that differ: {differing[:4]}"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])
-    replica.optimizer.state.clear()
-    for name, parameter in replica.parameters().items():
-        entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
-        if entry:
-            replica.optimizer.state[parameter] = {key: value.clone() for key, value in entry.items()}
+    _take_optimizer(replica, optimizer)
     replica.steps_done = int(facts["steps_done"])
     replica.last_report = StepReport(**facts["last_report"]) if facts["last_report"] else None
 
 
-def _read_weights(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of the safetensors files that transformers wrote, one or several."""
-    weights: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("model*.safetensors")):
-        weights.update(load_file(path))
-    return weights
+def load_optimizer(directory: Path, replica: Replica) -> None:
+    """Give ``replica``, which has the weights of ``directory``, the optimizer's state too; its steps are still to come.
+
+    Raises CheckpointError where the directory is torn, or the replica's weights are others.
+    """
+    facts, _, optimizer = _read(directory)
+    own = digest(replica.weights())
+    if own != facts["digest"]:
+        raise CheckpointError(
+            f"checkpoint: the weights loaded have digest {own}, {directory} holds {facts['digest']} ({facts['dtype']}); "
+            "an optimizer's state belongs to one set of weights"
+        )
+    _take_optimizer(replica, optimizer)
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """What ``trainer.json`` says; CheckpointError where there is none, or one of another schema."""
+    path = directory / FACTS_FILE
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        schema = facts["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise CheckpointError(f"checkpoint: {path} cannot be read: {fault!r}") from fault
+    if schema != SCHEMA:
+        raise CheckpointError(
+            f"checkpoint: {directory} has schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it. As a "
+            f"model it can be used all the same: type model.path={directory}"
+        )
+    return facts
+
+
+def has_optimizer(directory: Path) -> bool:
+    """Whether it is a checkpoint of Libra's, not only a Hugging Face model."""
+    return (directory / FACTS_FILE).is_file()
+
+
+def verify(directory: Path) -> dict[str, Any]:
+    """Read all of a checkpoint and compare it with its digests; the facts, or CheckpointError."""
+    return _read(directory)[0]
+
+
+def complete(directory: str | Path) -> list[Path]:
+    """Every checkpoint under ``directory``, by step; what a killed writer left is none of them. Digests are not read."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and has_optimizer(p)]
+    return sorted(found, key=step_of)
+
+
+def newest(directory: str | Path) -> Path | None:
+    """The checkpoint of the highest step whose digests agree, None where there is none.
+
+    One that is torn (a disk that lied, a file that was altered) is reported by a warning and passed over.
+    """
+    for path in reversed(complete(directory)):
+        try:
+            verify(path)
+        except CheckpointError as fault:
+            logger.warning("%s is passed over: %s", path, fault)
+        else:
+            return path
+    return None
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Facts, weights and optimizer state, compared with their digests."""
+    facts = read_facts(directory)
+    try:
+        weights: dict[str, Tensor] = {}
+        for path in sorted(directory.glob("model*.safetensors")):
+            weights.update(load_file(path))
+        optimizer = load_file(directory / OPTIMIZER_FILE)
+    except (OSError, ValueError, SafetensorError) as fault:
+        raise CheckpointError(f"checkpoint: {directory} cannot be read: {fault}") from fault
+    for name, tensors, key in (("weights", weights, "digest"), ("optimizer state", optimizer, "optimizer_digest")):
+        got = digest(tensors)
+        if got != facts[key]:
+            raise CheckpointError(
+                f"checkpoint: the {name} in {directory} have digest {got}, {FACTS_FILE} says {facts[key]}; the files were "
+                "altered or torn: take another checkpoint"
+            )
+    return facts, weights, optimizer
+
+
+def _hidden(directory: Path) -> Path:
+    """A new name beside ``directory`` that no reader opens and the next writer removes."""
+    return directory.with_name(f".{directory.name}.{uuid.uuid4().hex}{TEMPORARY}")
+
+
+def _is_there(directory: Path, content: dict[str, str]) -> bool:
+    """Whether ``directory`` is a checkpoint of this content; a torn one is moved away, another one is an error."""
+    if not directory.exists():
+        return False
+    try:
+        facts = verify(directory)
+    except CheckpointError as fault:
+        if not has_optimizer(directory):
+            raise CheckpointError(f"checkpoint: {directory} exists and is no checkpoint; move it away") from fault
+        logger.warning("%s is written anew: %s", directory, fault)
+        directory.rename(_hidden(directory))
+        return False
+    if {key: facts[key] for key in content} != content:
+        raise CheckpointError(
+            f"checkpoint: {directory} exists with digest {facts['digest']} and is never overwritten; to be written was "
+            f"{content['digest']}. Choose another directory, or move that one away"
+        )
+    return True
+
+
+def _take_optimizer(replica: Replica, state: dict[str, Tensor]) -> None:
+    replica.optimizer.state.clear()
+    for name, parameter in replica.parameters().items():
+        entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
+        if entry:
+            replica.optimizer.state[parameter] = {
+                key: value.to(parameter.device if key != "step" else value.device, copy=True)
+                for key, value in entry.items()
+            }
+
+
+def _write_failure(directory: Path, fault: OSError | SafetensorError) -> CheckpointError:
+    """What to do about a checkpoint that the disk refused."""
+    match = _OS_ERROR.search(str(fault))
+    number = fault.errno if isinstance(fault, OSError) else int(match[1]) if match else None
+    if number in _FULL:
+        return CheckpointError(
+            f"checkpoint: {directory} could not be written: disk full; the checkpoints before it are whole. Make space on "
+            f"that file system (df -h {directory.parent}), keep fewer (checkpoint.keep=1), or set run.dir to another disk"
+        )
+    return CheckpointError(f"checkpoint: {directory} could not be written: {fault}")
 
 
 def _form(tensor: Tensor | None) -> tuple[object, ...] | None:

@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from libra.errors import ModelError, TrainError
 from libra.tensors import digest, untied
-from libra.train.checkpoint import load_checkpoint, save_checkpoint
+from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
@@ -52,7 +51,7 @@ class Replica:
     Parameters
     ----------
     model_dir : path
-        Hugging Face layout; its tokenizer files travel with every checkpoint.
+        Hugging Face layout: the weights to begin with.
     settings : TrainSettings
     dtype : torch.dtype or str
         Of weights and forward pass; log-probabilities are at least float32.
@@ -60,6 +59,9 @@ class Replica:
         torch threads of this process; None leaves them as they are.
     seed : int
         Orders minibatches; nothing else is random (dropout is off).
+    base_dir : path, optional
+        The model that ``model_dir`` came from: reference of the KL term, and the tokenizer files that travel with every
+        checkpoint. None: ``model_dir`` itself.
 
     Raises
     ------
@@ -75,10 +77,12 @@ class Replica:
         dtype: torch.dtype | str = torch.float32,
         threads: int | None = None,
         seed: int = 0,
+        base_dir: str | Path | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self.model_dir = Path(model_dir)
+        self.base_dir = Path(base_dir or model_dir)
         self.settings = settings
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -89,9 +93,7 @@ class Replica:
         self._scorer = Scorer(self.model, settings.temperature)
         self._reference: Scorer | None = None
         if settings.kl_coef > 0:
-            self._reference = Scorer(
-                _load_model(self.model_dir, self.dtype).requires_grad_(False), settings.temperature
-            )
+            self._reference = Scorer(_load_model(self.base_dir, self.dtype).requires_grad_(False), settings.temperature)
         self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
         self.optimizer = torch.optim.AdamW(
@@ -112,11 +114,19 @@ class Replica:
 
     def save(self, directory: str | Path) -> None:
         """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
-        save_checkpoint(Path(directory), self)
+        save_checkpoint(Path(directory), Snapshot.of(self, copy=False))
+
+    def snapshot(self) -> Snapshot:
+        """A copy of weights and optimizer state in host memory, to be saved while this replica steps on."""
+        return Snapshot.of(self)
 
     def load(self, directory: str | Path) -> None:
         """Take weights, optimizer state, step count and last report from a directory written by `save`."""
         load_checkpoint(Path(directory), self)
+
+    def continue_optimizer(self, directory: str | Path) -> None:
+        """Take the optimizer's state, not the step count, from the checkpoint that ``model_dir`` is."""
+        load_optimizer(Path(directory), self)
 
     def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
@@ -296,6 +306,8 @@ class Replica:
 
 def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     """The causal model of a directory, dropout off, attention by torch's scaled dot product."""
+    from transformers import AutoModelForCausalLM  # here: the driver, which reads checkpoints only, does without it
+
     if not (model_dir / "config.json").is_file():
         raise ModelError(f"model: {model_dir} holds no config.json; type model.path=DIR of a Hugging Face model")
     try:

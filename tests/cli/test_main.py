@@ -56,6 +56,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
             reward_before=0.25,
             reward_after=0.75,
             checkpoint=None,
+            best=None,
             wall_s=75.0,
         )
 
@@ -128,6 +129,14 @@ def test_run_hands_the_configuration_to_the_driver(libra: Libra, ran: list[RunCo
     code, _, _ = libra("run", "libra/quickstart", "run.name=mine", "run.seed=3", "--scheduler", address)
     assert code == 0
     assert ran == [load_config("libra/quickstart", ["run.name=mine", "run.seed=3", f"cluster.scheduler='{address}'"])]
+
+
+def test_run_from_a_checkpoint_is_a_setting_that_the_run_directory_keeps(
+    libra: Libra, ran: list[RunConfig], tmp_path: Path
+) -> None:
+    assert libra("run", "libra/quickstart", "run.name=mine", "--from", f"{tmp_path}/best")[0] == 0
+    assert ran == [load_config("libra/quickstart", ["run.name=mine", f"run.from_checkpoint={tmp_path}/best"])]
+    assert ran[0].run.from_checkpoint == tmp_path / "best"
 
 
 def test_run_makes_a_name_from_the_file_and_the_time(libra: Libra, ran: list[RunConfig]) -> None:

@@ -83,3 +83,33 @@ async def _cancel_a_running_task():
         await STATE["ended"].wait()
     assert STATE["seen"] == [True, False]
     assert not still_wanted(worker, "never heard of")
+
+
+def test_a_task_that_takes_nothing_of_a_resource_runs_beside_one_that_takes_it_all():
+    """What `libra.graph.iteration.beside` builds on: checkpoints are written where the replica is, while it steps."""
+    asyncio.run(_take_nothing_of_a_resource())
+
+
+async def holds() -> None:
+    STATE["held"].set()
+    await STATE["let_go"].wait()
+
+
+async def runs_beside() -> str:
+    return str(get_worker().name)
+
+
+async def _take_nothing_of_a_resource():
+    STATE.update(held=asyncio.Event(), let_go=asyncio.Event())
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+        Worker(scheduler.address, name="plain", nthreads=4),
+        Worker(scheduler.address, name="train", nthreads=2, resources={"TRAIN": 1}),
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        held = client.submit(holds, key="holds", resources={"TRAIN": 1})
+        await STATE["held"].wait()
+        names = [await client.submit(runs_beside, key=f"beside-{n}", resources={"TRAIN": 0}) for n in range(4)]
+        assert set(names) == {"train"}
+        STATE["let_go"].set()
+        await held

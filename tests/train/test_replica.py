@@ -215,40 +215,6 @@ def test_divergence_from_the_reference_starts_at_zero_and_holds_back(replica, ba
     assert reports[1][3] < reports[0][3]
 
 
-def test_a_checkpoint_continues_as_if_nothing_happened(replica, batch, tmp_path, model_dir):
-    model = replica()
-    model.step(batch, 0)
-    model.save(tmp_path / "k" / "step-1")
-    expected = model.step(batch, 1)
-    resumed = replica()
-    resumed.load(tmp_path / "k" / "step-1")
-    assert resumed.steps_done == 1
-    assert resumed.step([], 0).step == 0  # the relaunched step before the checkpoint
-    assert resumed.step(batch, 1).digest == expected.digest
-    assert (tmp_path / "k" / "step-1" / "tokenizer.json").is_file()
-    # a plain Hugging Face directory with the weights of that step
-    assert digest(Replica(tmp_path / "k" / "step-1", TrainSettings()).weights()) != digest(replica().weights())
-    assert [path.name for path in (tmp_path / "k").iterdir()] == ["step-1"]
-
-
-def test_a_checkpoint_is_never_overwritten_and_never_half_read(replica, batch, tmp_path):
-    model = replica()
-    model.save(tmp_path / "a")
-    with pytest.raises(TrainError, match="never overwritten"):
-        model.save(tmp_path / "a")
-    path = tmp_path / "a" / "model.safetensors"
-    altered = bytearray(path.read_bytes())
-    altered[-1] ^= 1
-    path.write_bytes(altered)
-    before = digest(model.weights())
-    with pytest.raises(TrainError, match="digest"):
-        model.load(tmp_path / "a")
-    path.write_bytes(altered[:-100])
-    with pytest.raises(TrainError, match="cannot be read"):
-        model.load(tmp_path / "a")
-    assert digest(model.weights()) == before
-
-
 def test_weights_hold_tied_tensors_once(replica):
     model = replica()
     assert "lm_head.weight" not in model.weights()

@@ -1,0 +1,87 @@
+"""Writes checkpoints on the training worker without holding up publishing or the next step.
+
+``checkpoint-k`` comes after ``publish-k`` and takes no training slot, so step k + 1 may begin before it. The state to be
+saved is therefore copied by whichever comes first: the checkpoint's task, or the step that would change it.
+
+Invariants
+----------
+1. What is written for version v is the replica's state after v steps, whatever it does meanwhile.
+2. A step waits for a copy in memory at most, never for the disk; publishing waits for neither.
+3. One checkpoint is written at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from libra.config import RunConfig
+from libra.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from libra.train import Replica, StepReport
+    from libra.train.checkpoint import Snapshot
+    from libra.types import Trajectory
+
+EVERY_STEPS = 10
+"""Steps between checkpoints where neither ``checkpoint.every`` nor ``evaluation.every`` says anything."""
+
+
+def checkpoint_is_due(config: RunConfig, version: int) -> bool:
+    """Whether the weights after ``version`` steps are to be saved."""
+    every = config.checkpoint.every
+    if every is None:
+        every = config.evaluation.every or EVERY_STEPS
+    return version == config.run.iterations or (every > 0 and version > 0 and version % every == 0)
+
+
+class CheckpointWriter:
+    """The replica's checkpoints of one run; its methods are called from several threads."""
+
+    def __init__(self, replica: Replica, directory: Path, config: RunConfig) -> None:
+        self.replica, self.directory, self.config = replica, directory, config
+        self._state = threading.Lock()  # held by a step, and while its outcome is copied
+        self._disk = threading.Lock()
+        self._copies: dict[int, Snapshot] = {}
+        self._done: set[int] = set()
+
+    def step(self, trajectories: list[Trajectory], step: int) -> StepReport:
+        """One step of the replica, once a due state that it would change is copied."""
+        with self._state:
+            self._copy_if_due(step)
+            return self.replica.step(trajectories, step)
+
+    def save(self, version: int) -> Path:
+        """Write the checkpoint of ``version``; its directory.
+
+        Raises CheckpointError where the replica is past that version and nobody copied it, or the disk refuses.
+        """
+        from libra.train.checkpoint import checkpoint_name, save_checkpoint
+
+        target = self.directory / checkpoint_name(version)
+        with self._state:
+            if version in self._done:
+                return target
+            self._copy_if_due(version)
+            copy = self._copies.get(version)
+        if copy is None:
+            raise CheckpointError(
+                f"checkpoint: {target} is to hold the weights after {version} steps, and the replica has taken "
+                f"{self.replica.steps_done}; resume the run from the newest checkpoint there is"
+            )
+        with self._disk:
+            save_checkpoint(target, copy)
+        with self._state:
+            self._copies.pop(version, None)
+            self._done.add(version)
+        return target
+
+    def _copy_if_due(self, version: int) -> None:
+        if (
+            self.replica.steps_done == version
+            and checkpoint_is_due(self.config, version)
+            and version not in self._copies
+            and version not in self._done
+        ):
+            self._copies[version] = self.replica.snapshot()
