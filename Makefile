@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart algorithms test check docs clean
+.PHONY: help setup quickstart algorithms test soak check docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -36,6 +36,12 @@ algorithms: setup ## train the quick start's model with five algorithms, reward 
 
 test: setup ## run all tests (PYTEST_ARGS="-k name")
 	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Which cases of the soak; each kills one process of a small run for real (tests/soak/case.py).
+SOAK_SEEDS ?= $(shell seq 0 49)
+
+soak: setup ## kill a run at 50 moments and resume it: nothing lost, nothing twice (SOAK_SEEDS="0 1 2"; half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py $(SOAK_SEEDS)
 
 check: setup ## lint, formatting and types
 	$(BIN)/ruff check .

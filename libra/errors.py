@@ -13,6 +13,7 @@
     |   +-- RewardFault(ValueError)        a reward is not one finite number
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
     |   +-- RecordExists(FileExistsError)  somebody else already wrote this record
+    |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
         +-- CheckpointError                a checkpoint cannot be written or read, or is none
@@ -66,6 +67,10 @@ class StoreError(LibraError, OSError):
 
 class RecordExists(StoreError, FileExistsError):
     """Another writer created this record first; whoever sees this has lost the race and must stop."""
+
+
+class FencedOff(StoreError, PermissionError):
+    """A newer start of the run exists; whoever sees this must stop and write nothing more."""
 
 
 class WeightsError(LibraError, RuntimeError):

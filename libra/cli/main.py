@@ -88,6 +88,39 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
 
 
 @cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@_OVERRIDES
+@_SCHEDULER
+@click.option("-v", "--verbose", is_flag=True, help="Show every decision on standard error as it is taken.")
+def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, verbose: bool) -> None:
+    """Go on with RUN, the directory of a run that was stopped or killed, from what it committed.
+
+    Nothing that was committed is generated again. What makes the result may not change; the cluster, what is shown and kept,
+    and run.iterations may.
+
+    \b
+    libra resume runs/quickstart_0131_142501
+    libra resume runs/my_run run.iterations=100 --scheduler tcp://HOST:8786
+    """
+    import logging
+
+    from libra.config.fields import one_line_yaml
+    from libra.config.resume import load_resumed
+
+    if scheduler is not None:
+        overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
+    loaded = load_resumed(run_dir, overrides)
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
+    )
+    from libra.cli.closing import closing_lines
+    from libra.graph.driver import run as run_graphs
+
+    summary = run_graphs(loaded, resume=True)
+    click.echo("\n".join(closing_lines(summary, loaded)))
+
+
+@cli.command()
 @click.argument("config", metavar="CONFIG", required=False)
 @_OVERRIDES
 @click.option("--fields", is_flag=True, help="Show every key, what it allows, its default and what it is.")

@@ -27,6 +27,7 @@ def train(
     config: str | Path | None = None,
     score: Score | None = None,
     client: Client | None = None,
+    resume: bool = False,
     **settings: Any,
 ) -> RunSummary:
     """Train a model on prompts of yours, graded by a function of yours, with Python functions as its tools.
@@ -51,6 +52,8 @@ def train(
         Adds a node of your own to the graph; see ``workflows/custom_reward.py``.
     client : distributed.Client, optional
         A cluster to use; None: one of local processes is made.
+    resume : bool
+        Go on with the run of this ``run__name`` and ``run__dir`` from what it committed; everything else as it was.
     **settings
         Any setting with its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``.
 
@@ -86,4 +89,4 @@ def train(
             missing = "prompts" if prompts is None else "reward"
             raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
         environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=list(tools), seed=checked.run.seed)
-    return run(checked, environment=environment, score=score, client=client)
+    return run(checked, environment=environment, score=score, client=client, resume=resume)

@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-1. A run directory belongs to one run: an existing one is refused before anything is started.
+1. A run directory belongs to one run: an existing one is refused before anything is started, unless it is to be resumed.
+   One driver at a time has it; a resumed run takes the next epoch, which fences off every process of an older one.
 2. At most ``eta + 2`` iterations are submitted and not finished: those that may run, and one that waits at its gate.
 3. When an iteration's summary is back, its futures are released, those of unfinished groups when they finish; after 50
    iterations the scheduler holds as many tasks as after 5.
@@ -10,13 +11,14 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,14 +28,20 @@ from distributed import Client, Future
 from libra import keys
 from libra.cluster.checks import check_cluster
 from libra.config import RunConfig, dump_config, resolve_model
-from libra.errors import ClusterError, LibraError, RunDirectoryError
+from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError, StoreError
+from libra.graph import nodes
 from libra.graph.host import LibraHost, host_name
-from libra.graph.iteration import Graph, Score, evaluation_graph, first_publish, iteration_graph
+from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
+from libra.graph.iteration import restored as restored_weights
+from libra.graph.resume import prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
-from libra.observe.metrics import MetricsLog
+from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
+from libra.store.epochs import take_epoch
+from libra.store.lock import CommitterLock
 from libra.store.trajectories import TrajectoryStore
+from libra.train.checkpoint import complete, newest, step_of
 from libra.train.kept_checkpoints import KeptCheckpoints
 from libra.train.start import checked_start
 
@@ -43,6 +51,9 @@ if TYPE_CHECKING:
     from libra.envs import Environment
 
 logger = logging.getLogger(__name__)
+
+GIVEN_FILE = "given.json"
+"""In the run directory: which Python objects the run was begun with, besides its configuration."""
 
 
 @dataclass(slots=True)
@@ -80,6 +91,15 @@ class Session:
         Adds a node of your own to every group; see `libra.graph.iteration.Score`.
     client : distributed.Client, optional
         A connected client to use; the cluster behind it is then left as it is.
+    resume : bool
+        Go on with the run that ``run.dir``/``run.name`` holds, from what it committed.
+
+    Attributes
+    ----------
+    first : int
+        Iteration it begins with; 0 unless it was resumed.
+    evaluations : list of dict
+        Outcomes of earlier starts of the run, by version.
     """
 
     def __init__(
@@ -89,13 +109,18 @@ class Session:
         environment: Environment | None = None,
         score: Score | None = None,
         client: Client | None = None,
+        resume: bool = False,
     ) -> None:
         name = config.run.name or time.strftime("run_%Y%m%d_%H%M%S")
         self.config = config.model_copy(
             update={"run": config.run.model_copy(update={"name": keys.check_run_name(name)})}
         )
         self.directory = (Path(config.run.dir) / name).absolute()
-        self.environment, self.score = environment, score
+        self.environment, self.score, self.resume = environment, score, resume
+        self.first = 0
+        self.evaluations: list[dict[str, Any]] = []
+        self._lock: CommitterLock | None = None
+        self._pruned = 0
         self.client, self._own_client = client, client is None
         self._cluster: SpecCluster | None = None
         self._registered = False
@@ -131,30 +156,59 @@ class Session:
         environment, start = self.environment, config.run.from_checkpoint
         if start is not None:
             start = checked_start(start, model_dir, config.model.dtype)
+        # A wrong name or argument, a busy port, a directory that is taken: all told before anything starts.
         self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment, start)
-        self.spec.make_environment()  # a wrong name or argument is told before anything starts
+        self.spec.make_environment()
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port
 
             check_port(config.cluster.dashboard_port)
-        self._make_directory()
+        if self.resume:
+            check_resumable(self.directory, environment, self.score)
+        else:
+            self._make_directory()
+        self._lock = lock_run(self.directory)
+        self.spec = replace(self.spec, epoch=take_epoch(self.spec.epochs_dir).number)
+        self.point = read_point(self.spec)
+        self.first = self.point.batches
         self.client = self.client or self._connect()
         check_cluster(self.client)
         self.metrics = MetricsLog(self.directory, tensorboard=config.observe.tensorboard)
         self._register()
-        self.compute(first_publish(self.spec))
+        self._restore()
 
     def _make_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
             raise RunDirectoryError(
                 f"run.dir/run.name: {self.directory} already holds files; a run never writes over another. "
-                "Type run.name=ANOTHER_NAME, or remove the directory"
+                f"Type run.name=ANOTHER_NAME, or remove the directory; to go on with it, libra resume {self.directory}"
             )
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.resolved.yaml").write_text(dump_config(self.config))
-        (self.directory / "epochs").mkdir()
-        (self.directory / "epochs" / f"{self.spec.epoch:04d}").touch(exist_ok=False)
+        given = {"environment": self.environment is not None, "score": self.score is not None}
+        (self.directory / GIVEN_FILE).write_text(json.dumps(given) + "\n")
         TrajectoryStore.create(self.spec.store_path, {"run": self.spec.run, "model": self.config.model.path}).close()
+
+    def _restore(self) -> None:
+        """Bring weights and store to what is committed, and the metrics too; publishes the version to begin with."""
+        restored: dict[str, Any] = self.compute(restored_weights(self.spec, self.first))
+        if not self.resume:
+            return
+        logger.info(
+            "run %s goes on as epoch %d with iteration %d: %d steps taken again in %.1f s, %d trajectories stored late",
+            self.spec.run, self.spec.epoch, self.first, len(restored["replayed"]), restored["restore_s"],
+            restored["stored"],
+        )  # fmt: skip
+        written = {row["step"] for row in read_metrics(self.directory) if "reward" in row}
+        steps = {taken.pop("step"): taken for taken in restored["replayed"]}
+        for batch in range(self.first):
+            if batch not in written:
+                with on(keys.GRADE):
+                    facts = node(nodes.batch_numbers, self.spec.key("numbers", batch), self.spec.run, batch)
+                self._write_metrics(batch, {**self.compute(facts), **steps.get(batch, {})})
+        made = (nodes.read_evaluation(self.spec, version) for version in range(self.first + 1))
+        self.evaluations = [result for result in made if result is not None]
+        self.checkpoint = newest(self.directory / "checkpoints")
 
     def _connect(self) -> Client:
         address = self.config.cluster.scheduler
@@ -185,6 +239,8 @@ class Session:
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             event_log=config.observe.event_log,
+            members=[list(map(list, batch)) for batch in self.point.members],
+            started=[[*group, version] for group, version in self.point.started.items()],
         )
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
@@ -222,6 +278,8 @@ class Session:
             self._cluster = None
         if hasattr(self, "metrics"):
             self.metrics.close()
+        if self._lock is not None:
+            self._lock.release()
 
     # ---------------------------------------------------------------- work
 
@@ -232,8 +290,10 @@ class Session:
     def evaluate(self, version: int) -> dict[str, Any]:
         """Ask the held-out questions at ``version``, which must be published and not yet replaced."""
         started_s = time.time()
-        graph = evaluation_graph(self.spec, version)
+        graph = evaluation_graph(self.spec, version, self.point)
         result: dict[str, Any] = self.compute(graph.end)
+        for path in self.spec.groups_dir.glob(f"eval-{version:06d}-*.group"):
+            path.unlink(missing_ok=True)  # they are in the store, and the outcome is written down
         self.metrics.write(
             version, {"evaluation/reward": result["reward"], "evaluation/wall_s": time.time() - started_s}
         )
@@ -248,7 +308,7 @@ class Session:
             self.kept.tidy()
 
     def _submit(self, k: int) -> None:
-        graph: Graph = iteration_graph(self.spec, k, score=self.score)
+        graph: Graph = iteration_graph(self.spec, k, score=self.score, point=self.point)
         wanted = [graph.end, *graph.groups] + ([graph.checkpoint] if graph.checkpoint is not None else [])
         futures: list[Future] = self._client.compute(wanted, optimize_graph=False)
         groups = futures[1 : 1 + len(graph.groups)]
@@ -260,8 +320,10 @@ class Session:
     def iterations(self) -> Iterator[dict[str, Any]]:
         """Run all iterations; yields the numbers of each when it is done."""
         total, eta, every = self.config.run.iterations, self.config.run.eta, self.config.evaluation.every
-        submitted, finished_s = 0, time.time()
-        for k in range(total):
+        submitted, finished_s = self.first, time.time()
+        for k in range(max(0, self.first - eta - 1), self.first):
+            self._submit_left(k)
+        for k in range(self.first, total):
             ahead = total if not every else min(total, (k // every + 1) * every)
             while submitted < min(k + eta + 2, ahead):
                 self._submit(submitted)
@@ -283,13 +345,26 @@ class Session:
                 self._saved(*self._saving.popleft())
             self._carried = [group for group in [*self._carried, *groups] if not group.done()]
             del end, saved, groups, self._held[k]
-            self.metrics.write(k, {name: float(v) for name, v in values.items() if isinstance(v, int | float)})
+            self._write_metrics(k, values)
             yield values
+
+    def _submit_left(self, k: int) -> None:
+        """Groups of an iteration whose step is taken that no batch has consumed yet."""
+        if groups := iteration_groups(self.spec, k, score=self.score, point=self.point):
+            futures: list[Future] = self._client.compute(groups, optimize_graph=False)
+            for future in futures:
+                future.add_done_callback(self._done)
+            self._carried += futures
+
+    def _write_metrics(self, k: int, values: dict[str, Any]) -> None:
+        self.metrics.write(k, {name: float(v) for name, v in values.items() if isinstance(v, int | float)})
 
     def _saved(self, k: int, future: Future) -> None:
         """Take note of a checkpoint, and remove what is not kept any more."""
         self.checkpoint = Path(self._result(future, k))
         self.kept.tidy()
+        oldest = next(iter(complete(self.directory / "checkpoints")))
+        self._pruned = prune_groups(self.spec, self._pruned, step_of(oldest))
 
     def _done(self, future: Future) -> None:
         """Called in a thread of the client when a future of ours is done."""
@@ -313,9 +388,42 @@ class Session:
             ) from error
 
 
+def lock_run(directory: Path) -> CommitterLock:
+    """The right to drive a run, held by one living process; RunDirectoryError names who has it."""
+    try:
+        return CommitterLock(directory / "driver")
+    except StoreError as error:
+        raise RunDirectoryError(
+            f"{directory}: another driver is at work on this run; stop it first, or wait for it ({error})"
+        ) from error
+
+
+def check_resumable(directory: Path, environment: Environment | None, score: Score | None) -> None:
+    """RunDirectoryError where there is no run, ConfigError where it was begun with Python objects that are not given now."""
+    file = directory / GIVEN_FILE
+    if not file.is_file():
+        raise RunDirectoryError(f"{directory}: no run to resume here; type the directory of a run, such as runs/NAME")
+    given = json.loads(file.read_text())
+    for name, now in (("environment", environment), ("score", score)):
+        if given[name] != (now is not None):
+            was, is_now = ("with", "without") if given[name] else ("without", "with")
+            raise ConfigError(
+                f"{directory}: this run was begun {was} an object as its {name}, and would go on {is_now} one; resume it where "
+                f"it was begun, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
+            )
+
+
 def _rpc(client: Client) -> Any:
     """Calls to the handlers that `LibraPlugin` adds to the scheduler."""
     return client.scheduler
+
+
+def evaluation_is_due(config: RunConfig, version: int) -> bool:
+    """Whether the held-out questions are asked at this version."""
+    every = config.evaluation.every
+    return bool(config.evaluation.prompts) and (
+        version in (0, config.run.iterations) or (every > 0 and version % every == 0)
+    )
 
 
 def run(
@@ -324,32 +432,29 @@ def run(
     environment: Environment | None = None,
     score: Score | None = None,
     client: Client | None = None,
+    resume: bool = False,
 ) -> RunSummary:
-    """Run everything ``config`` says and return what came of it; the body of ``libra run`` and ``libra.train``."""
+    """Run everything ``config`` says and return what came of it; the body of ``libra run``, ``libra resume``, ``libra.train``."""
     started_s = time.time()
-    with Session(config, environment=environment, score=score, client=client) as session:
+    with Session(config, environment=environment, score=score, client=client, resume=resume) as session:
         config = session.config
-        summary = RunSummary(session.spec.run, session.directory)
+        summary = RunSummary(session.spec.run, session.directory, evaluations=session.evaluations)
         with RunProgress(
             summary.run, config.run.iterations, session.dashboard, enabled=config.observe.progress
         ) as progress:
 
-            def evaluate(version: int) -> None:
-                result = session.evaluate(version)
-                summary.evaluations.append(result)
-                progress.evaluated(f"version {version}", result["reward"], result["num"])
+            def evaluate_if_due(version: int) -> None:
+                made = {result["version"] for result in summary.evaluations}
+                if evaluation_is_due(config, version) and version not in made:
+                    result = session.evaluate(version)
+                    summary.evaluations.append(result)
+                    progress.evaluated(f"version {version}", result["reward"], result["num"])
 
-            if config.evaluation.prompts:
-                evaluate(0)
+            evaluate_if_due(session.first)
             for values in session.iterations():
                 summary.iterations.append(values)
                 progress.iteration(values)
-                done = values["iteration"] + 1
-                last = done == config.run.iterations
-                if config.evaluation.prompts and (
-                    last or (config.evaluation.every and done % config.evaluation.every == 0)
-                ):
-                    evaluate(done)
+                evaluate_if_due(values["iteration"] + 1)
         summary.checkpoint = session.checkpoint
         summary.best = session.kept.best() if config.checkpoint.keep_best else None
     summary.wall_s = time.time() - started_s

@@ -18,6 +18,7 @@ import asyncio
 import gc
 import logging
 import sys
+import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -30,12 +31,15 @@ from numpy.typing import NDArray
 
 from libra import keys
 from libra.envs import run_action
-from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError
+from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError, StoreError
+from libra.graph.members import members_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.store.batches import read_batch_facts
+from libra.store.epochs import Epoch
 from libra.store.journal import Journal
 from libra.types import FailureClass, Phase, Prompt, ToolCall, TrajectoryId, TurnRequest
 from libra.weights import WeightStore
@@ -64,6 +68,8 @@ KEPT_PROMPTS = 1024
 """Tokenised prompts kept in memory per engine."""
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread of a rollout worker may keep the interpreter while another waits for it."""
+STORE_WAIT_S = 20.0
+"""How long a resumed run waits for the committer of the start before to let go of the store."""
 KEPT_STATES = 4096
 """Trajectory states kept in memory per worker; one that is missing is read again from the journal."""
 
@@ -95,10 +101,13 @@ class LibraHost(WorkerPlugin):
         self.model_dir = await asyncio.to_thread(local_model, self.spec.model_dir)
         self.environment = self.spec.make_environment()
         await self.environment.setup()
+        self.epoch = Epoch(self.spec.epochs_dir, self.spec.epoch)
+        self.epoch.check()
         self.journal = Journal(self.spec.journal_dir)
         self.weights = WeightStore(self.spec.weights_dir)
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self._loading = asyncio.Lock()
+        self._catching_up = threading.Lock()
         self._announced = 0
         self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -111,9 +120,7 @@ class LibraHost(WorkerPlugin):
                 self.replica = await asyncio.to_thread(self._make_replica)
                 self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
         if supply.get(keys.COMMIT):
-            from libra.store.trajectories import TrajectoryStore
-
-            self.store = TrajectoryStore.open(self.spec.store_path, mode="a")
+            self.store = await asyncio.to_thread(self._open_store)
         # What is loaded by now stays: torch and transformers are half a million objects that a full collection would walk
         # through (0.2 s with the interpreter stopped) again and again.
         gc.collect()
@@ -151,6 +158,19 @@ class LibraHost(WorkerPlugin):
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
+    def _open_store(self) -> TrajectoryStore:
+        """The store, as its one committer. That of an older epoch may need a moment to find out that it is fenced off."""
+        from libra.store.trajectories import TrajectoryStore
+
+        until_s = time.monotonic() + STORE_WAIT_S
+        while True:
+            try:
+                return TrajectoryStore.open(self.spec.store_path, mode="a")
+            except StoreError:
+                if time.monotonic() > until_s or self.spec.epoch == 0:
+                    raise
+                time.sleep(0.2)
+
     def _make_replica(self) -> Replica:
         from libra.train import Replica, TrainSettings
         from libra.train.checkpoint import has_optimizer
@@ -171,6 +191,43 @@ class LibraHost(WorkerPlugin):
         if start is not None and has_optimizer(start):
             replica.continue_optimizer(start)
         return replica
+
+    def catch_up(self, steps: int) -> list[dict[str, Any]]:
+        """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
+
+        Nothing is generated. Where a version that was published comes out otherwise (another machine, another number of
+        threads), the published weights are taken: tokens were sampled from those. Returns the numbers of each step taken.
+        """
+        from libra.train.checkpoint import newest, step_of
+
+        writer, replica = self.checkpoints, self.replica
+        assert writer is not None and replica is not None
+        replayed: list[dict[str, Any]] = []
+        with self._catching_up:
+            if replica.steps_done < steps:
+                checkpoint = newest(self.spec.directory / "checkpoints")
+                if checkpoint is not None and replica.steps_done < step_of(checkpoint) <= steps:
+                    writer.load(checkpoint)
+            while replica.steps_done < steps:
+                batch = replica.steps_done
+                rows = read_batch_facts(self.spec.batches_dir, batch)["groups"]
+                result = writer.step(members_of({"members": rows}, of_the_step=True), batch)
+                logger.info("batch %d was committed before: its step is taken again", batch)
+                replayed.append(result.as_dict())
+                self._take_published(batch + 1, result.digest)
+        return replayed
+
+    def _take_published(self, version: int, content: str) -> None:
+        if version not in self.weights.numbers():
+            return
+        published = self.weights.get(version)
+        if published.digest != content and self.checkpoints is not None:
+            logger.warning(
+                "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "
+                "Is this another machine, or another number of threads?",
+                self.spec.run, version - 1, content, version, published.digest,
+            )  # fmt: skip
+            self.checkpoints.take_weights(self.weights.read(published))
 
     # ---------------------------------------------------------------- weights
 
@@ -347,7 +404,8 @@ class LibraHost(WorkerPlugin):
         return self.chat
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
-        """Append the record; only then is it true. RecordExists means that another worker was first: stop here."""
+        """Append the record; only then is it true. RecordExists or FencedOff means that another was first: stop here."""
+        self.epoch.check()
         record |= {
             "worker": str(self.worker.name),
             "start_s": started_s,

@@ -18,6 +18,7 @@ from dask.delayed import Delayed
 
 from libra import keys
 from libra.graph import nodes
+from libra.graph.resume import ResumePoint
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
 
@@ -54,25 +55,14 @@ def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> D
     return delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
 
 
-def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None) -> Graph:
+FROM_THE_START = ResumePoint()
+"""Nothing was committed before."""
+
+
+def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FROM_THE_START) -> Graph:
     """The graph of iteration ``k``: B prompts x G samples, one optimizer step, one new version."""
-    run, trainer = spec.run, spec.config.trainer
-
-    with parked():
-        gate = node(nodes.gate, spec.key("gate", k), run, k)
-    with on(keys.GRADE):
-        prompts = node(nodes.prompts, spec.key("prompts", k), run, gate)
-
-    groups = []
-    for g in range(trainer.prompts):
-        with parked():
-            trajectories = [
-                node(nodes.trajectory, spec.key("trajectory", k, g, s), run, prompts, k, g, s)
-                for s in range(trainer.group_size)
-            ]
-        with on(keys.GRADE):
-            extra = score(node(nodes.episodes, spec.key("episodes", k, g), run, trajectories)) if score else None
-            groups.append(node(nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
+    run = spec.run
+    groups = iteration_groups(spec, k, score=score, point=point)
 
     with parked():
         batch = node(nodes.batch, spec.key("batch", k), run, k)
@@ -92,7 +82,33 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None) -> Gra
     return Graph(end, groups, saved)
 
 
-def evaluation_graph(spec: RunSpec, version: int) -> Graph:
+def iteration_groups(
+    spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FROM_THE_START
+) -> list[Delayed]:
+    """The groups of iteration ``k`` that no committed batch holds; one whose record exists needs no trajectories."""
+    run, trainer = spec.run, spec.config.trainer
+    with parked():
+        gate = node(nodes.gate, spec.key("gate", k), run, k)
+    with on(keys.GRADE):
+        prompts = node(nodes.prompts, spec.key("prompts", k), run, gate)
+
+    groups = []
+    for g in point.left(k, trainer.prompts):
+        trajectories, extra = [], None
+        if ("train", k, g) not in point.committed:
+            with parked():
+                trajectories = [
+                    node(nodes.trajectory, spec.key("trajectory", k, g, s), run, prompts, k, g, s)
+                    for s in range(trainer.group_size)
+                ]
+        with on(keys.GRADE):
+            if score and trajectories:
+                extra = score(node(nodes.episodes, spec.key("episodes", k, g), run, trajectories))
+            groups.append(node(nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
+    return groups
+
+
+def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FROM_THE_START) -> Graph:
     """Held-out questions asked at ``version``: the same trajectories and groups, and no step."""
     run, count = spec.run, spec.config.evaluation.prompts
     with parked():
@@ -101,9 +117,11 @@ def evaluation_graph(spec: RunSpec, version: int) -> Graph:
         prompts = node(nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
     groups = []
     for g in range(count):
-        with parked():
-            key = spec.key("trajectory", version, g, 0, split="eval")
-            asked = [node(nodes.trajectory, key, run, prompts, version, g, 0, "eval")]
+        asked = []
+        if ("eval", version, g) not in point.committed:
+            with parked():
+                key = spec.key("trajectory", version, g, 0, split="eval")
+                asked = [node(nodes.trajectory, key, run, prompts, version, g, 0, "eval")]
         with on(keys.GRADE):
             groups.append(
                 node(nodes.group, spec.key("group", version, g, split="eval"), run, asked, version, g, "eval")
@@ -113,7 +131,9 @@ def evaluation_graph(spec: RunSpec, version: int) -> Graph:
     return Graph(end, [])
 
 
-def first_publish(spec: RunSpec) -> Delayed:
-    """Version 0: the weights the run starts from."""
+def restored(spec: RunSpec, batches: int) -> Delayed:
+    """Weights and store as they are after ``batches`` committed batches, which is version ``batches``; 0 begins a run."""
+    with on(keys.COMMIT):
+        stored = node(nodes.store_missing, spec.key("store_missing"), spec.run, batches)
     with on(keys.TRAIN):
-        return node(nodes.publish, spec.key("publish"), spec.run, None)
+        return node(nodes.restore, spec.key("restore"), spec.run, batches, stored)

@@ -7,6 +7,7 @@ and every one of them can run twice without harm: what it wrote the first time i
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,11 @@ from distributed import Reschedule, get_worker
 from libra.envs import run_grader
 from libra.errors import EnvironmentFault, LibraError, RecordExists, RewardFault, TrainError
 from libra.graph.host import LibraHost, the_host
+from libra.graph.members import members_of
 from libra.graph.reports import report
-from libra.store.batches import commit_batch, read_batch_facts
+from libra.graph.spec import RunSpec
+from libra.store.batches import commit_batch, read_batch, read_batch_facts
+from libra.store.exclusive import create_exclusive
 from libra.store.groups import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 
@@ -29,7 +33,9 @@ GRADE_TIMEOUT_S = 60.0
 
 
 def _host(run: str) -> LibraHost:
-    return the_host(get_worker(), run)
+    host = the_host(get_worker(), run)
+    host.epoch.check()
+    return host
 
 
 def gate(run: str, iteration: int) -> int:
@@ -63,8 +69,7 @@ async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
 ) -> dict[str, Any]:
     """One quantum of a trajectory, then ``Reschedule`` until it has ended."""
-    worker = get_worker()
-    host = the_host(worker, run)
+    host = _host(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]
     key = host.spec.key("trajectory", iteration, group, sample, split=split)
@@ -111,8 +116,8 @@ async def group(
 
     ``extra``, from a node of the user's, has one number per trajectory, added to the environment's reward.
     """
-    worker = get_worker()
-    host = the_host(worker, run)
+    host = _host(run)
+    worker = host.worker
     path = group_path(host.spec.groups_dir, iteration, group, split)
     if path.exists():
         members = read_group(path)
@@ -174,8 +179,8 @@ async def batch(run: str, batch: int) -> dict[str, Any]:
     """Opened by the plugin with its members: compute advantages and commit the membership before the step."""
     from libra.train import batch_advantages
 
-    worker = get_worker()
-    host = the_host(worker, run)
+    host = _host(run)
+    worker = host.worker
     trainer = host.spec.config.trainer
     members = await worker.scheduler.libra_members(run=run, batch=batch)
     paths = [group_path(host.spec.groups_dir, *member) for member in members]
@@ -245,45 +250,46 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
     }
 
 
-def members_of(batch: dict[str, Any], *, of_the_step: bool = False) -> list[Trajectory]:
-    """All trajectories of a committed batch, with their advantages; ``of_the_step`` leaves out what a filter took out.
-
-    Failures that do not train are still among them: the replica counts those itself.
-    """
-    trajectories = []
-    for row in batch["members"]:
-        members = read_group(Path(row["path"]))
-        for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
-            member.advantage = advantage
-            if trains or not (of_the_step and member.failure.trains):
-                trajectories.append(member)
-    return trajectories
-
-
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
     """The one committer: append a batch's groups to zarr, then drop the records they were made of."""
     host = _host(run)
     assert host.store is not None
     started_s = time.time()
-    trajectories = members_of(batch)
-    host.store.append(trajectories, batch=batch["batch"])
-    _drop_records(host, [Path(row["path"]) for row in batch["members"]], trajectories)
+    _append(host, members_of(batch), batch["batch"])
     return {"stored": host.store.num_trajectories, "store_s": time.time() - started_s}
 
 
-def _drop_records(host: LibraHost, group_files: list[Path], trajectories: list[Trajectory]) -> None:
-    if host.spec.config.store.keep_journals:
-        return
-    for trajectory in trajectories:
-        host.journal.remove(str(trajectory.trajectory_id))
+def _append(host: LibraHost, trajectories: list[Trajectory], batch: int | None) -> None:
+    """Append what is not in the store yet; the records it was made of are not needed any more."""
+    assert host.store is not None
+    host.store.append([t for t in trajectories if t.trajectory_id not in host.store], batch=batch)
+    if not host.spec.config.store.keep_journals:
+        for trajectory in trajectories:
+            host.journal.remove(str(trajectory.trajectory_id))
+
+
+def store_missing(run: str, batches: int) -> int:
+    """Append committed batches that an earlier start of the run did not get to; returns how many trajectories."""
+    host = _host(run)
+    assert host.store is not None
+    before = host.store.num_trajectories
+    for number in range(batches):
+        ids = read_batch(host.spec.batches_dir, number)
+        if any(tid not in host.store for tid in ids):
+            rows = read_batch_facts(host.spec.batches_dir, number)["groups"]
+            _append(host, members_of({"members": rows}), number)
+        elif not host.spec.config.store.keep_journals:
+            for tid in ids:
+                host.journal.remove(str(tid))
+    return host.store.num_trajectories - before
 
 
 def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """One optimizer step (all epochs and minibatches of it) of replica ``rank`` on a committed batch."""
-    worker = get_worker()
-    host = the_host(worker, run)
+    host = _host(run)
     assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
+    host.catch_up(batch["batch"])  # a worker that was lost took its replica along
     result = host.checkpoints.step(members_of(batch, of_the_step=True), batch["batch"])
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
@@ -301,25 +307,56 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def publish(run: str, updated: dict[str, Any] | None) -> dict[str, Any]:
-    """Publish the replica's weights as the next version (version 0 before any step)."""
-    worker = get_worker()
-    host = the_host(worker, run)
-    assert host.replica is not None
+def publish(run: str, updated: dict[str, Any]) -> dict[str, Any]:
+    """Publish the replica's weights as the next version."""
+    return _publish(_host(run), updated["step"] + 1)
+
+
+def _publish(host: LibraHost, version: int) -> dict[str, Any]:
     started_s = time.time()
-    version = 0 if updated is None else updated["step"] + 1
-    published = host.weights.publish(version, host.replica.weights())
+    assert host.replica is not None
+    host.catch_up(version)
+    if host.replica.steps_done > version:  # asked again after later steps: it was published then
+        published = host.weights.get(version)
+    else:
+        published = host.weights.publish(version, host.replica.weights())
     host.weights.drop(keep_last=host.spec.config.store.keep_versions)
     report(
-        worker, host.spec, "published", version=published.number, digest=published.digest, num_bytes=published.num_bytes
+        host.worker,
+        host.spec,
+        "published",
+        version=published.number,
+        digest=published.digest,
+        num_bytes=published.num_bytes,
     )
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
+
+
+def restore(run: str, batches: int, stored: int) -> dict[str, Any]:
+    """Bring the replica to where ``batches`` committed batches lead, without generating, and publish that version.
+
+    ``replayed`` has the numbers of each step that was taken again.
+    """
+    host = _host(run)
+    started_s = time.time()
+    replayed = host.catch_up(batches)
+    published = _publish(host, batches)
+    assert host.checkpoints is not None
+    saved = [str(path) for path in host.checkpoints.save_due(batches)]
+    return {**published, "saved": saved, "replayed": replayed, "stored": stored, "restore_s": time.time() - started_s}
+
+
+def batch_numbers(run: str, batch: int) -> dict[str, Any]:
+    """What can be said of a committed batch without taking its step again."""
+    trajectories = members_of({"members": read_batch_facts(_host(run).spec.batches_dir, batch)["groups"]})
+    return {"iteration": batch, **_batch_stats(trajectories, _lags(trajectories, batch))}
 
 
 def checkpoint(run: str, published: dict[str, Any]) -> str:
     """Save model and optimizer in Hugging Face layout; returns the directory. Steps go on meanwhile."""
     host = _host(run)
     assert host.checkpoints is not None
+    host.catch_up(published["version"])
     return str(host.checkpoints.save(published["version"]))
 
 
@@ -342,20 +379,40 @@ def summary(
 def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Gather the held-out questions asked at a version: store them, and return mean reward, overall and by bin."""
     host = _host(run)
-    assert host.store is not None
+    if (made := read_evaluation(host.spec, version)) is not None:
+        return made
     paths = [Path(meta["path"]) for meta in groups]
     trajectories = [member for path in paths for member in read_group(path)]
-    host.store.append(trajectories, batch=None)
-    _drop_records(host, paths, trajectories)
+    _append(host, trajectories, None)
     graded = [t for t in trajectories if t.failure.trains]
     by_bin: dict[int, list[float]] = {}
     for t in graded:
         if "num_operations" in t.prompt.facts:
             by_bin.setdefault(int(t.prompt.facts["num_operations"]), []).append(t.reward)
-    return {
+    result: dict[str, Any] = {
         "version": version,
         "num": len(trajectories),
         "failures": len(trajectories) - len(graded),
         "reward": float(np.mean([t.reward for t in graded])) if graded else float("nan"),
         "bins": {str(k): [float(np.mean(v)), len(v)] for k, v in sorted(by_bin.items())},
     }
+    known = result | {"reward": result["reward"] if np.isfinite(result["reward"]) else None}  # JSON has no word for NaN
+    try:
+        create_exclusive(evaluation_path(host.spec, version), json.dumps(known).encode(), fsync=True)
+    except RecordExists:
+        return read_evaluation(host.spec, version) or result
+    return result
+
+
+def evaluation_path(spec: RunSpec, version: int) -> Path:
+    """Where the outcome of an evaluation lies."""
+    return spec.directory / "evaluations" / f"version-{version:06d}.json"
+
+
+def read_evaluation(spec: RunSpec, version: int) -> dict[str, Any] | None:
+    """The outcome of an evaluation that was made, None where it was not."""
+    path = evaluation_path(spec, version)
+    if not path.exists():
+        return None
+    result: dict[str, Any] = json.loads(path.read_bytes())
+    return result | {"reward": float("nan") if result["reward"] is None else result["reward"]}

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from libra.config import RunConfig
 from libra.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from libra.train import Replica, StepReport
     from libra.train.checkpoint import Snapshot
     from libra.types import Trajectory
@@ -52,6 +55,23 @@ class CheckpointWriter:
             self._copy_if_due(step)
             return self.replica.step(trajectories, step)
 
+    def save_due(self, version: int) -> list[Path]:
+        """Write what is due up to ``version``, where the replica stands, and is not there: earlier starts did not get to it."""
+        with self._state:
+            self._copy_if_due(version)
+            due = sorted(self._copies)
+        return [self.save(number) for number in due]
+
+    def load(self, directory: Path) -> None:
+        """Take up a checkpoint of this run."""
+        with self._state:
+            self.replica.load(directory)
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the replica's weights, and nothing else of its state."""
+        with self._state:
+            self.replica.take_weights(weights)
+
     def save(self, version: int) -> Path:
         """Write the checkpoint of ``version``; its directory.
 
@@ -78,6 +98,10 @@ class CheckpointWriter:
         return target
 
     def _copy_if_due(self, version: int) -> None:
+        from libra.train.checkpoint import checkpoint_name, has_optimizer
+
+        if has_optimizer(self.directory / checkpoint_name(version)):
+            self._done.add(version)  # by an earlier start, or before this worker was restarted
         if (
             self.replica.steps_done == version
             and checkpoint_is_due(self.config, version)

@@ -82,6 +82,11 @@ class RunSpec:
         return self.directory / "batches"
 
     @property
+    def epochs_dir(self) -> Path:
+        """One file for each start of the run."""
+        return self.directory / "epochs"
+
+    @property
     def weights_dir(self) -> Path:
         """The weight registry."""
         return self.directory / "weights"

@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from libra.policy.messages import OpenBatch, OpenGate
@@ -54,6 +55,11 @@ class Admission:
         self._in_flight: dict[GroupId, int] = {}
         self._committed: dict[GroupId, int] = {}
         self.opened: dict[int, tuple[GroupId, ...]] = {}
+
+    def resume(self, opened: Sequence[Sequence[GroupId]], started: Mapping[GroupId, int]) -> None:
+        """Take up what earlier starts left: the members of each batch, and groups under way with their oldest version."""
+        self.opened = {batch: tuple(members) for batch, members in enumerate(opened)}
+        self._in_flight = dict(started)
 
     def gate_parked(self, iteration: int) -> tuple[OpenGate | OpenBatch, ...]:
         """Iteration ``iteration`` asks to begin."""

@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +96,22 @@ class LibraPlugin(SchedulerPlugin):
     # ---------------------------------------------------------------- calls from the driver and from workers
 
     def register_run(
-        self, run: str, epoch: int, directory: str, eta: int, iterations: int, groups_per_batch: int, event_log: bool
+        self,
+        run: str,
+        epoch: int,
+        directory: str,
+        eta: int,
+        iterations: int,
+        groups_per_batch: int,
+        event_log: bool,
+        members: Sequence[Sequence[Sequence[int]]] = (),
+        started: Sequence[Sequence[int]] = (),
     ) -> dict[str, Any]:
-        """Make a run known; a run of the same name and a newer epoch replaces the older one."""
+        """Make a run known; a run of the same name and a newer epoch replaces the older one.
+
+        Of a run that is resumed, ``members`` are the groups (iteration, group) of each committed batch, and ``started`` the
+        groups that have records and are not committed, each (iteration, group, oldest version).
+        """
         old = self.runs.get(run)
         if old is not None and old.epoch >= epoch:
             return {"error": f"run {run!r} is already on this scheduler with epoch {old.epoch}"}
@@ -105,6 +119,7 @@ class LibraPlugin(SchedulerPlugin):
             self.end_run(run)
         log = EventLog(Path(directory) / "events.jsonl") if event_log else None
         state = RunState(run, epoch, Path(directory), eta, iterations, Admission(eta, groups_per_batch), Fifo(), log)
+        state.admission.resume([[(k, g) for k, g in batch] for batch in members], {(k, g): v for k, g, v in started})
         self.runs[run] = state
         state.emit("run_started", epoch=epoch, eta=eta, iterations=iterations)
         return {"started_s": state.started_s}

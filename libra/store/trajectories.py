@@ -174,6 +174,10 @@ class TrajectoryStore:
             self._cache[level] = self._slice(level, 0, self._committed[level])
         return self._cache[level]
 
+    def __contains__(self, trajectory_id: TrajectoryId) -> bool:
+        """Whether this committer's store has a trajectory; of a store opened for appending."""
+        return trajectory_id in self._seen
+
     @property
     def num_trajectories(self) -> int:
         """Committed trajectories."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,13 @@ class Replica:
     def weights(self) -> dict[str, Tensor]:
         """The state dict to publish, tied tensors once. Views of live storage: the next step changes them."""
         return untied({name: tensor.detach() for name, tensor in self.model.state_dict().items()})[0]
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
+        own = self.weights()
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
 
     def save(self, directory: str | Path) -> None:
         """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""

@@ -1,0 +1,54 @@
+"""The configuration of a run that is gone on with: what it was, but for what may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from libra.config.load import load_config
+from libra.config.models import RunConfig
+from libra.errors import ConfigError, RunDirectoryError
+
+RESOLVED_FILE = "config.resolved.yaml"
+FREE_SECTIONS = ("cluster", "observe", "checkpoint", "store")
+"""Sections that say how a run is executed, watched and kept, and not what comes of it."""
+FREE_FIELDS = ("run.iterations", "run.dir", "run.name", "trainer.max_row_tokens", "trainer.micro_batch_tokens")
+"""Further fields that may change."""
+
+
+def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Configuration of the run in ``run_dir``, with overrides of what may change.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run in ``run_dir``.
+    ConfigError
+        An override is wrong, or of a field that would make another run of it.
+    """
+    directory = run_dir.expanduser().absolute()
+    file = directory / RESOLVED_FILE
+    if not file.is_file():
+        raise RunDirectoryError(
+            f"{run_dir}: no run here, it has no {RESOLVED_FILE}; type the directory of a run, such as runs/NAME"
+        )
+    was = load_config(file)
+    here = {"name": directory.name, "dir": directory.parent}
+    config = load_config(file, overrides)
+    config = config.model_copy(update={"run": config.run.model_copy(update=here)})
+    before, after = _flat(was.model_dump()), _flat(config.model_dump())
+    for name in sorted(before.keys() | after.keys()):
+        if name in FREE_FIELDS or name.split(".")[0] in FREE_SECTIONS:
+            continue
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"{name}: the run was begun with {before.get(name)!r}, got {after.get(name)!r}; a run that is resumed keeps it. "
+                f"For a run with another value type libra run {file} {name}=... run.name=ANOTHER_NAME "
+                f"--from {directory / 'checkpoints' / 'best'}"
+            )
+    return config
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}
