@@ -25,7 +25,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from libra import keys
-from libra.errors import RecordExists, StoreError
 from libra.observe.page import attach_page
 from libra.observe.task_stream import QuantumStream
 from libra.policy import (
@@ -41,12 +40,12 @@ from libra.policy import (
     TrajectoryParked,
 )
 from libra.scheduler import private
+from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.queue import ParkedQueue
 from libra.scheduler.run_state import RunState, Tracked
 from libra.scheduler.slots import Slots, choose
 from libra.store.event_log import EventLog
-from libra.store.journal import Journal
-from libra.types import FailureClass, Phase, TrajectoryId
+from libra.types import Phase
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -95,18 +94,40 @@ class LibraPlugin(SchedulerPlugin):
     # ---------------------------------------------------------------- calls from the driver and from workers
 
     def register_run(
-        self, run: str, epoch: int, directory: str, eta: int, iterations: int, groups_per_batch: int, event_log: bool
+        self,
+        run: str,
+        epoch: int,
+        directory: str,
+        eta: int,
+        iterations: int,
+        groups_per_batch: int,
+        event_log: bool,
+        restored: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make a run known; a run of the same name and a newer epoch replaces the older one."""
+        """Make a run known; a run of the same name and a newer epoch replaces the older one.
+
+        ``restored`` is the `Admission.snapshot` that a run which is resumed goes on from.
+        """
         old = self.runs.get(run)
         if old is not None and old.epoch >= epoch:
             return {"error": f"run {run!r} is already on this scheduler with epoch {old.epoch}"}
         if old is not None:
             self.end_run(run)
         log = EventLog(Path(directory) / "events.jsonl") if event_log else None
-        state = RunState(run, epoch, Path(directory), eta, iterations, Admission(eta, groups_per_batch), Fifo(), log)
+        admission = Admission(eta, groups_per_batch)
+        if restored is not None:
+            admission.restore(restored)
+        state = RunState(run, epoch, Path(directory), eta, iterations, admission, Fifo(), log)
         self.runs[run] = state
-        state.emit("run_started", epoch=epoch, eta=eta, iterations=iterations)
+        state.emit(
+            "run_started",
+            epoch=epoch,
+            eta=eta,
+            iterations=iterations,
+            groups_per_batch=groups_per_batch,
+            policy=state.policy.name,
+        )
+        state.emit_snapshot()
         return {"started_s": state.started_s}
 
     def end_run(self, run: str) -> None:
@@ -114,6 +135,7 @@ class LibraPlugin(SchedulerPlugin):
         state = self.runs.pop(run, None)
         if state is not None and state.log is not None:
             state.log.close()
+            state.log = None  # what its tasks still do is not of the run any more
 
     def members(self, run: str, batch: int) -> list[list[int]]:
         """Groups of a batch that was opened, as [iteration, group]."""
@@ -135,7 +157,8 @@ class LibraPlugin(SchedulerPlugin):
             tracked = self._tracked.pop(key, None)
             if tracked is not None:
                 self._queues[tracked.phase].drop(key)
-                tracked.run.policy.handle(TrajectoryEnded(key))
+                tracked.run.emit("trajectory_ended", key=key)
+                self._apply(tracked.run, tracked.run.policy.handle(TrajectoryEnded(key)))
 
     def log_event(self, topic: str, msg: Any) -> None:
         """A worker reports; see ``libra.graph.reports`` for the messages."""
@@ -206,13 +229,22 @@ class LibraPlugin(SchedulerPlugin):
                 return
             if parsed.node == "batch":
                 state.batches[parsed.indices[0]] = key
+                state.emit("batch_parked", batch=parsed.indices[0])
                 self._apply(state, state.admission.batch_parked(parsed.indices[0]))
                 return
             tracked = self._tracked[key] = Tracked(key, parsed, state)
         state, iteration = tracked.run, tracked.parsed.indices[0]
-        self._apply(state, state.policy.handle(TrajectoryParked(key, iteration, tracked.phase, tracked.quanta)))
-        priority = list(self._scheduler.tasks[key].priority or ())
-        state.emit("trajectory_parked", key=key, phase=tracked.phase, quanta=tracked.quanta, priority=priority)
+        commands = state.policy.handle(TrajectoryParked(key, iteration, tracked.phase, tracked.quanta))
+        own = commands[0] if commands and commands[0].key == key else None
+        state.emit(
+            "trajectory_parked",
+            key=key,
+            phase=tracked.phase,
+            quanta=tracked.quanta,
+            priority=own.priority if own else (),
+            reason=own.reason if own else "",
+        )
+        self._apply(state, commands, on_the_line=own)
 
     def _gate_parked(self, state: RunState, parsed: keys.Key, key: str) -> None:
         index = parsed.indices[0]
@@ -223,16 +255,23 @@ class LibraPlugin(SchedulerPlugin):
                 state.eval_gates.setdefault(index, []).append(key)
             return
         state.gates[index] = key
+        state.emit("gate_parked", iteration=index)
         self._apply(state, state.admission.gate_parked(index))
 
-    def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
-        """The one command applier."""
+    def _apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
+        """The one command applier; every command gets a line, but ``on_the_line``, which is on that of its event already."""
         for command in commands:
             match command:
-                case SetPriority(key=key, priority=priority):
-                    private.set_priority(self._scheduler.tasks[key], priority)
-                    self._queues[self._tracked[key].phase].push(key, priority)
-                    self._kick()
+                case SetPriority(key=key, priority=priority, reason=reason):
+                    if command is not on_the_line:
+                        state.emit("priority_set", key=key, priority=priority, reason=reason)
+                    ts, tracked = self._scheduler.tasks.get(key), self._tracked.get(key)
+                    if ts is None or tracked is None:
+                        continue
+                    private.set_priority(ts, priority)
+                    if ts.state == "no-worker":  # else it runs, and is given its place anew when it parks
+                        self._queues[tracked.phase].push(key, priority)
+                        self._kick()
                 case OpenGate(iteration=iteration, reason=reason):
                     state.iteration = max(state.iteration, iteration)
                     state.emit("gate_opened", iteration=iteration, reason=reason)
@@ -302,7 +341,7 @@ class LibraPlugin(SchedulerPlugin):
             phase=phase,
             quantum=tracked.quanta,
             worker=private.worker_name(self._scheduler, address),
-            priority=list(self._scheduler.tasks[tracked.key].priority or ()),
+            priority=self._scheduler.tasks[tracked.key].priority or (),
         )
 
     def _left_worker(self, tracked: Tracked) -> None:
@@ -327,26 +366,8 @@ class LibraPlugin(SchedulerPlugin):
         state.emit(
             "quantum_lost", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address, times=tracked.lost
         )
-        if tracked.lost < MAX_LOST_QUANTA:
-            return
-        detail = f"quantum {tracked.quanta} was lost {tracked.lost} times, the last time with {address}"
-        record = {
-            "kind": "failure",
-            "failure": str(FailureClass.WORKER),
-            "detail": detail,
-            "worker": address,
-            "start_s": 0.0,
-            "stop_s": 0.0,
-            "epoch": state.epoch,
-        }
-        iteration, group, sample = tracked.parsed.indices
-        tid = TrajectoryId(iteration, group, sample, tracked.parsed.split)
-        try:
-            Journal(state.directory / "journal").append(str(tid), tracked.quanta, record)
-        except RecordExists:
-            return  # it was written after all, only its report was lost
-        except StoreError as error:
-            logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
+        if tracked.lost >= MAX_LOST_QUANTA:
+            record_worker_failure(tracked, address)
 
     # ---------------------------------------------------------------- reports
 
@@ -369,11 +390,7 @@ class LibraPlugin(SchedulerPlugin):
             tracked.reported = False
         state.quanta[phase] += 1
         state.tokens += msg["tokens"]
-        state.policy.handle(
-            QuantumFinished(
-                msg["key"], phase, msg["tokens"], msg["tool"], msg["status"], msg["stop_s"] - msg["start_s"]
-            )
-        )
+        latency_s = round(msg["stop_s"] - msg["start_s"], 6)
         self._stream.add(
             msg["key"],
             address,
@@ -391,11 +408,13 @@ class LibraPlugin(SchedulerPlugin):
             tool=msg["tool"],
             status=msg["status"],
             payload_tokens=msg["payload_tokens"],
-            latency_s=round(msg["stop_s"] - msg["start_s"], 6),
+            latency_s=latency_s,
             worker=private.worker_name(self._scheduler, address),
             version=msg["version"],
             end=msg["end"],
         )
+        done = QuantumFinished(msg["key"], phase, msg["tokens"], msg["tool"], msg["status"], latency_s)
+        self._apply(state, state.policy.handle(done))
         if msg["goes_on"]:
             worker = private.worker_name(self._scheduler, address)
             state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=worker)
@@ -444,6 +463,7 @@ class LibraPlugin(SchedulerPlugin):
         for state in self.runs.values():
             row = (waiting[Phase.ROLLOUT], waiting[Phase.TOOL], used[Phase.ROLLOUT], used[Phase.TOOL], state.tokens)
             state.history.append((round(state.uptime_s, 3), *row))
+            state.emit_snapshot_if_due()
             if state.log is not None:
                 state.log.flush()
 
@@ -458,23 +478,6 @@ class LibraPlugin(SchedulerPlugin):
             for phase in Phase
         }
         return [
-            {
-                "run": state.run,
-                "epoch": state.epoch,
-                "uptime_s": round(state.uptime_s, 3),
-                "eta": state.eta,
-                "iterations": state.iterations,
-                "iteration": state.iteration,
-                "versions": {"published": state.admission.version, "served": dict(state.served)},
-                "slots": slots,
-                "queue": {str(phase): queue.levels(run_of, state.run) for phase, queue in self._queues.items()},
-                "quanta": {str(phase): state.quanta[phase] for phase in Phase},
-                "tokens": state.tokens,
-                "groups": state.groups,
-                "failures": dict(state.failures),
-                "rewards": [list(row) for row in state.rewards],
-                "lag": [list(row) for row in state.lags],
-                "history": [list(row) for row in state.history],
-            }
+            state.shown(slots, {str(phase): queue.levels(run_of, state.run) for phase, queue in self._queues.items()})
             for state in self.runs.values()
         ]

@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libra.events import SCHEMA
+from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
-from libra.policy import Admission, Fifo
+from libra.policy import Admission, Ordering
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
 HISTORY_ROWS = 1200
 """Rows kept for the dashboard's plots: ten minutes at two a second."""
+
+
+SNAPSHOT_EVENTS = 10_000
+"""Events between two snapshots of the policy objects in the event log: a replay of its tail reads about as many."""
+SNAPSHOT_BYTES_PER_EVENT = 12
+"""A large snapshot is written more seldom: about this many bytes for each event since the last, whose line has 250."""
 
 
 @dataclass(slots=True)
@@ -44,7 +50,7 @@ class RunState:
     eta: int
     iterations: int
     admission: Admission
-    policy: Fifo
+    policy: Ordering
     log: EventLog | None
     started_s: float = field(default_factory=time.time)
     iteration: int = -1
@@ -61,6 +67,9 @@ class RunState:
     lags: list[tuple[int, float]] = field(default_factory=list)
     history: deque[tuple[float, int, int, int, int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_ROWS))
 
+    num_events: int = 0
+    next_snapshot: int = 0  # number of events from which on one is due
+
     @property
     def uptime_s(self) -> float:
         """Seconds since the run was registered."""
@@ -70,4 +79,41 @@ class RunState:
         """Append one event of `libra.events` to the run's event log, where it keeps one. A dict, because this is the hot path."""
         if self.log is not None:
             t_s = round(time.time() - self.started_s, 6)
+            self.num_events += 1
             self.log.write({"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields})
+
+    def emit_snapshot_if_due(self) -> None:
+        """Write a snapshot where enough has happened since the last; see `emit_snapshot`."""
+        if self.num_events >= self.next_snapshot:
+            self.emit_snapshot()
+
+    def emit_snapshot(self) -> None:
+        """Write down what the policy objects know. Call it between events, never between one and its commands."""
+        if self.log is None:
+            return
+        t_s, order, admission = round(self.uptime_s, 6), self.policy.snapshot(), self.admission.snapshot()
+        line = to_json(PolicySnapshot(self.run, t_s, self.policy.name, order, admission))
+        self.log.write_line(line)
+        self.num_events += 1
+        self.next_snapshot = self.num_events + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
+
+    def shown(self, slots: dict[str, dict[str, int]], queue: dict[str, dict[int, int]]) -> dict[str, Any]:
+        """The run as the dashboard page shows it; ``slots`` and ``queue`` are by phase."""
+        return {
+            "run": self.run,
+            "epoch": self.epoch,
+            "uptime_s": round(self.uptime_s, 3),
+            "eta": self.eta,
+            "iterations": self.iterations,
+            "iteration": self.iteration,
+            "versions": {"published": self.admission.version, "served": dict(self.served)},
+            "slots": slots,
+            "queue": queue,
+            "quanta": {str(phase): self.quanta[phase] for phase in Phase},
+            "tokens": self.tokens,
+            "groups": self.groups,
+            "failures": dict(self.failures),
+            "rewards": [list(row) for row in self.rewards],
+            "lag": [list(row) for row in self.lags],
+            "history": [list(row) for row in self.history],
+        }

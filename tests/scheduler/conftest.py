@@ -68,9 +68,15 @@ def register(live: SimpleNamespace, directory: Path, run: str = "demo", **change
     """Make a run known to the plugin, with a version 0."""
     arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
     answer = live.plugin.register_run(run=run, directory=str(directory), **arguments)
-    state = live.plugin.runs.get(run)
-    if state is not None:
-        state.admission.version_published(0)
+    published = {
+        "kind": "published",
+        "run": run,
+        "epoch": arguments["epoch"],
+        "version": 0,
+        "digest": "",
+        "num_bytes": 0,
+    }
+    live.plugin.log_event("libra", published)
     return answer
 
 
