@@ -4,16 +4,16 @@ Promises
 --------
 1. The policy objects are told what the log says they were told, in its order, and nothing else.
 2. Every command in the log is compared with one taken now, and every command taken now with one in the log. Only where
-   the log ends may answers to its last event be missing: its writer died. `Told.cut` says so.
+   an epoch ends may answers to its last event be missing: its writer died. `Told.cut` says so.
 3. Every snapshot but the first of an epoch is compared with what the objects know now.
-4. A dispatch is compared with the place that was last logged for its trajectory: the log of what was applied, against
-   the log of what was decided.
+4. A dispatch is compared with the place that was last logged for its trajectory, and each needs a parking of its own:
+   the log of what was applied, against the log of what was decided.
 5. After a difference the replay goes on; later differences may follow from the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from itertools import zip_longest
@@ -60,7 +60,7 @@ class Told:
     difference : str
         How they differ; empty where they do not.
     cut : bool
-        The log ends before all of ``now`` was written.
+        The log, or the epoch, ends before all of ``now`` was written.
     """
 
     line: int
@@ -83,6 +83,7 @@ class _Objects:
         self.ordering: Ordering = ORDERINGS[policy]()
         self.admission = Admission(eta, groups_per_batch)
         self.places: dict[str, Priority] = {}
+        self.dispatched: set[str] = set()  # since they were last parked
 
     def restore(self, line: int, snapshot: events.PolicySnapshot) -> None:
         try:
@@ -150,7 +151,7 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
             continue
         if isinstance(event, events.RunStarted | events.PolicySnapshot):
             if waiting is not None:
-                yield waiting.compared()
+                yield waiting.compared(last=isinstance(event, events.RunStarted))
                 waiting = None
             if isinstance(event, events.RunStarted):
                 objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch), True
@@ -201,15 +202,21 @@ class _Answers:
 def _told(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
     """Tell the objects; None where they are not told of this kind of event."""
     places = objects.places
-    difference = _misplaced(event, places) if isinstance(event, events.QuantumDispatched) else ""
+    difference = _misplaced(event, objects) if isinstance(event, events.QuantumDispatched) else ""
     now = objects.tell(line, event)
     if now is None:
         return None
     answers = _Answers(line, event, now, places, difference)
-    if isinstance(event, events.TrajectoryParked) and event.priority:
-        answers.add(line, SetPriority(event.key, _priority(line, event.priority), event.reason))
-    elif isinstance(event, events.TrajectoryEnded):
-        places.pop(event.key, None)
+    match event:
+        case events.TrajectoryParked(key=key):
+            objects.dispatched.discard(key)
+            if event.priority:
+                answers.add(line, SetPriority(key, _priority(line, event.priority), event.reason))
+        case events.QuantumDispatched(key=key):
+            objects.dispatched.add(key)
+        case events.TrajectoryEnded(key=key):
+            objects.dispatched.discard(key)
+            places.pop(key, None)
     return answers
 
 
@@ -249,9 +256,11 @@ def _parsed(line: int, key: str) -> keys.Key:
     return parsed
 
 
-def _misplaced(event: events.QuantumDispatched, places: Mapping[str, Priority]) -> str:
+def _misplaced(event: events.QuantumDispatched, objects: _Objects) -> str:
     """How a dispatch differs from the place last logged; a replay from a snapshot does not know places given before it."""
-    place = places.get(event.key)
+    if event.key in objects.dispatched:
+        return f"{event.key} was dispatched twice and not parked in between"
+    place = objects.places.get(event.key)
     if place is None or tuple(place) == event.priority:
         return ""
     return (

@@ -116,7 +116,7 @@ class LineReader:
     Attributes
     ----------
     torn : str or None
-        After the iteration: the torn last line, which was left out and reported by a warning.
+        After the iteration: the torn last line, which was left out; the caller reports it.
 
     Raises
     ------
@@ -140,7 +140,7 @@ class LineReader:
                 offset = self._offset
                 for number, line in enumerate(file, start=self._line):
                     if not line.endswith(b"\n"):
-                        self.torn = _torn(self.path, line)
+                        self.torn = line.decode(errors="replace")
                         return
                     yield number, offset, line
                     offset += len(line)
@@ -166,7 +166,10 @@ def read_lines(path: str | Path) -> LoggedLines:
     except OSError as error:
         raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
     objects = [_parsed(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, start=1)]
-    return LoggedLines(objects, _torn(path, rest) if rest else None)
+    torn = rest.decode(errors="replace") if rest else None
+    if torn is not None:
+        logger.warning("%s: the last line is torn and was left out: %r", path, torn[:120])
+    return LoggedLines(objects, torn)
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
@@ -177,9 +180,3 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StoreError(f"{where}: not a JSON object: {line[:120]!r}")
     return value
-
-
-def _torn(path: str | Path, rest: bytes) -> str:
-    torn = rest.decode(errors="replace")
-    logger.warning("%s: the last line is torn and was left out: %r", path, torn[:120])
-    return torn

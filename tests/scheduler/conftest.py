@@ -80,11 +80,11 @@ def register(live: SimpleNamespace, directory: Path, run: str = "demo", **change
     return answer
 
 
-def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0) -> list[Any]:
+def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0, group: int = 0) -> list[Any]:
     """Trajectory tasks, as an iteration graph makes them."""
     futures = []
     for sample, length in enumerate(lengths):
-        key = keys.make("trajectory", (iteration, 0, sample), epoch=0, run=run)
+        key = keys.make("trajectory", (iteration, group, sample), epoch=0, run=run)
         DONE.pop(key, None)
         futures.append(live.client.submit(quantum, key, run, length, key=key, resources={keys.PARK: 1}))
     return futures
