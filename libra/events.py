@@ -275,7 +275,8 @@ class StallDetected(Event):
 
     ``key`` has been on ``worker`` the longest, in ``stage``; all three are empty where nothing runs, and ``detail`` says
     what is waited for. ``parked`` tasks wait. ``last_event`` is the last line before. ``stacks`` is the file, within the run
-    directory, that says where the worker's threads and coroutines are. ``restarted``: the worker is restarted for it.
+    directory, that says where the worker's threads and coroutines are. ``restarts``: the worker is
+    restarted for it, unless the run goes on in the meantime.
     """
 
     name: ClassVar[str] = "stall_detected"
@@ -288,7 +289,7 @@ class StallDetected(Event):
     detail: str
     last_event: str
     stacks: str
-    restarted: bool
+    restarts: bool
 
 
 _KINDS: tuple[type[Event], ...] = (

@@ -66,7 +66,9 @@ def replay_run(
     reader = _reader(path, from_snapshot)
     outcome = _outcome(reader, decisions)
     if not outcome.events:
-        raise StoreError(f"{path}: holds no event; the run died before anything reached it, so there is nothing to replay")
+        raise StoreError(
+            f"{path}: holds no event; the run died before anything reached it, so there is nothing to replay"
+        )
     if as_json:
         click.echo(json.dumps(_as_json(path, outcome)))
     else:

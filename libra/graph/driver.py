@@ -174,6 +174,8 @@ class Session:
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             event_log=config.observe.event_log,
+            watchdog_s=config.watchdog.timeout_s,
+            watchdog_restart=config.watchdog.restart,
         )
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")

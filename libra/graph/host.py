@@ -29,6 +29,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from numpy.typing import NDArray
 
 from libra import keys
+from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError
 from libra.graph.private import cheap_reschedule, still_wanted
@@ -81,6 +82,7 @@ class LibraHost(WorkerPlugin):
         """Build what this worker's resources ask for; an error here reaches the driver."""
         self.worker = worker
         cheap_reschedule()
+        stacks.install(worker)
         self.model_dir = await asyncio.to_thread(local_model, self.spec.model_dir)
         self.environment = self.spec.make_environment()
         await self.environment.setup()

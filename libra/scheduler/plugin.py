@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,12 @@ from libra.policy import (
     TrajectoryParked,
 )
 from libra.scheduler import private
+from libra.scheduler.announcements import announce_version, tell_contention
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.queue import ParkedQueue
 from libra.scheduler.run_state import RunState, Tracked
 from libra.scheduler.slots import Slots, choose
+from libra.scheduler.watchdog import StallGuard
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
@@ -70,6 +73,7 @@ class LibraPlugin(SchedulerPlugin):
         self._tracked: dict[str, Tracked] = {}
         self._queues = {phase: ParkedQueue() for phase in Phase}
         self._slots = Slots()
+        self._signs: dict[Any, float] = {}  # monotonic seconds when a task on a worker was sent there, or last reported
         self._kicked = False
         self._dispatches = 0
         self._contended = False
@@ -103,10 +107,13 @@ class LibraPlugin(SchedulerPlugin):
         groups_per_batch: int,
         event_log: bool,
         restored: dict[str, Any] | None = None,
+        watchdog_s: float | None = None,
+        watchdog_restart: bool = False,
     ) -> dict[str, Any]:
         """Make a run known; a run of the same name and a newer epoch replaces the older one.
 
-        ``restored`` is the `Admission.snapshot` that a run which is resumed goes on from.
+        ``restored`` is the `Admission.snapshot` that a run which is resumed goes on from. ``watchdog_s`` is
+        ``watchdog.timeout_s``, None where nobody looks for stalls.
         """
         old = self.runs.get(run)
         if old is not None and old.epoch >= epoch:
@@ -128,11 +135,16 @@ class LibraPlugin(SchedulerPlugin):
             policy=state.policy.name,
         )
         state.emit_snapshot()
+        if watchdog_s is not None:
+            state.guard = StallGuard(self._scheduler, state, self._signs, self._phase_of, watchdog_s, watchdog_restart)
+            state.guard.start()
         return {"started_s": state.started_s}
 
     def end_run(self, run: str) -> None:
         """Close a run's event log and forget the run."""
         state = self.runs.pop(run, None)
+        if state is not None and state.guard is not None:
+            state.guard.stop()
         if state is not None and state.log is not None:
             state.log.close()
             state.log = None  # what its tasks still do is not of the run any more
@@ -146,9 +158,14 @@ class LibraPlugin(SchedulerPlugin):
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Follow parked tasks through Dask's states; the hot path of the plugin."""
         if start == "processing":
+            self._signs.pop(key, None)
             tracked = self._tracked.get(key)
             if tracked is not None:
                 self._left_worker(tracked)
+            elif finish == "memory":
+                self._progressed(key)
+        elif finish == "processing":
+            self._signs[key] = time.monotonic()
         if finish == "no-worker":
             ts = self._scheduler.tasks[key]
             if private.is_parked(ts):
@@ -168,6 +185,7 @@ class LibraPlugin(SchedulerPlugin):
         if state is None or msg.get("epoch") != state.epoch:
             logger.debug("a report of an unknown run or an older epoch is ignored: %s", msg)
             return
+        state.progressed()
         match msg["kind"]:
             case "quantum":
                 self._quantum_reported(state, msg)
@@ -181,13 +199,13 @@ class LibraPlugin(SchedulerPlugin):
                 for version in [v for v in state.eval_gates if v <= state.admission.version]:
                     for gate in state.eval_gates.pop(version):
                         self._open(state, gate, keys.GRADE)
-                self._announce(state, msg["version"])
+                announce_version(self._scheduler, state, msg["version"])
             case "served":
                 state.served[msg["name"]] = msg["version"]
                 state.engines[msg["name"]] = msg["address"]
                 state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
-                if self._contended and msg["address"] in self._scheduler.workers:
-                    self._tell_contention(msg["address"])
+                if self._contended:
+                    tell_contention(self._scheduler, msg["address"], True)
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -213,6 +231,19 @@ class LibraPlugin(SchedulerPlugin):
         """The scheduler stops."""
         for run in list(self.runs):
             self.end_run(run)
+
+    def _progressed(self, key: Any) -> None:
+        """A task that is no trajectory was completed."""
+        parsed = keys.parse(key)
+        state = self.runs.get(parsed.run) if parsed is not None else None
+        if state is not None:
+            state.progressed()
+
+    def _phase_of(self, key: str) -> Phase:
+        tracked = self._tracked.get(key)
+        if tracked is None:
+            return Phase.ROLLOUT
+        return tracked.at[0] if tracked.at is not None else tracked.phase
 
     # ---------------------------------------------------------------- parked tasks
 
@@ -247,6 +278,7 @@ class LibraPlugin(SchedulerPlugin):
         self._apply(state, commands, on_the_line=own)
 
     def _gate_parked(self, state: RunState, parsed: keys.Key, key: str) -> None:
+        state.progressed()  # the driver asks for more
         index = parsed.indices[0]
         if parsed.split == "eval":
             if index <= state.admission.version:
@@ -319,12 +351,7 @@ class LibraPlugin(SchedulerPlugin):
         if contended != self._contended:
             self._contended = contended
             for address in {address for state in self.runs.values() for address in state.engines.values()}:
-                if address in scheduler.workers:
-                    self._tell_contention(address)
-
-    def _tell_contention(self, address: str) -> None:
-        """Let a rollout worker know whether a trajectory that could go on at once must park instead."""
-        self._scheduler.worker_send(address, {"op": "libra-contended", "contended": self._contended})
+                tell_contention(scheduler, address, contended)
 
     def _given(self, tracked: Tracked, phase: Phase, address: str) -> None:
         state = tracked.run
@@ -388,6 +415,7 @@ class LibraPlugin(SchedulerPlugin):
             private.forgive(ts)
         if msg["goes_on"]:
             tracked.reported = False
+            self._signs[msg["key"]] = time.monotonic()
         state.quanta[phase] += 1
         state.tokens += msg["tokens"]
         latency_s = round(msg["stop_s"] - msg["start_s"], 6)
@@ -439,18 +467,6 @@ class LibraPlugin(SchedulerPlugin):
         if msg["split"] == "train":
             done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
             self._apply(state, state.admission.group_committed(done))
-
-    def _announce(self, state: RunState, version: int) -> None:
-        """Tell every rollout worker that a version can be pulled, so that running requests need not wait for a new quantum."""
-        message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
-        for worker, address in list(state.engines.items()):
-            if (
-                address in self._scheduler.workers
-            ):  # only where a host said so: elsewhere the message would close the worker
-                self._scheduler.worker_send(address, message)
-            else:
-                del state.engines[worker]
-                state.served.pop(worker, None)
 
     # ---------------------------------------------------------------- seeing it
 

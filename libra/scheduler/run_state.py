@@ -6,13 +6,16 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
 from libra.policy import Admission, Ordering
 from libra.store.event_log import EventLog
 from libra.types import Phase
+
+if TYPE_CHECKING:
+    from libra.scheduler.watchdog import StallGuard
 
 HISTORY_ROWS = 1200
 """Rows kept for the dashboard's plots: ten minutes at two a second."""
@@ -67,6 +70,8 @@ class RunState:
     lags: list[tuple[int, float]] = field(default_factory=list)
     history: deque[tuple[float, int, int, int, int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_ROWS))
 
+    guard: StallGuard | None = None
+    last_event: dict[str, Any] = field(default_factory=dict)
     num_events: int = 0
     next_snapshot: int = 0  # number of events from which on one is due
 
@@ -77,10 +82,25 @@ class RunState:
 
     def emit(self, name: str, **fields: Any) -> None:
         """Append one event of `libra.events` to the run's event log, where it keeps one. A dict, because this is the hot path."""
+        t_s = round(time.time() - self.started_s, 6)
+        event = self.last_event = {"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields}
         if self.log is not None:
-            t_s = round(time.time() - self.started_s, 6)
             self.num_events += 1
-            self.log.write({"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields})
+            self.log.write(event)
+
+    def progressed(self) -> None:
+        """Something of the run went on: the watchdog, where there is one, is at ease."""
+        if self.guard is not None:
+            self.guard.progressed()
+
+    def last_event_text(self) -> str:
+        """The last event and how long ago it was."""
+        event = self.last_event
+        what = [
+            event.get("name", "none"),
+            *(str(event[name]) for name in ("key", "iteration", "address") if name in event),
+        ]
+        return f"{' '.join(what)}, {self.uptime_s - event.get('t_s', 0.0):.0f} s ago"
 
     def emit_snapshot_if_due(self) -> None:
         """Write a snapshot where enough has happened since the last; see `emit_snapshot`."""
