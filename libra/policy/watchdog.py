@@ -4,7 +4,8 @@ Rules
 -----
 1. Progress is an edge: a worker reported something of the run, a task of the run was completed, the driver asked for
    another iteration. Tasks that only start are none.
-2. A stall is told when there was no edge for ``timeout_s``, and again after each further ``timeout_s`` without one.
+2. A stall is told when there was no edge for ``timeout_s``, and again after each further ``timeout_s`` without one. What
+   was done about it (a worker restarted, a worker that joined) gets as long again to show in an edge.
 3. Where tasks run, the culprit is the one that has given no sign of its own (sent to its worker, last report) the
    longest: what does not move waits for it, or for another one that is told next if the first was not to blame.
 4. Where none runs, no worker is to blame but the scheduler's stage: the stall names what the parked tasks wait for.
@@ -84,6 +85,10 @@ class Watchdog:
     def progressed(self, t_s: float) -> None:
         """There was an edge."""
         self._edge_s = self._told_s = t_s
+
+    def granted(self, t_s: float) -> None:
+        """Something was done that may end a stall; it is told again after ``timeout_s`` from now, and not before."""
+        self._told_s = max(self._told_s, t_s)
 
     def moved_since(self, t_s: float) -> bool:
         """Whether there was an edge after ``t_s``."""

@@ -141,13 +141,10 @@ class LibraPlugin(SchedulerPlugin):
         return {"started_s": state.started_s}
 
     def end_run(self, run: str) -> None:
-        """Close a run's event log and forget the run."""
+        """Close a run's event log, stop its watchdog, forget the run."""
         state = self.runs.pop(run, None)
-        if state is not None and state.guard is not None:
-            state.guard.stop()
-        if state is not None and state.log is not None:
-            state.log.close()
-            state.log = None  # what its tasks still do is not of the run any more
+        if state is not None:
+            state.close()
 
     def members(self, run: str, batch: int) -> list[list[int]]:
         """Groups of a batch that was opened, as [iteration, group]."""
@@ -217,6 +214,8 @@ class LibraPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """New slots may be free."""
         for state in self.runs.values():
+            if state.guard is not None:
+                state.guard.granted()
             state.emit("worker_joined", worker=private.worker_name(scheduler, worker), address=worker)
         self._kick()
 

@@ -93,6 +93,14 @@ class RunState:
         if self.guard is not None:
             self.guard.progressed()
 
+    def close(self) -> None:
+        """The run is over here; what its tasks still do is no event of it."""
+        if self.guard is not None:
+            self.guard.stop()
+        log, self.guard, self.log = self.log, None, None
+        if log is not None:
+            log.close()
+
     def last_event_text(self) -> str:
         """The last event and how long ago it was."""
         event = self.last_event

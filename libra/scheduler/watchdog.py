@@ -74,9 +74,15 @@ class StallGuard:
         """Something of the run went on."""
         self.watchdog.progressed(time.monotonic())
 
+    def granted(self) -> None:
+        """Something was done that may end a stall, but is no progress yet: a worker joined."""
+        self.watchdog.granted(time.monotonic())
+
     # ---------------------------------------------------------------- what it sees
 
     def _check(self) -> None:
+        if self._acting:
+            return
         now_s = time.monotonic()
         stall = self.watchdog.check(now_s, self._picture)
         if stall is not None:
@@ -175,6 +181,7 @@ class StallGuard:
             logger.warning("run %s: it goes on, so worker %s is not restarted", self._state.run, culprit.worker)
             return
         answer = await private.restart_worker(self._scheduler, culprit.address, f"libra-watchdog-{self._state.run}")
+        self.granted()
         logger.warning("run %s: worker %s was restarted: %s", self._state.run, culprit.worker, answer)
 
     def _write(self, file: str, text: str) -> None:

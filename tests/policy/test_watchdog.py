@@ -56,6 +56,15 @@ def test_a_stall_is_told_again_after_as_long_again_and_not_before() -> None:
     assert watchdog.check(70.9, not_looked) is None
 
 
+def test_what_was_done_about_a_stall_gets_as_long_again() -> None:
+    watchdog = Watchdog(10.0, 0.0)
+    assert watchdog.check(10.0, lambda: picture(running("a", 0.0))) is not None
+    watchdog.granted(14.0)
+    assert watchdog.check(23.9, not_looked) is None
+    stall = watchdog.check(24.0, lambda: picture(running("a", 0.0)))
+    assert stall is not None and stall.idle_s == 24.0
+
+
 def test_where_nothing_runs_the_missing_resource_is_named() -> None:
     gate = Waiting("gate-train-3-e0-demo", "version 3 (published is 2)", "")
     stall = Watchdog(10.0, 0.0).check(10.0, lambda: picture(SLOT, SLOT, gate, TOOL=4))

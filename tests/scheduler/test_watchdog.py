@@ -125,7 +125,7 @@ def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
     warnings = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.watchdog"]
     assert re.match(rf"run demo: no progress for \d+ s: {KEY} \(trajectory, ROLLOUT\) has been on worker", warnings[0])
     assert warnings[0].endswith("its worker is restarted")
-    assert "worker rollout-0 was restarted: OK" in warnings[-1]
+    assert "run demo: worker rollout-0 was restarted: OK" in warnings
 
 
 def test_without_restart_it_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
