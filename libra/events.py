@@ -3,6 +3,8 @@
 1. Every event has ``run`` (name) and ``t_s`` (wall seconds since the run started); its ``name`` says which one it is.
 2. ``from_json(to_json(event)) == event``. Sequences are tuples; numbers are finite, and None says "not known".
 3. Each line carries ``schema``. An unknown schema, name or field is refused, never skipped.
+4. Everything the policy objects are told is here, in the order they were told it, each command they answered is on that
+   line or on one of its own right after it: `libra.policy.replay` takes the same decisions again from nothing else.
 
 Nothing here reads a clock or writes a file: whoever emits an event says when it happened.
 """
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 
 from libra.errors import StoreError
 
-SCHEMA = 1
+SCHEMA = 2
 """Layout of an event; a change that old code cannot read takes the next number."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
@@ -34,12 +36,35 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """A driver took ``epoch`` of a run and begins."""
+    """A driver took ``epoch`` of a run and begins; ``policy`` names what orders its trajectories."""
 
     name: ClassVar[str] = "run_started"
     epoch: int
     eta: int
     iterations: int
+    groups_per_batch: int
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySnapshot(Event):
+    """What the policy objects know here: ``order`` of the one that ``policy`` names, and ``admission``.
+
+    The first after ``run_started`` is what an epoch begins with; from any later one a replay can begin.
+    """
+
+    name: ClassVar[str] = "policy_snapshot"
+    policy: str
+    order: dict[str, Any]
+    admission: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GateParked(Event):
+    """An iteration asks to begin."""
+
+    name: ClassVar[str] = "gate_parked"
+    iteration: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +78,35 @@ class GateOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryParked(Event):
-    """A trajectory waits for a slot of ``phase``, after ``quanta`` committed records, at this place in the order."""
+    """A trajectory waits for a slot of ``phase``, after ``quanta`` committed records, at this place in the order.
+
+    ``priority`` and ``reason`` are the policy's answer, a ``SetPriority``; empty where it gave none.
+    """
 
     name: ClassVar[str] = "trajectory_parked"
     key: str
     phase: str
     quanta: int
     priority: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrioritySet(Event):
+    """A trajectory was given another place in the order, by what the line before told about another one, or about a quantum."""
+
+    name: ClassVar[str] = "priority_set"
+    key: str
+    priority: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEnded(Event):
+    """The scheduler has forgotten a trajectory, and so may the policy."""
+
+    name: ClassVar[str] = "trajectory_ended"
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +156,17 @@ class QuantumContinued(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TrajectoryFoundEnded(Event):
+    """A trajectory was dispatched, and its ``quanta`` records were all there: its result had been lost, or the run resumed."""
+
+    name: ClassVar[str] = "trajectory_found_ended"
+    key: str
+    quanta: int
+    worker: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuantumLost(Event):
     """A quantum ended without a record, ``times`` times in a row now: its worker died, or it was cancelled."""
 
@@ -135,6 +193,14 @@ class GroupCommitted(Event):
     oldest_version: int
     reward: float | None
     failures: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParked(Event):
+    """A step asks for its groups."""
+
+    name: ClassVar[str] = "batch_parked"
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +280,44 @@ class FailureClassified(Event):
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class StallDetected(Event):
+    """Nothing of the run made progress for ``idle_s``.
+
+    ``key`` has been on ``worker`` the longest, in ``stage``; all three are empty where nothing runs, and ``detail`` says
+    what is waited for. ``parked`` tasks wait. ``last_event`` is the last line before. ``stacks`` is the file, within the run
+    directory, that says where the worker's threads and coroutines are. ``restarts``: the worker is
+    restarted for it, unless the run goes on in the meantime.
+    """
+
+    name: ClassVar[str] = "stall_detected"
+    key: str
+    worker: str
+    address: str
+    stage: str
+    idle_s: float
+    parked: int
+    detail: str
+    last_event: str
+    stacks: str
+    restarts: bool
+
+
 _KINDS: tuple[type[Event], ...] = (
     RunStarted,
+    PolicySnapshot,
+    GateParked,
     GateOpened,
     TrajectoryParked,
+    PrioritySet,
+    TrajectoryEnded,
     QuantumDispatched,
     QuantumFinished,
     QuantumContinued,
+    TrajectoryFoundEnded,
     QuantumLost,
     GroupCommitted,
+    BatchParked,
     BatchOpened,
     StepFinished,
     VersionPublished,
@@ -231,6 +326,7 @@ _KINDS: tuple[type[Event], ...] = (
     WorkerJoined,
     WorkerLost,
     FailureClassified,
+    StallDetected,
 )
 EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}
 """Every kind of event by name."""

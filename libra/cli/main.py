@@ -164,6 +164,39 @@ def inspect(run_dir: Path, **choice: Any) -> None:
 
 
 @cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--from-snapshot", is_flag=True, help="Begin at the last snapshot in the log, not at its first line.")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="KEY",
+    help="Show what happened to this trajectory (train-3-0-7), gate (gate-3) or batch (batch-3). May be repeated.",
+)
+@click.option(
+    "--decision",
+    "decisions",
+    type=int,
+    multiple=True,
+    metavar="LINE",
+    help="Show where the decision in this line of events.jsonl came from. May be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+def replay(run_dir: Path, **choice: Any) -> None:
+    """Take every scheduling decision of RUN again, from its event log; exit with 1 where one comes out differently.
+
+    \b
+    libra replay runs/demo
+    libra replay runs/demo --key train-0-1-2      # a trajectory's way through the scheduler, and why
+    libra replay runs/demo --decision 231         # the decision in line 231 of runs/demo/events.jsonl
+    """
+    from libra.cli.replay import replay_run
+
+    if not replay_run(run_dir, **choice):
+        raise click.exceptions.Exit(1)
+
+
+@cli.command()
 @click.argument("config", metavar="[CONFIG]", required=False)
 @_OVERRIDES
 @_SCHEDULER

@@ -16,7 +16,7 @@ _HEAD = """\
 <!-- Made by `make docs` from libra/cli/. Edit the docstrings there. -->
 
 Libra's own errors are one message on standard error and exit code 2; `LIBRA_TRACEBACK=1` shows where they come from. Ctrl-C is
-exit code 130. `libra doctor` exits with 1 where something is broken.
+exit code 130. `libra doctor` exits with 1 where something is broken, `libra replay` where a decision differs.
 """
 
 _CLUSTER = """\

@@ -28,7 +28,14 @@ class CrossFieldProblem:
 
 def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
     """Every contradiction between fields, in the order of the sections; empty where there is none."""
-    return (*_rollout(config), *_trainer(config), *_algorithm(config), *_checkpoint(config), *_evaluation(config))
+    return (
+        *_rollout(config),
+        *_trainer(config),
+        *_algorithm(config),
+        *_checkpoint(config),
+        *_evaluation(config),
+        *_watchdog(config),
+    )
 
 
 def _rollout(config: RunConfig) -> Iterator[CrossFieldProblem]:
@@ -149,4 +156,13 @@ def _evaluation(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("evaluation.every", "evaluation.prompts"),
             f"evaluation.every: an evaluation every {evaluation.every} iterations asks no question while "
             "evaluation.prompts=0; type evaluation.prompts=256, or evaluation.every=0",
+        )
+
+
+def _watchdog(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    if config.watchdog.restart and config.watchdog.timeout_s is None:
+        yield CrossFieldProblem(
+            ("watchdog.restart", "watchdog.timeout_s"),
+            "watchdog.restart: nothing is restarted while watchdog.timeout_s=null says that nobody looks; type "
+            "watchdog.timeout_s=600, or watchdog.restart=false",
         )

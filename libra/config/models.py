@@ -266,6 +266,16 @@ class StoreSection(Section):
     """Keep the per-quantum records of trajectories after their group is committed."""
 
 
+class WatchdogSection(Section):
+    """What happens when a run stops making progress: no quantum, group, step or other task is finished."""
+
+    timeout_s: Annotated[float, Field(ge=1)] | None = 600.0
+    """Seconds without progress after which the task, worker and stage to blame are named and the worker's stacks written to
+    `stacks/` in the run directory. Set it above the longest optimizer step or tool call. None: nobody looks."""
+    restart: bool = False
+    """Restart the worker to blame. What its trajectories had committed is kept; the quantum in flight runs again."""
+
+
 class RunConfig(Section):
     """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are Libra's own."""
 
@@ -279,6 +289,7 @@ class RunConfig(Section):
     cluster: ClusterSection = ClusterSection()
     observe: ObserveSection = ObserveSection()
     store: StoreSection = StoreSection()
+    watchdog: WatchdogSection = WatchdogSection()
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -38,6 +38,7 @@ from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
+from libra.policy import Admission
 from libra.store.epochs import take_epoch
 from libra.store.lock import CommitterLock
 from libra.store.trajectories import TrajectoryStore
@@ -239,13 +240,27 @@ class Session:
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             event_log=config.observe.event_log,
-            members=[list(map(list, batch)) for batch in self.point.members],
-            started=[[*group, version] for group, version in self.point.started.items()],
+            restored=self._admission(),
+            watchdog_s=config.watchdog.timeout_s,
+            watchdog_restart=config.watchdog.restart,
         )
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
         self._registered = True
         client.register_plugin(LibraHost(self.spec))
+
+    def _admission(self) -> dict[str, Any] | None:
+        """What the plugin has to know of earlier starts of the run."""
+        if not self.resume:
+            return None
+        return Admission.resumed(
+            self.config.run.eta,
+            self.config.trainer.prompts,
+            version=-1,  # nothing is published yet in this epoch
+            opened=dict(enumerate(self.point.members)),
+            committed=(),  # their group nodes say so again
+            started=self.point.started,
+        ).snapshot()
 
     @property
     def _client(self) -> Client:

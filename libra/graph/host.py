@@ -30,6 +30,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from numpy.typing import NDArray
 
 from libra import keys
+from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError, StoreError
 from libra.graph.members import members_of
@@ -98,6 +99,7 @@ class LibraHost(WorkerPlugin):
         """Build what this worker's resources ask for; an error here reaches the driver."""
         self.worker = worker
         cheap_reschedule()
+        stacks.install(worker)
         self.model_dir = await asyncio.to_thread(local_model, self.spec.model_dir)
         self.environment = self.spec.make_environment()
         await self.environment.setup()
@@ -309,7 +311,7 @@ class LibraHost(WorkerPlugin):
         """
         state = self.state(tid, prompt)
         if state.phase is None:
-            self._report(key, state, state.quanta, time.time(), goes_on=False)
+            report(self.worker, self.spec, "ended", key=key, quanta=state.quanta, end=str(state.end))
             return state
         goes_on = True
         while goes_on:

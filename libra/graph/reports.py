@@ -13,5 +13,5 @@ TOPIC = "libra"
 
 
 def report(worker: Worker, spec: RunSpec, kind: str, /, **fields: Any) -> None:
-    """Send one report; ``fields`` must be msgpack-able. Kinds: quantum, group, published, served, step, iteration."""
+    """Send one report; ``fields`` must be msgpack-able. Kinds: quantum, ended, group, published, served, step, iteration."""
     worker.log_event(TOPIC, {"kind": kind, "run": spec.run, "epoch": spec.epoch, **fields})

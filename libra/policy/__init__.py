@@ -15,9 +15,11 @@ from libra.policy.messages import (
     TrajectoryEnded,
     TrajectoryParked,
 )
+from libra.policy.ordering import ORDERINGS, Ordering
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
 __all__ = [
+    "ORDERINGS",
     "Admission",
     "Capacity",
     "Command",
@@ -27,6 +29,7 @@ __all__ = [
     "Fifo",
     "OpenBatch",
     "OpenGate",
+    "Ordering",
     "Priority",
     "QuantumFinished",
     "SetPriority",

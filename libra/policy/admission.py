@@ -12,14 +12,16 @@ Invariants
    ``i`` or before, for each ``i``. Hence **lag <= eta for every token ever trained on**.
 4. Among committed groups those with the nearest deadline go first, then by (iteration, group), never by length or time
    of completion. What is left is carried over. Every group is consumed exactly once, so nothing favours short answers.
+5. ``restore(snapshot())`` changes no later answer.
 
 `libra.policy.staleness` keeps the same bound for producers without iterations, group by group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from libra.policy.messages import OpenBatch, OpenGate
 
@@ -54,12 +56,65 @@ class Admission:
         self._batches: set[int] = set()
         self._in_flight: dict[GroupId, int] = {}
         self._committed: dict[GroupId, int] = {}
+        self._consumed: set[GroupId] = set()
         self.opened: dict[int, tuple[GroupId, ...]] = {}
 
-    def resume(self, opened: Sequence[Sequence[GroupId]], started: Mapping[GroupId, int]) -> None:
-        """Take up what earlier starts left: the members of each batch, and groups under way with their oldest version."""
-        self.opened = {batch: tuple(members) for batch, members in enumerate(opened)}
-        self._in_flight = dict(started)
+    @classmethod
+    def resumed(
+        cls,
+        eta: int,
+        groups_per_batch: int,
+        *,
+        version: int,
+        opened: Mapping[int, Iterable[GroupId]],
+        committed: Iterable[CommittedGroup],
+        started: Mapping[GroupId, int],
+    ) -> Self:
+        """The bookkeeping of a run that continues, from what is on disk.
+
+        Parameters
+        ----------
+        version : int
+            Newest published version, -1 where there is none.
+        opened : mapping
+            Members of every batch whose membership is committed.
+        committed : iterable of CommittedGroup
+            Every group whose record is written; those that a batch of ``opened`` has consumed are left out here.
+        started : mapping
+            Groups that have generated something and are not committed, with the version of their oldest token.
+        """
+        admission = cls(eta, groups_per_batch)
+        admission.version = version
+        for batch, members in opened.items():
+            admission._open(batch, tuple(members))
+        admission._in_flight = {group: oldest for group, oldest in started.items() if group not in admission._consumed}
+        for done in committed:
+            admission.group_committed(done)
+        return admission
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold; see `restore`."""
+        return {
+            "eta": self.eta,
+            "groups_per_batch": self.groups_per_batch,
+            "version": self.version,
+            "gates": sorted(self._gates),
+            "batches": sorted(self._batches),
+            "in_flight": [[*group, oldest] for group, oldest in sorted(self._in_flight.items())],
+            "committed": [[*group, oldest] for group, oldest in sorted(self._committed.items())],
+            "opened": [[batch, [list(group) for group in members]] for batch, members in sorted(self.opened.items())],
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        self.eta, self.groups_per_batch = int(snapshot["eta"]), int(snapshot["groups_per_batch"])
+        self.version = int(snapshot["version"])
+        self._gates, self._batches = set(snapshot["gates"]), set(snapshot["batches"])
+        self._in_flight = {(iteration, group): oldest for iteration, group, oldest in snapshot["in_flight"]}
+        self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
+        self.opened, self._consumed = {}, set()
+        for batch, members in snapshot["opened"]:
+            self._open(batch, tuple((iteration, group) for iteration, group in members))
 
     def gate_parked(self, iteration: int) -> tuple[OpenGate | OpenBatch, ...]:
         """Iteration ``iteration`` asks to begin."""
@@ -81,13 +136,13 @@ class Admission:
     def generation_started(self, iteration: int, group: int, version: int) -> None:
         """A quantum of this group was given to an engine that serves ``version``."""
         group_id = (iteration, group)
-        if group_id not in self._committed:
+        if group_id not in self._committed and group_id not in self._consumed:
             self._in_flight[group_id] = min(version, self._in_flight.get(group_id, version))
 
     def group_committed(self, done: CommittedGroup) -> tuple[OpenGate | OpenBatch, ...]:
         """The record of a group is written; told again, it changes nothing."""
         group_id = (done.iteration, done.group)
-        if group_id in self._committed or any(group_id in members for members in self.opened.values()):
+        if group_id in self._committed or group_id in self._consumed:
             return ()
         started = self._in_flight.pop(group_id, None)
         oldest = done.oldest_version if done.oldest_version >= 0 else started
@@ -110,10 +165,14 @@ class Admission:
             for group_id in members:
                 del self._committed[group_id]
             self._batches.discard(batch)
-            self.opened[batch] = members
+            self._open(batch, members)
             carried = len(self._committed)
             commands.append(OpenBatch(batch, members, f"{len(members)} groups committed, {carried} carried over"))
         return tuple(commands)
+
+    def _open(self, batch: int, members: tuple[GroupId, ...]) -> None:
+        self.opened[batch] = members
+        self._consumed.update(members)
 
     def _deadlines_hold_after(self, batch: int, members: tuple[GroupId, ...]) -> bool:
         """Invariant 3 for the groups that ``members`` would leave behind."""

@@ -7,15 +7,21 @@ Promises
 2. An earlier iteration always goes before a later one.
 3. Nothing waits for ever: only finitely many trajectories can be ahead of one, those of earlier or equal iterations
    that were parked before it.
+4. ``restore(snapshot())`` changes no later answer.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from libra.policy.messages import Event, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
 
 
 class Fifo:
     """The order of arrival as a policy object; one per run."""
+
+    name: ClassVar[str] = "fifo"
 
     def __init__(self) -> None:
         self._order: dict[str, int] = {}
@@ -33,3 +39,12 @@ class Fifo:
             case TrajectoryEnded(key=key):
                 self._order.pop(key, None)
         return ()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold; see `restore`."""
+        return {"arrivals": self._arrivals, "order": dict(sorted(self._order.items()))}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        self._arrivals = int(snapshot["arrivals"])
+        self._order = {str(key): int(order) for key, order in snapshot["order"].items()}

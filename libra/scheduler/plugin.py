@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from libra import keys
-from libra.errors import RecordExists, StoreError
 from libra.observe.page import attach_page
 from libra.observe.task_stream import QuantumStream
 from libra.policy import (
@@ -42,12 +41,14 @@ from libra.policy import (
     TrajectoryParked,
 )
 from libra.scheduler import private
+from libra.scheduler.announcements import announce_version, tell_contention
+from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.queue import ParkedQueue
 from libra.scheduler.run_state import RunState, Tracked
 from libra.scheduler.slots import Slots, choose
+from libra.scheduler.watchdog import StallGuard
 from libra.store.event_log import EventLog
-from libra.store.journal import Journal
-from libra.types import FailureClass, Phase, TrajectoryId
+from libra.types import Phase
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -72,6 +73,7 @@ class LibraPlugin(SchedulerPlugin):
         self._tracked: dict[str, Tracked] = {}
         self._queues = {phase: ParkedQueue() for phase in Phase}
         self._slots = Slots()
+        self._signs: dict[Any, float] = {}  # monotonic seconds when a task on a worker was sent there, or last reported
         self._kicked = False
         self._dispatches = 0
         self._contended = False
@@ -104,13 +106,14 @@ class LibraPlugin(SchedulerPlugin):
         iterations: int,
         groups_per_batch: int,
         event_log: bool,
-        members: Sequence[Sequence[Sequence[int]]] = (),
-        started: Sequence[Sequence[int]] = (),
+        restored: dict[str, Any] | None = None,
+        watchdog_s: float | None = None,
+        watchdog_restart: bool = False,
     ) -> dict[str, Any]:
         """Make a run known; a run of the same name and a newer epoch replaces the older one.
 
-        Of a run that is resumed, ``members`` are the groups (iteration, group) of each committed batch, and ``started`` the
-        groups that have records and are not committed, each (iteration, group, oldest version).
+        ``restored`` is the `Admission.snapshot` that a run which is resumed goes on from. ``watchdog_s`` is
+        ``watchdog.timeout_s``, None where nobody looks for stalls.
         """
         old = self.runs.get(run)
         if old is not None and old.epoch >= epoch:
@@ -118,17 +121,30 @@ class LibraPlugin(SchedulerPlugin):
         if old is not None:
             self.end_run(run)
         log = EventLog(Path(directory) / "events.jsonl") if event_log else None
-        state = RunState(run, epoch, Path(directory), eta, iterations, Admission(eta, groups_per_batch), Fifo(), log)
-        state.admission.resume([[(k, g) for k, g in batch] for batch in members], {(k, g): v for k, g, v in started})
+        admission = Admission(eta, groups_per_batch)
+        if restored is not None:
+            admission.restore(restored)
+        state = RunState(run, epoch, Path(directory), eta, iterations, admission, Fifo(), log)
         self.runs[run] = state
-        state.emit("run_started", epoch=epoch, eta=eta, iterations=iterations)
+        state.emit(
+            "run_started",
+            epoch=epoch,
+            eta=eta,
+            iterations=iterations,
+            groups_per_batch=groups_per_batch,
+            policy=state.policy.name,
+        )
+        state.emit_snapshot()
+        if watchdog_s is not None:
+            state.guard = StallGuard(self._scheduler, state, self._signs, self._phase_of, watchdog_s, watchdog_restart)
+            state.guard.start()
         return {"started_s": state.started_s}
 
     def end_run(self, run: str) -> None:
-        """Close a run's event log and forget the run."""
+        """Close a run's event log, stop its watchdog, forget the run."""
         state = self.runs.pop(run, None)
-        if state is not None and state.log is not None:
-            state.log.close()
+        if state is not None:
+            state.close()
 
     def members(self, run: str, batch: int) -> list[list[int]]:
         """Groups of a batch that was opened, as [iteration, group]."""
@@ -139,9 +155,14 @@ class LibraPlugin(SchedulerPlugin):
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Follow parked tasks through Dask's states; the hot path of the plugin."""
         if start == "processing":
+            self._signs.pop(key, None)
             tracked = self._tracked.get(key)
             if tracked is not None:
                 self._left_worker(tracked)
+            elif finish == "memory":
+                self._progressed(key)
+        elif finish == "processing":
+            self._signs[key] = time.monotonic()
         if finish == "no-worker":
             ts = self._scheduler.tasks[key]
             if private.is_parked(ts):
@@ -150,7 +171,8 @@ class LibraPlugin(SchedulerPlugin):
             tracked = self._tracked.pop(key, None)
             if tracked is not None:
                 self._queues[tracked.phase].drop(key)
-                tracked.run.policy.handle(TrajectoryEnded(key))
+                tracked.run.emit("trajectory_ended", key=key)
+                self._apply(tracked.run, tracked.run.policy.handle(TrajectoryEnded(key)))
 
     def log_event(self, topic: str, msg: Any) -> None:
         """A worker reports; see ``libra.graph.reports`` for the messages."""
@@ -160,9 +182,13 @@ class LibraPlugin(SchedulerPlugin):
         if state is None or msg.get("epoch") != state.epoch:
             logger.debug("a report of an unknown run or an older epoch is ignored: %s", msg)
             return
+        state.progressed()
         match msg["kind"]:
             case "quantum":
                 self._quantum_reported(state, msg)
+            case "ended":
+                if (tracked := self._tracked.get(msg["key"])) is not None and tracked.at is not None:
+                    tracked.found_ended(msg["quanta"], private.worker_name(self._scheduler, tracked.at[1]), msg["end"])
             case "group":
                 self._group_reported(state, msg)
             case "published":
@@ -173,13 +199,13 @@ class LibraPlugin(SchedulerPlugin):
                 for version in [v for v in state.eval_gates if v <= state.admission.version]:
                     for gate in state.eval_gates.pop(version):
                         self._open(state, gate, keys.GRADE)
-                self._announce(state, msg["version"])
+                announce_version(self._scheduler, state, msg["version"])
             case "served":
                 state.served[msg["name"]] = msg["version"]
                 state.engines[msg["name"]] = msg["address"]
                 state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
-                if self._contended and msg["address"] in self._scheduler.workers:
-                    self._tell_contention(msg["address"])
+                if self._contended:
+                    tell_contention(self._scheduler, msg["address"], True)
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -191,6 +217,8 @@ class LibraPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """New slots may be free."""
         for state in self.runs.values():
+            if state.guard is not None:
+                state.guard.granted()
             state.emit("worker_joined", worker=private.worker_name(scheduler, worker), address=worker)
         self._kick()
 
@@ -205,6 +233,19 @@ class LibraPlugin(SchedulerPlugin):
         """The scheduler stops."""
         for run in list(self.runs):
             self.end_run(run)
+
+    def _progressed(self, key: Any) -> None:
+        """A task that is no trajectory was completed."""
+        parsed = keys.parse(key)
+        state = self.runs.get(parsed.run) if parsed is not None else None
+        if state is not None:
+            state.progressed()
+
+    def _phase_of(self, key: str) -> Phase:
+        tracked = self._tracked.get(key)
+        if tracked is None:
+            return Phase.ROLLOUT
+        return tracked.at[0] if tracked.at is not None else tracked.phase
 
     # ---------------------------------------------------------------- parked tasks
 
@@ -221,15 +262,25 @@ class LibraPlugin(SchedulerPlugin):
                 return
             if parsed.node == "batch":
                 state.batches[parsed.indices[0]] = key
+                state.emit("batch_parked", batch=parsed.indices[0])
                 self._apply(state, state.admission.batch_parked(parsed.indices[0]))
                 return
             tracked = self._tracked[key] = Tracked(key, parsed, state)
         state, iteration = tracked.run, tracked.parsed.indices[0]
-        self._apply(state, state.policy.handle(TrajectoryParked(key, iteration, tracked.phase, tracked.quanta)))
-        priority = list(self._scheduler.tasks[key].priority or ())
-        state.emit("trajectory_parked", key=key, phase=tracked.phase, quanta=tracked.quanta, priority=priority)
+        commands = state.policy.handle(TrajectoryParked(key, iteration, tracked.phase, tracked.quanta))
+        own = commands[0] if commands and commands[0].key == key else None
+        state.emit(
+            "trajectory_parked",
+            key=key,
+            phase=tracked.phase,
+            quanta=tracked.quanta,
+            priority=own.priority if own else (),
+            reason=own.reason if own else "",
+        )
+        self._apply(state, commands, on_the_line=own)
 
     def _gate_parked(self, state: RunState, parsed: keys.Key, key: str) -> None:
+        state.progressed()  # the driver asks for more
         index = parsed.indices[0]
         if parsed.split == "eval":
             if index <= state.admission.version:
@@ -238,16 +289,23 @@ class LibraPlugin(SchedulerPlugin):
                 state.eval_gates.setdefault(index, []).append(key)
             return
         state.gates[index] = key
+        state.emit("gate_parked", iteration=index)
         self._apply(state, state.admission.gate_parked(index))
 
-    def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
-        """The one command applier."""
+    def _apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
+        """The one command applier; every command gets a line, but ``on_the_line``, which is on that of its event already."""
         for command in commands:
             match command:
-                case SetPriority(key=key, priority=priority):
-                    private.set_priority(self._scheduler.tasks[key], priority)
-                    self._queues[self._tracked[key].phase].push(key, priority)
-                    self._kick()
+                case SetPriority(key=key, priority=priority, reason=reason):
+                    if command is not on_the_line:
+                        state.emit("priority_set", key=key, priority=priority, reason=reason)
+                    ts, tracked = self._scheduler.tasks.get(key), self._tracked.get(key)
+                    if ts is None or tracked is None:
+                        continue
+                    private.set_priority(ts, priority)
+                    if ts.state == "no-worker":  # else it runs, and is given its place anew when it parks
+                        self._queues[tracked.phase].push(key, priority)
+                        self._kick()
                 case OpenGate(iteration=iteration, reason=reason):
                     state.iteration = max(state.iteration, iteration)
                     state.emit("gate_opened", iteration=iteration, reason=reason)
@@ -295,12 +353,7 @@ class LibraPlugin(SchedulerPlugin):
         if contended != self._contended:
             self._contended = contended
             for address in {address for state in self.runs.values() for address in state.engines.values()}:
-                if address in scheduler.workers:
-                    self._tell_contention(address)
-
-    def _tell_contention(self, address: str) -> None:
-        """Let a rollout worker know whether a trajectory that could go on at once must park instead."""
-        self._scheduler.worker_send(address, {"op": "libra-contended", "contended": self._contended})
+                tell_contention(scheduler, address, contended)
 
     def _given(self, tracked: Tracked, phase: Phase, address: str) -> None:
         state = tracked.run
@@ -317,7 +370,7 @@ class LibraPlugin(SchedulerPlugin):
             phase=phase,
             quantum=tracked.quanta,
             worker=private.worker_name(self._scheduler, address),
-            priority=list(self._scheduler.tasks[tracked.key].priority or ()),
+            priority=self._scheduler.tasks[tracked.key].priority or (),
         )
 
     def _left_worker(self, tracked: Tracked) -> None:
@@ -342,26 +395,8 @@ class LibraPlugin(SchedulerPlugin):
         state.emit(
             "quantum_lost", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address, times=tracked.lost
         )
-        if tracked.lost < MAX_LOST_QUANTA:
-            return
-        detail = f"quantum {tracked.quanta} was lost {tracked.lost} times, the last time with {address}"
-        record = {
-            "kind": "failure",
-            "failure": str(FailureClass.WORKER),
-            "detail": detail,
-            "worker": address,
-            "start_s": 0.0,
-            "stop_s": 0.0,
-            "epoch": state.epoch,
-        }
-        iteration, group, sample = tracked.parsed.indices
-        tid = TrajectoryId(iteration, group, sample, tracked.parsed.split)
-        try:
-            Journal(state.directory / "journal").append(str(tid), tracked.quanta, record)
-        except RecordExists:
-            return  # it was written after all, only its report was lost
-        except StoreError as error:
-            logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
+        if tracked.lost >= MAX_LOST_QUANTA:
+            record_worker_failure(tracked, address)
 
     # ---------------------------------------------------------------- reports
 
@@ -382,13 +417,10 @@ class LibraPlugin(SchedulerPlugin):
             private.forgive(ts)
         if msg["goes_on"]:
             tracked.reported = False
+            self._signs[msg["key"]] = time.monotonic()
         state.quanta[phase] += 1
         state.tokens += msg["tokens"]
-        state.policy.handle(
-            QuantumFinished(
-                msg["key"], phase, msg["tokens"], msg["tool"], msg["status"], msg["stop_s"] - msg["start_s"]
-            )
-        )
+        latency_s = round(msg["stop_s"] - msg["start_s"], 6)
         self._stream.add(
             msg["key"],
             address,
@@ -406,11 +438,13 @@ class LibraPlugin(SchedulerPlugin):
             tool=msg["tool"],
             status=msg["status"],
             payload_tokens=msg["payload_tokens"],
-            latency_s=round(msg["stop_s"] - msg["start_s"], 6),
+            latency_s=latency_s,
             worker=private.worker_name(self._scheduler, address),
             version=msg["version"],
             end=msg["end"],
         )
+        done = QuantumFinished(msg["key"], phase, msg["tokens"], msg["tool"], msg["status"], latency_s)
+        self._apply(state, state.policy.handle(done))
         if msg["goes_on"]:
             worker = private.worker_name(self._scheduler, address)
             state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=worker)
@@ -436,18 +470,6 @@ class LibraPlugin(SchedulerPlugin):
             done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
             self._apply(state, state.admission.group_committed(done))
 
-    def _announce(self, state: RunState, version: int) -> None:
-        """Tell every rollout worker that a version can be pulled, so that running requests need not wait for a new quantum."""
-        message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
-        for worker, address in list(state.engines.items()):
-            if (
-                address in self._scheduler.workers
-            ):  # only where a host said so: elsewhere the message would close the worker
-                self._scheduler.worker_send(address, message)
-            else:
-                del state.engines[worker]
-                state.served.pop(worker, None)
-
     # ---------------------------------------------------------------- seeing it
 
     def _sample(self) -> None:
@@ -457,10 +479,7 @@ class LibraPlugin(SchedulerPlugin):
         waiting = {phase: len(queue) for phase, queue in self._queues.items()}
         used = {phase: self._slots.used(phase) for phase in Phase}
         for state in self.runs.values():
-            row = (waiting[Phase.ROLLOUT], waiting[Phase.TOOL], used[Phase.ROLLOUT], used[Phase.TOOL], state.tokens)
-            state.history.append((round(state.uptime_s, 3), *row))
-            if state.log is not None:
-                state.log.flush()
+            state.sample(waiting, used)
 
     def snapshots(self) -> list[dict[str, Any]]:
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
@@ -473,23 +492,6 @@ class LibraPlugin(SchedulerPlugin):
             for phase in Phase
         }
         return [
-            {
-                "run": state.run,
-                "epoch": state.epoch,
-                "uptime_s": round(state.uptime_s, 3),
-                "eta": state.eta,
-                "iterations": state.iterations,
-                "iteration": state.iteration,
-                "versions": {"published": state.admission.version, "served": dict(state.served)},
-                "slots": slots,
-                "queue": {str(phase): queue.levels(run_of, state.run) for phase, queue in self._queues.items()},
-                "quanta": {str(phase): state.quanta[phase] for phase in Phase},
-                "tokens": state.tokens,
-                "groups": state.groups,
-                "failures": dict(state.failures),
-                "rewards": [list(row) for row in state.rewards],
-                "lag": [list(row) for row in state.lags],
-                "history": [list(row) for row in state.history],
-            }
+            state.shown(slots, {str(phase): queue.levels(run_of, state.run) for phase, queue in self._queues.items()})
             for state in self.runs.values()
         ]

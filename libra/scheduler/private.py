@@ -82,6 +82,14 @@ def set_priority(ts: TaskState, priority: tuple[int, ...]) -> None:
     ts.priority = tuple(priority)
 
 
+async def restart_worker(scheduler: Scheduler, address: str, stimulus_id: str) -> str:
+    """Have a worker's nanny kill and start it again; one without a nanny is only removed. Returns what became of it."""
+    answers: Mapping[str, str] = await scheduler.restart_workers(
+        [address], timeout=30, wait_for_workers=False, on_error="return", stimulus_id=stimulus_id
+    )
+    return answers.get(address, "gone")
+
+
 def add_handlers(scheduler: Scheduler, handlers: Mapping[str, Any]) -> None:
     """Make functions callable as ``client.scheduler.<name>(**kwargs)``."""
     scheduler.handlers.update(handlers)

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from libra.events import SCHEMA
+from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
-from libra.policy import Admission, Fifo
+from libra.policy import Admission, Ordering
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
+if TYPE_CHECKING:
+    from libra.scheduler.watchdog import StallGuard
+
 HISTORY_ROWS = 1200
 """Rows kept for the dashboard's plots: ten minutes at two a second."""
+
+
+SNAPSHOT_EVENTS = 10_000
+"""Events between two snapshots of the policy objects in the event log: a replay of its tail reads about as many."""
+SNAPSHOT_BYTES_PER_EVENT = 12
+"""A large snapshot is written more seldom: about this many bytes for each event since the last, whose line has 250."""
 
 
 @dataclass(slots=True)
@@ -33,6 +43,11 @@ class Tracked:
     at: tuple[Phase, str] | None = None
     home: dict[Phase, str] = field(default_factory=dict)
 
+    def found_ended(self, quanta: int, worker: str, end: str) -> None:
+        """It was sent to a worker and had ended before: no quantum was run, and none is counted."""
+        self.reported, self.lost, self.ended, self.quanta = True, 0, True, quanta
+        self.run.emit("trajectory_found_ended", key=self.key, quanta=quanta, worker=worker, end=end)
+
 
 @dataclass(slots=True)
 class RunState:
@@ -44,7 +59,7 @@ class RunState:
     eta: int
     iterations: int
     admission: Admission
-    policy: Fifo
+    policy: Ordering
     log: EventLog | None
     started_s: float = field(default_factory=time.time)
     iteration: int = -1
@@ -61,13 +76,86 @@ class RunState:
     lags: list[tuple[int, float]] = field(default_factory=list)
     history: deque[tuple[float, int, int, int, int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_ROWS))
 
+    guard: StallGuard | None = None
+    last_event: dict[str, Any] = field(default_factory=dict)
+    num_events: int = 0
+    next_snapshot: int = 0  # number of events from which on one is due
+
     @property
     def uptime_s(self) -> float:
         """Seconds since the run was registered."""
         return time.time() - self.started_s
 
+    def sample(self, waiting: Mapping[Phase, int], used: Mapping[Phase, int]) -> None:
+        """Twice a second: a row for the dashboard's plots, and everything logged so far to the disk."""
+        row = (waiting[Phase.ROLLOUT], waiting[Phase.TOOL], used[Phase.ROLLOUT], used[Phase.TOOL], self.tokens)
+        self.history.append((round(self.uptime_s, 3), *row))
+        self.emit_snapshot_if_due()
+        if self.log is not None:
+            self.log.flush()
+
     def emit(self, name: str, **fields: Any) -> None:
         """Append one event of `libra.events` to the run's event log, where it keeps one. A dict, because this is the hot path."""
+        t_s = round(time.time() - self.started_s, 6)
+        event = self.last_event = {"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields}
         if self.log is not None:
-            t_s = round(time.time() - self.started_s, 6)
-            self.log.write({"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields})
+            self.num_events += 1
+            self.log.write(event)
+
+    def progressed(self) -> None:
+        """Something of the run went on: the watchdog, where there is one, is at ease."""
+        if self.guard is not None:
+            self.guard.progressed()
+
+    def close(self) -> None:
+        """The run is over here; what its tasks still do is no event of it."""
+        if self.guard is not None:
+            self.guard.stop()
+        log, self.guard, self.log = self.log, None, None
+        if log is not None:
+            log.close()
+
+    def last_event_text(self) -> str:
+        """The last event and how long ago it was."""
+        event = self.last_event
+        what = [
+            event.get("name", "none"),
+            *(str(event[name]) for name in ("key", "iteration", "address") if name in event),
+        ]
+        return f"{' '.join(what)}, {self.uptime_s - event.get('t_s', 0.0):.0f} s ago"
+
+    def emit_snapshot_if_due(self) -> None:
+        """Write a snapshot where enough has happened since the last; see `emit_snapshot`."""
+        if self.num_events >= self.next_snapshot:
+            self.emit_snapshot()
+
+    def emit_snapshot(self) -> None:
+        """Write down what the policy objects know. Call it between events, never between one and its commands."""
+        if self.log is None:
+            return
+        t_s, order, admission = round(self.uptime_s, 6), self.policy.snapshot(), self.admission.snapshot()
+        line = to_json(PolicySnapshot(self.run, t_s, self.policy.name, order, admission))
+        self.log.write_line(line)
+        self.num_events += 1
+        self.next_snapshot = self.num_events + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
+
+    def shown(self, slots: dict[str, dict[str, int]], queue: dict[str, dict[int, int]]) -> dict[str, Any]:
+        """The run as the dashboard page shows it; ``slots`` and ``queue`` are by phase."""
+        return {
+            "run": self.run,
+            "epoch": self.epoch,
+            "uptime_s": round(self.uptime_s, 3),
+            "eta": self.eta,
+            "iterations": self.iterations,
+            "iteration": self.iteration,
+            "versions": {"published": self.admission.version, "served": dict(self.served)},
+            "slots": slots,
+            "queue": queue,
+            "quanta": {str(phase): self.quanta[phase] for phase in Phase},
+            "tokens": self.tokens,
+            "groups": self.groups,
+            "failures": dict(self.failures),
+            "rewards": [list(row) for row in self.rewards],
+            "lag": [list(row) for row in self.lags],
+            "history": [list(row) for row in self.history],
+        }

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from libra.events import Event, to_json
-from libra.store.line_log import LineLog, read_lines
+from libra.events import Event, PolicySnapshot, to_json
+from libra.store.line_log import LineLog, LineReader, read_lines
+
+_SNAPSHOT = f'"name":"{PolicySnapshot.name}"'.encode()
 
 
 class EventLog(LineLog):
@@ -38,3 +40,15 @@ def read_events(path: str | Path) -> LoggedEvents:
     Raises StoreError, with the line's number, where the file is missing or a line but the last is not a JSON object.
     """
     return LoggedEvents(*read_lines(path))
+
+
+def from_last_snapshot(path: str | Path) -> LineReader | None:
+    """A reader that begins at the last whole ``policy_snapshot`` of a log; None where there is none.
+
+    Lines before it are not parsed. Raises StoreError where the file is missing.
+    """
+    found = None
+    for number, offset, line in LineReader(path).raw():
+        if _SNAPSHOT in line[:64]:
+            found = LineReader(path, offset=offset, line=number)
+    return found

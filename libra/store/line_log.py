@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -104,6 +105,49 @@ class LineLog:
             os.ftruncate(self._descriptor, keep)
 
 
+class LineReader:
+    """The objects of a log, one at a time: iterating gives (line number from 1, object).
+
+    Parameters
+    ----------
+    offset, line : int
+        Where to begin: a byte at which a line starts, and that line's number.
+
+    Attributes
+    ----------
+    torn : str or None
+        After the iteration: the torn last line, which was left out; the caller reports it.
+
+    Raises
+    ------
+    StoreError
+        While iterating, with the line's number: the file is missing, or a line but the last is not a JSON object.
+    """
+
+    def __init__(self, path: str | Path, *, offset: int = 0, line: int = 1) -> None:
+        self.path, self._offset, self._line = Path(path), offset, line
+        self.torn: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, _, line in self.raw():
+            yield number, _parsed(line, f"{self.path}, line {number}")
+
+    def raw(self) -> Iterator[tuple[int, int, bytes]]:
+        """Line number, offset and bytes of each whole line."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                offset = self._offset
+                for number, line in enumerate(file, start=self._line):
+                    if not line.endswith(b"\n"):
+                        self.torn = line.decode(errors="replace")
+                        return
+                    yield number, offset, line
+                    offset += len(line)
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
+
+
 class LoggedLines(NamedTuple):
     """What `read_lines` found: the objects, and the torn last line (None: the log ends cleanly)."""
 
@@ -121,16 +165,18 @@ def read_lines(path: str | Path) -> LoggedLines:
         *lines, rest = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
-    objects = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise StoreError(f"{path}, line {number} of {len(lines)}: not JSON ({error}): {line[:120]!r}") from error
-        if not isinstance(value, dict):
-            raise StoreError(f"{path}, line {number} of {len(lines)}: not a JSON object: {line[:120]!r}")
-        objects.append(value)
+    objects = [_parsed(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, start=1)]
     torn = rest.decode(errors="replace") if rest else None
     if torn is not None:
         logger.warning("%s: the last line is torn and was left out: %r", path, torn[:120])
     return LoggedLines(objects, torn)
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise StoreError(f"{where}: not JSON ({error}): {line[:120]!r}") from error
+    if not isinstance(value, dict):
+        raise StoreError(f"{where}: not a JSON object: {line[:120]!r}")
+    return value

@@ -149,6 +149,7 @@ def test_a_wrong_value_names_field_value_allowed_and_what_to_type(
         (["rollout.temperature=0.0"], "type rollout.temperature=1.0"),
         (["trainer.micro_batch_tokens=256", "rollout.max_context_tokens=128"], "type trainer.micro_batch_tokens=512"),
         (["evaluation.every=5"], "type evaluation.prompts=256"),
+        (["watchdog.restart=true", "watchdog.timeout_s=null"], "type watchdog.timeout_s=600"),
     ],
 )
 def test_fields_that_contradict_each_other_say_what_to_type(overrides: list[str], said: str) -> None:

@@ -19,7 +19,9 @@ from libra.config import RunConfig
 from libra.errors import RunDirectoryError
 from libra.events import from_dict, to_dict
 from libra.graph.driver import RunSummary, Session, run
+from libra.policy.replay import replay
 from libra.store.event_log import read_events
+from libra.store.line_log import LineReader
 
 Config = Callable[..., RunConfig]
 
@@ -94,6 +96,21 @@ def test_with_more_trajectories_than_slots_each_turn_is_dispatched_in_order(
     assert names["quantum_finished"] == 32 * 3
     assert names["quantum_dispatched"] + names["quantum_continued"] == 32 * 3
     assert names["quantum_dispatched"] > 32  # 32 trajectories, 8 slots: those that run give way to those that wait
+
+
+def test_every_decision_of_a_run_is_reproduced_from_its_event_log(make_config: Config, cluster_client: Client) -> None:
+    inline = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
+    config = make_config(
+        environment=inline,
+        run={"iterations": 4, "eta": 1},
+        trainer={"prompts": 4, "group_size": 4},
+        evaluation={"prompts": 4},
+    )
+    path = run(config, client=cluster_client).directory / "events.jsonl"
+    told = list(replay((line, from_dict(event)) for line, event in LineReader(path)))
+    assert [step.difference for step in told if step.difference] == [] and not told[-1].cut
+    kinds = Counter(type(entry.command).__name__ for step in told for entry in step.logged)
+    assert kinds["OpenGate"] == kinds["OpenBatch"] == 4 and kinds["SetPriority"] > 64
 
 
 def test_the_checkpoint_is_the_last_version_and_loads_in_plain_transformers(

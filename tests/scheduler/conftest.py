@@ -68,17 +68,23 @@ def register(live: SimpleNamespace, directory: Path, run: str = "demo", **change
     """Make a run known to the plugin, with a version 0."""
     arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
     answer = live.plugin.register_run(run=run, directory=str(directory), **arguments)
-    state = live.plugin.runs.get(run)
-    if state is not None:
-        state.admission.version_published(0)
+    published = {
+        "kind": "published",
+        "run": run,
+        "epoch": arguments["epoch"],
+        "version": 0,
+        "digest": "",
+        "num_bytes": 0,
+    }
+    live.plugin.log_event("libra", published)
     return answer
 
 
-def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0) -> list[Any]:
+def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0, group: int = 0) -> list[Any]:
     """Trajectory tasks, as an iteration graph makes them."""
     futures = []
     for sample, length in enumerate(lengths):
-        key = keys.make("trajectory", (iteration, 0, sample), epoch=0, run=run)
+        key = keys.make("trajectory", (iteration, group, sample), epoch=0, run=run)
         DONE.pop(key, None)
         futures.append(live.client.submit(quantum, key, run, length, key=key, resources={keys.PARK: 1}))
     return futures

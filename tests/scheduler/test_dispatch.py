@@ -23,6 +23,8 @@ from libra.types import Phase
 class RandomOrder:
     """A policy that gives every arrival a place of its own, at random: the worst case for the queue."""
 
+    name = "random_order"
+
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 

@@ -16,6 +16,7 @@ from libra.events import EVENTS, SCHEMA, Event, GateOpened, from_dict, from_json
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _BY_TYPE = {
     "str": st.text(),
+    "bool": st.booleans(),
     "int": st.integers(),
     "float": _FLOATS,
     "str | None": st.none() | st.text(),
@@ -56,7 +57,7 @@ def test_numbers_that_json_has_no_word_for_are_refused():
 def test_unknown_schemas_names_and_fields_are_refused_by_name():
     good = to_dict(GateOpened(run="demo", t_s=0.0, iteration=0, reason=""))
     for bad, words in (
-        (good | {"schema": 2}, "schema 2"),
+        (good | {"schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),
         (good | {"name": "gate_closed"}, "gate_closed"),
         (good | {"colour": 1}, "colour"),
         ({key: value for key, value in good.items() if key != "reason"}, "reason"),

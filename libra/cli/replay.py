@@ -1,0 +1,263 @@
+"""``libra replay``: a run's decisions taken again from its event log, and where one of them came from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from libra import events, keys
+from libra.cli.replay_text import NAMES, Subject, concerns, event_text, subject_of, subject_text
+from libra.errors import ConfigError, RunDirectoryError, StoreError
+from libra.policy import OpenBatch
+from libra.policy.replay import Told, replay
+from libra.store.event_log import from_last_snapshot
+from libra.store.line_log import LineReader
+
+MAX_SHOWN = 60
+"""Lines of history printed for one subject; the oldest are left out first."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a replay came to."""
+
+    events: int = 0
+    first_line: int = 0
+    snapshots: int = 0
+    commands: Counter[str] = field(default_factory=Counter)
+    differing: int = 0
+    first_difference: Told | None = None
+    cut: Told | None = None
+    torn: bool = False
+    asked: dict[int, Told] = field(default_factory=dict)  # by line of the decision
+    decision_lines: list[int] = field(default_factory=list)  # kept only where a decision is asked for
+
+    def add(self, told: Told, decisions: Sequence[int]) -> None:
+        """Count one event with its commands."""
+        for line, command, _ in told.logged:
+            self.commands[type(command).__name__] += 1
+            if decisions:
+                self.decision_lines.append(line)
+                if line in decisions:
+                    self.asked[line] = told
+        if isinstance(told.event, events.PolicySnapshot):
+            self.snapshots += 1
+        if told.difference:
+            self.differing += 1
+            self.first_difference = self.first_difference or told
+        if told.cut:
+            self.cut = told
+
+
+def replay_run(
+    run_dir: Path, *, from_snapshot: bool, keys: Sequence[str], decisions: Sequence[int], as_json: bool
+) -> bool:
+    """Print what a replay of ``run_dir`` comes to; whether every decision was reproduced."""
+    if as_json and (keys or decisions):
+        raise click.UsageError("--json gives the result as a whole; leave it out with --key and --decision")
+    path = event_log_path(run_dir)
+    reader = _reader(path, from_snapshot)
+    outcome = _outcome(reader, decisions)
+    if not outcome.events:
+        raise StoreError(
+            f"{path}: holds no event; the run died before anything reached it, so there is nothing to replay"
+        )
+    if as_json:
+        click.echo(json.dumps(_as_json(path, outcome)))
+    else:
+        click.echo("\n".join(_summary(path, run_dir, outcome)))
+    for line in decisions:
+        if line not in outcome.asked:
+            raise ConfigError(f"--decision {line}: {path} has no decision in that line; {_near(line, outcome)}")
+    if not as_json:
+        for line in decisions:
+            click.echo("\n".join(("", *_origin(_reader(path, from_snapshot), line, outcome.asked[line]))))
+        for key in keys:
+            click.echo("\n".join(("", *_history_of_key(lambda: _reader(path, from_snapshot), key))))
+    return outcome.first_difference is None
+
+
+def event_log_path(run_dir: Path) -> Path:
+    """The event log of a run directory; RunDirectoryError with what to type where there is none."""
+    path = run_dir / "events.jsonl"
+    if path.is_file():
+        return path
+    runs = sorted(found.parent.name for found in run_dir.glob("*/events.jsonl")) if run_dir.is_dir() else []
+    hint = (
+        f"type libra replay {run_dir / runs[-1]}" if runs else "type libra replay RUN with a directory of `libra run`"
+    )
+    if not run_dir.exists():
+        near = difflib.get_close_matches(run_dir.name, [p.name for p in run_dir.absolute().parent.glob("*")], 1)
+        if near:
+            hint = f"did you mean {run_dir.parent / near[0]}?"
+        raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
+    if (run_dir / "config.resolved.yaml").is_file():
+        hint = "its event log is gone, or it ran with observe.event_log=false, which leaves nothing to replay"
+    raise RunDirectoryError(f"{run_dir}: holds no events.jsonl; {hint}")
+
+
+def _reader(path: Path, from_snapshot: bool) -> LineReader:
+    if not from_snapshot:
+        return LineReader(path)
+    reader = from_last_snapshot(path)
+    if reader is None:
+        raise ConfigError(f"--from-snapshot: {path} holds no snapshot; leave the option out")
+    return reader
+
+
+def _parsed(reader: LineReader) -> Iterator[tuple[int, events.Event]]:
+    for line, values in reader:
+        try:
+            yield line, events.from_dict(values)
+        except StoreError as error:
+            raise StoreError(f"{reader.path}, line {line}: {error}") from error
+
+
+def _outcome(reader: LineReader, decisions: Sequence[int]) -> Outcome:
+    outcome = Outcome()
+
+    def counted() -> Iterator[tuple[int, events.Event]]:
+        for line, event in _parsed(reader):
+            outcome.first_line = outcome.first_line or line
+            outcome.events += 1
+            yield line, event
+
+    try:
+        for told in replay(counted()):
+            outcome.add(told, decisions)
+    except StoreError as error:
+        if str(error).startswith("line "):
+            raise StoreError(f"{reader.path}, {error}") from error
+        raise
+    outcome.torn = reader.torn is not None
+    return outcome
+
+
+# -------------------------------------------------------------------- the result as a whole
+
+
+def _summary(path: Path, run_dir: Path, outcome: Outcome) -> list[str]:
+    total = outcome.commands.total()
+    since = f" from line {outcome.first_line}, the last snapshot," if outcome.first_line > 1 else ""
+    lines = [f"{path}: {outcome.events:,} events{since} hold {total:,} decisions."]
+    kinds = ", ".join(f"{outcome.commands[name]:,} {words}" for name, words in NAMES.items() if outcome.commands[name])
+    if kinds:
+        lines.append(f"  {kinds}; {outcome.snapshots} snapshots compared on the way")
+    if outcome.torn:
+        lines.append("The last line is torn (its writer died, or is writing) and was left out.")
+    if outcome.cut is not None:
+        lines.append(
+            f"The log breaks off after line {outcome.cut.line}: the answers to that event had not all been written."
+        )
+    difference = outcome.first_difference
+    if difference is None:
+        lines.append("Every decision was reproduced.")
+        lines.append(f"Where did one come from? Type libra replay {run_dir} --key KEY, or --decision LINE.")
+        return lines
+    lines.append(f"{outcome.differing:,} events have another answer now. The first is in line {difference.line}:")
+    lines.append(f"  told: {event_text(difference.event)}")
+    lines.append(f"  {difference.difference}")
+    lines.append("What follows may differ only because this one does.")
+    return lines
+
+
+def _as_json(path: Path, outcome: Outcome) -> dict[str, Any]:
+    first = outcome.first_difference
+    return {
+        "event_log": str(path),
+        "events": outcome.events,
+        "first_line": outcome.first_line,
+        "decisions": outcome.commands.total(),
+        "snapshots": outcome.snapshots,
+        "reproduced": first is None,
+        "differing_events": outcome.differing,
+        "first_difference": None if first is None else {"line": first.line, "text": first.difference},
+        "torn": outcome.torn,
+        "cut": outcome.cut is not None,
+    }
+
+
+# -------------------------------------------------------------------- where a decision came from
+
+
+def _near(line: int, outcome: Outcome) -> str:
+    before = [known for known in outcome.decision_lines if known < line][-1:]
+    after = [known for known in outcome.decision_lines if known > line][:1]
+    if not before and not after:
+        return "it holds no decision at all"
+    return f"the nearest are in {' and '.join(f'line {known}' for known in (*before, *after))}"
+
+
+def _origin(reader: LineReader, line: int, told: Told) -> Iterator[str]:
+    (entry,) = (entry for entry in told.logged if entry.line == line)
+    command, before = entry.command, entry.before
+    subject = subject_of(command)
+    yield f"Line {line}: {NAMES[type(command).__name__].removesuffix('s')} of {subject_text(subject)}"
+    if hasattr(command, "priority"):
+        yield f"  before: {list(before) if before is not None else 'no place yet'}"
+        yield f"  after:  {list(command.priority)} (iteration, level, order; smaller goes first)"
+    if isinstance(command, OpenBatch):
+        yield f"  members: {', '.join(f'group {g} of iteration {i}' for i, g in command.members)}"
+    yield f"  reason: {command.reason}"
+    yield f"  taken when told, in line {told.line}: {event_text(told.event)}"
+    same = command in told.now
+    yield "  taken again now: the same" if same else f"  taken again now: differently; {told.difference}"
+    yield "  what led to it:"
+    yield from _history(reader, subject, members=getattr(command, "members", ()), last=line)
+
+
+def _history_of_key(reader: Any, name: str) -> Iterator[str]:
+    subject, near = _find(reader(), name)
+    if subject is None:
+        hint = f"did you mean {near}?" if near else "type e.g. --key train-0-0-0, --key gate-0 or --key batch-0"
+        raise ConfigError(f"--key {name}: the event log knows no such trajectory, gate or batch; {hint}")
+    members: tuple[tuple[int, int], ...] = ()
+    if subject[0] == "batch":
+        for _, event in _parsed(reader()):
+            if isinstance(event, events.BatchOpened) and event.batch == subject[1]:
+                members = event.members
+    yield f"{subject_text(subject)[0].upper()}{subject_text(subject)[1:]}"
+    yield from _history(reader(), subject, members=members)
+
+
+def _history(
+    reader: LineReader, subject: Subject, *, members: tuple[tuple[int, int], ...], last: int | None = None
+) -> Iterator[str]:
+    found: list[str] = []
+    for line, event in _parsed(reader):
+        if last is not None and line > last:
+            break
+        if concerns(event, subject, members):
+            found.append(f"  {line:>8}  {event.t_s:>10.3f} s  {event_text(event)}")
+    if len(found) > MAX_SHOWN:
+        yield f"  ({len(found) - MAX_SHOWN} earlier lines left out)"
+    yield from found[-MAX_SHOWN:]
+
+
+def _find(reader: LineReader, name: str) -> tuple[Subject | None, str]:
+    """What ``name`` means in this log, or the nearest name there is."""
+    known: dict[str, Subject] = {}
+    for _, event in _parsed(reader):
+        key = getattr(event, "key", "")
+        if key and key not in known:
+            parsed = keys.parse(key)
+            if parsed is not None:
+                subject: Subject = ("trajectory", key)
+                short = "-".join((parsed.split, *map(str, parsed.indices)))
+                known[key] = known[short] = known[f"{parsed.node}-{short}"] = subject
+        elif isinstance(event, events.GateParked | events.GateOpened):
+            known[f"gate-{event.iteration}"] = ("gate", event.iteration)
+        elif isinstance(event, events.BatchParked | events.BatchOpened):
+            known[f"batch-{event.batch}"] = ("batch", event.batch)
+    parsed_name = keys.parse(name)
+    if name not in known and parsed_name is not None and parsed_name.node in ("gate", "batch"):
+        name = f"{parsed_name.node}-{parsed_name.indices[0]}"
+    near = difflib.get_close_matches(name, known, 1, 0.0) if name not in known else []
+    return known.get(name), near[0] if near else ""

@@ -1,0 +1,215 @@
+"""``libra replay``: what a newcomer reads, and what wrong input is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra.cli.main import main
+from libra.events import (
+    BatchOpened,
+    BatchParked,
+    Event,
+    GateOpened,
+    GateParked,
+    GroupCommitted,
+    PolicySnapshot,
+    QuantumDispatched,
+    QuantumFinished,
+    RunStarted,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+)
+from libra.policy import Admission, CommittedGroup, Fifo
+from libra.policy import TrajectoryParked as Parked
+from libra.store.event_log import EventLog
+from libra.types import Phase
+
+KEY = "trajectory-train-0-0-{}-e0-demo"
+Libra = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
+    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, captured.out, captured.err
+
+    return call
+
+
+def small_run() -> list[Event]:
+    """One iteration of two trajectories, as the plugin would log it, by calling the policy objects."""
+    admission, fifo, log = Admission(0, 1), Fifo(), list[Event]()
+    run, now_s = "demo", 0.0
+
+    def note(kind: type[Event], *values: Any) -> None:
+        nonlocal now_s
+        log.append(kind(run, now_s, *values))
+        now_s += 0.25
+
+    def park(sample: int, phase: Phase, quanta: int) -> None:
+        key = KEY.format(sample)
+        (command,) = fifo.handle(Parked(key, 0, phase, quanta))
+        note(TrajectoryParked, key, str(phase), quanta, tuple(command.priority), command.reason)
+
+    note(RunStarted, 0, 0, 1, 1, "fifo")
+    note(PolicySnapshot, "fifo", fifo.snapshot(), admission.snapshot())
+    admission.version_published(0)
+    note(VersionPublished, 0, "d0", 1)
+    note(GateParked, 0)
+    (gate,) = admission.gate_parked(0)
+    note(GateOpened, 0, gate.reason)
+    for sample in range(2):
+        park(sample, Phase.ROLLOUT, 0)
+    for sample in range(2):
+        admission.generation_started(0, 0, 0)
+        note(QuantumDispatched, KEY.format(sample), "ROLLOUT", 0, "rollout-0", (0, 0, sample))
+        note(QuantumFinished, KEY.format(sample), "ROLLOUT", 0, 7, "", "", 0, 0.5, "rollout-0", 0, "")
+    note(PolicySnapshot, "fifo", fifo.snapshot(), admission.snapshot())
+    park(1, Phase.TOOL, 1)
+    admission.batch_parked(0)
+    note(BatchParked, 0)
+    (batch,) = admission.group_committed(CommittedGroup(0, 0, 0))
+    note(GroupCommitted, "train", 0, 0, 0, 0.5, {})
+    note(BatchOpened, 0, batch.members, batch.reason)
+    note(TrajectoryEnded, KEY.format(0))
+    return log
+
+
+def write(run_dir: Path, log: list[Event]) -> Path:
+    with EventLog(run_dir / "events.jsonl") as file:
+        for event in log:
+            file.write(event)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write(tmp_path / "demo", small_run())
+
+
+def test_a_sound_log_is_reproduced(libra: Libra, run_dir: Path) -> None:
+    code, out, err = libra("replay", run_dir)
+    assert (code, err) == (0, "")
+    assert "17 events hold 5 decisions" in out
+    assert "3 places in the order, 1 gate openings, 1 batch openings; 1 snapshots compared" in out
+    assert "Every decision was reproduced." in out
+    assert f"libra replay {run_dir} --key KEY" in out
+
+
+def test_a_trajectory_is_followed_by_any_of_its_names(libra: Libra, run_dir: Path) -> None:
+    for name in ("train-0-0-1", "trajectory-train-0-0-1", KEY.format(1)):
+        code, out, _ = libra("replay", run_dir, "--key", name)
+        assert code == 0
+        story = out[out.index("Trajectory-train-0-0-1") :]
+        assert "waits for ROLLOUT after 0 quanta, gets place [0, 0, 1]: fifo: place of first arrival" in story
+        assert "is given a ROLLOUT slot on rollout-0" in story
+        assert "waits for TOOL after 1 quanta" in story
+        assert KEY.format(0) not in story
+
+
+def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_dir: Path) -> None:
+    code, out, _ = libra("replay", run_dir, "--decision", 13, "--decision", 16)
+    assert code == 0
+    place, batch = out.split("Line 13: ")[1].split("Line 16: ")
+    assert "before: [0, 0, 1]" in place and "after:  [0, 0, 1]" in place
+    assert "reason: fifo: place of first arrival" in place
+    assert "taken again now: the same" in place
+    assert "members: group 0 of iteration 0" in batch
+    assert "taken when told, in line 15: group 0 of iteration 0 (train) is committed" in batch
+    assert "version 0 is published" in batch
+
+
+def test_gates_and_batches_have_a_story_too(libra: Libra, run_dir: Path) -> None:
+    code, out, _ = libra("replay", run_dir, "--key", "gate-0", "--key", "batch-0")
+    assert code == 0
+    assert "iteration 0 asks to begin" in out and "iteration 0 begins: version 0 >= 0 - eta 0" in out
+    assert "batch 0 opens with 1 groups: 1 groups committed, 0 carried over" in out
+
+
+def test_a_changed_decision_is_exit_code_1_with_the_difference(libra: Libra, run_dir: Path, tmp_path: Path) -> None:
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace('"priority":[0,0,1]', '"priority":[0,0,5]')
+    path.write_text("".join(lines))
+    code, out, err = libra("replay", run_dir)
+    assert (code, err) == (1, "")
+    assert "The first is in line 7:" in out
+    assert "priority was [0, 0, 5], now [0, 0, 1]" in out
+    code, out, _ = libra("replay", run_dir, "--json")
+    assert code == 1 and json.loads(out)["first_difference"]["line"] == 7
+
+
+def test_a_replay_from_the_snapshot_says_so(libra: Libra, run_dir: Path) -> None:
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(("not JSON at all\n", *lines[1:])))
+    code, out, _ = libra("replay", run_dir, "--from-snapshot")
+    assert code == 0
+    assert "6 events from line 12, the last snapshot, hold 2 decisions" in out
+    code, _, err = libra("replay", run_dir)
+    assert code == 2 and "events.jsonl, line 1: not JSON" in err
+
+
+def test_a_torn_last_line_is_left_out_and_said(libra: Libra, run_dir: Path) -> None:
+    path = run_dir / "events.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    code, out, err = libra("replay", run_dir)
+    assert (code, err) == (0, "")
+    assert "The last line is torn" in out and "Every decision was reproduced." in out
+
+
+def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra: Libra, tmp_path: Path) -> None:
+    code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:15]))
+    assert code == 0
+    assert "breaks off after line 15" in out and "Every decision was reproduced." in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--key", "train-0-0-11"], "did you mean train-0-0-1?"),
+        (["--key", "batch-7"], "did you mean batch-0?"),
+        (["--decision", "2"], "has no decision in that line; the nearest are in line 5"),
+        (["--decision", "14"], "the nearest are in line 13 and line 16"),
+        (["--json", "--key", "gate-0"], "leave it out with --key"),
+    ],
+)
+def test_wrong_questions_are_told_what_to_ask(libra: Libra, run_dir: Path, options: list[str], words: str) -> None:
+    code, _, err = libra("replay", run_dir, *options)
+    assert code == 2
+    assert words in " ".join(err.split())
+
+
+def test_what_is_no_run_is_told_what_to_type(libra: Libra, run_dir: Path, tmp_path: Path) -> None:
+    code, _, err = libra("replay", tmp_path / "demos")
+    assert code == 2 and f"does not exist; did you mean {run_dir}?" in err
+    code, _, err = libra("replay", tmp_path)
+    assert code == 2 and f"holds no events.jsonl; type libra replay {run_dir}" in err
+    (tmp_path / "off").mkdir()
+    (tmp_path / "off" / "config.resolved.yaml").touch()
+    code, _, err = libra("replay", tmp_path / "off")
+    assert code == 2 and "observe.event_log=false" in err
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "events.jsonl").touch()
+    code, _, err = libra("replay", tmp_path / "empty")
+    assert code == 2 and "holds no event" in err
+
+
+def test_another_schema_is_refused_with_its_line(libra: Libra, run_dir: Path) -> None:
+    path = run_dir / "events.jsonl"
+    path.write_text(path.read_text().replace('"schema":2', '"schema":1'))
+    code, _, err = libra("replay", run_dir)
+    assert code == 2
+    assert "line 1: event of schema 1, this Libra reads 2; use the Libra that wrote it" in err

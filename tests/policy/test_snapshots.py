@@ -1,0 +1,184 @@
+"""A snapshot, through JSON and back, changes no later answer; a run that is resumed from disk goes on within its bound."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import (
+    ORDERINGS,
+    Admission,
+    CommittedGroup,
+    Fifo,
+    OpenBatch,
+    OpenGate,
+    QuantumFinished,
+    TrajectoryEnded,
+    TrajectoryParked,
+)
+from libra.types import Phase
+
+KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(TrajectoryParked, KEYS, st.integers(0, 3), st.sampled_from(Phase), st.integers(0, 9)),
+        st.builds(
+            QuantumFinished,
+            KEYS,
+            st.sampled_from(Phase),
+            st.integers(0, 99),
+            st.just("t"),
+            st.just("ok"),
+            st.floats(0, 9),
+        ),
+        st.builds(TrajectoryEnded, KEYS),
+    ),
+    max_size=40,
+)
+NUMBERS = st.integers(0, 5)
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("gate_parked"), NUMBERS),
+        st.tuples(st.just("batch_parked"), NUMBERS),
+        st.tuples(st.just("version_published"), NUMBERS),
+        st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
+        st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+def through_json(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values, allow_nan=False))
+
+
+@pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
+@settings(max_examples=150, deadline=None)
+@given(before=EVENTS, after=EVENTS)
+def test_an_ordering_goes_on_from_its_snapshot(kind: type, before: list[Any], after: list[Any]) -> None:
+    original, restored = kind(), kind()
+    for event in before:
+        original.handle(event)
+    restored.handle(TrajectoryParked("something else", 0, Phase.ROLLOUT, 0))  # forgotten by restore
+    restored.restore(through_json(original.snapshot()))
+    assert [restored.handle(event) for event in after] == [original.handle(event) for event in after]
+    assert restored.snapshot() == original.snapshot()
+
+
+@settings(max_examples=300, deadline=None)
+@given(eta=st.integers(0, 2), groups=st.integers(1, 3), before=CALLS, after=CALLS)
+def test_admission_goes_on_from_its_snapshot(eta: int, groups: int, before: list[Any], after: list[Any]) -> None:
+    original, restored = Admission(eta, groups), Admission(9, 9)
+    for name, *arguments in before:
+        getattr(original, name)(*arguments)
+    restored.restore(through_json(original.snapshot()))
+    for name, *arguments in after:
+        assert getattr(restored, name)(*arguments) == getattr(original, name)(*arguments)
+    assert restored.snapshot() == original.snapshot()
+    assert restored.opened == original.opened
+
+
+def test_what_is_no_snapshot_is_refused() -> None:
+    with pytest.raises(KeyError, match="arrivals"):
+        Fifo().restore({})
+    with pytest.raises(KeyError, match="version"):
+        Admission(0, 1).restore({"eta": 0, "groups_per_batch": 1})
+
+
+Group = tuple[int, int]
+ITERATIONS = 6
+
+
+class Disk:
+    """What survives a scheduler: published version, batch memberships, journals and group records."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.opened: dict[int, tuple[Group, ...]] = {}
+        self.started: dict[Group, int] = {}
+        self.committed: dict[Group, int] = {}
+
+    def admission(self, eta: int, groups: int) -> Admission:
+        return Admission.resumed(
+            eta,
+            groups,
+            version=self.version,
+            opened=self.opened,
+            committed=[CommittedGroup(*group, oldest) for group, oldest in self.committed.items()],
+            started={group: oldest for group, oldest in self.started.items() if group not in self.committed},
+        )
+
+
+def live(disk: Disk, eta: int, groups: int, rng: random.Random, moves: int) -> None:
+    """Up to ``moves`` moves of a random schedule that begins with what disk holds."""
+    admission = disk.admission(eta, groups)
+    waiting: list[Group] = []
+    running: list[Group] = []
+    training = [batch for batch in disk.opened if batch >= disk.version]
+    submitted = 0
+
+    def apply(commands: tuple[Any, ...]) -> None:
+        for command in commands:
+            if isinstance(command, OpenGate):
+                asked = [(command.iteration, g) for g in range(groups)]
+                waiting.extend(group for group in asked if group not in disk.committed)
+            elif isinstance(command, OpenBatch) and command.batch not in disk.opened:
+                disk.opened[command.batch] = command.members
+                training.append(command.batch)
+
+    def publish() -> None:
+        disk.version += 1
+        apply(admission.version_published(disk.version))
+
+    if disk.version < 0:
+        publish()
+    for _ in range(moves):
+        possible = ["start"] * bool(waiting) + ["finish"] * bool(running) + ["train"] * bool(training)
+        if submitted < ITERATIONS and submitted <= disk.version + eta + 1:
+            possible.append("submit")
+        if disk.version == ITERATIONS:
+            return
+        assert possible, f"dead end at version {disk.version}"
+        match rng.choice(possible):
+            case "submit":
+                apply(admission.gate_parked(submitted))
+                apply(admission.batch_parked(submitted))
+                submitted += 1
+            case "start":
+                group = waiting.pop(rng.randrange(len(waiting)))
+                running.append(group)
+                disk.started.setdefault(group, disk.version)
+                admission.generation_started(*group, disk.version)
+            case "finish":
+                group = running.pop(rng.randrange(len(running)))
+                disk.committed[group] = disk.started[group]
+                apply(admission.group_committed(CommittedGroup(*group, disk.started[group])))
+            case "train":
+                batch = min(training)
+                training.remove(batch)
+                assert batch == disk.version
+                assert all(0 <= batch - disk.started[group] <= eta for group in disk.opened[batch])
+                publish()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    eta=st.integers(0, 3),
+    groups=st.integers(1, 3),
+    cuts=st.lists(st.integers(1, 60), max_size=3),
+    seed=st.integers(0, 2**32),
+)
+def test_a_run_resumed_from_disk_consumes_every_group_once_and_in_time(
+    eta: int, groups: int, cuts: list[int], seed: int
+) -> None:
+    disk, rng = Disk(), random.Random(seed)
+    for moves in (*cuts, 10_000):
+        live(disk, eta, groups, rng, moves)
+    consumed = [group for members in disk.opened.values() for group in members]
+    assert sorted(disk.opened) == list(range(ITERATIONS))
+    assert len(consumed) == len(set(consumed)) == ITERATIONS * groups

@@ -1,0 +1,291 @@
+"""A log recorded live is replayed to the same commands; what was applied is what was logged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed import Worker
+
+from libra import keys
+from libra.events import SCHEMA, from_dict
+from libra.policy import Admission, CommittedGroup, Priority, SetPriority, TrajectoryParked
+from libra.policy.replay import Told, replay
+from libra.scheduler import private
+from libra.store.event_log import from_last_snapshot, read_events
+
+GROUPS, ITERATIONS = 2, 4
+
+
+async def record(emulation: SimpleNamespace, directory: Path, *, snapshots: bool = True, **changes: Any) -> None:
+    """Four iterations with eta 1 on two workers, one of which is lost and replaced: gates, batches, groups, quanta."""
+    rng = emulation.rng
+    async with emulation.cluster(rollout=2, tool=2) as live:
+        emulation.register(live, directory, eta=1, groups_per_batch=GROUPS, iterations=ITERATIONS, **changes)
+        state = live.plugin.runs["demo"]
+        park = {keys.PARK: 1}
+
+        def say(kind: str, **fields: Any) -> None:
+            live.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
+
+        def node(name: str, k: int) -> Any:
+            key = keys.make(name, (k,), epoch=0, run="demo")
+            return live.client.submit(int, k, key=key, resources=park)
+
+        for k in range(ITERATIONS):
+            batch = node("batch", k)
+            assert await node("gate", k) == k
+            futures = {
+                g: emulation.submit(live, "demo", [rng.randint(1, 5) for _ in range(3)], iteration=k, group=g)
+                for g in range(GROUPS)
+            }
+            if k == 1:
+                spare = await Worker(live.scheduler.address, nthreads=4, name="spare", resources={keys.ROLLOUT: 2})
+                await live.client.gather(futures[0])
+                await spare.close()
+            if snapshots:
+                state.emit_snapshot()
+            for g in reversed(range(GROUPS)):
+                await live.client.gather(futures[g])
+                say("group", split="train", iteration=k, group=g, oldest_version=k, reward=0.5, failures={})
+            say("group", split="eval", iteration=k, group=0, oldest_version=k, reward=0.5, failures={})
+            assert await batch == k
+            del futures
+            say("published", version=k + 1, digest="", num_bytes=0)
+        live.plugin.end_run("demo")
+
+
+@pytest.fixture
+def recorded(emulation: SimpleNamespace, tmp_path: Path) -> Path:
+    asyncio.run(record(emulation, tmp_path))
+    return tmp_path / "events.jsonl"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return list(read_events(path).events)
+
+
+def told(events: list[dict[str, Any]]) -> list[Told]:
+    return list(replay((line, from_dict(event)) for line, event in enumerate(events, start=1)))
+
+
+def commands(steps: list[Told]) -> list[Any]:
+    return [entry.command for step in steps for entry in step.logged]
+
+
+def test_a_log_recorded_live_is_replayed_to_the_same_commands(recorded: Path) -> None:
+    events = lines_of(recorded)
+    steps = told(events)
+    assert [step.difference for step in steps if step.difference] == []
+    assert not any(step.cut for step in steps)
+    names = Counter(event["name"] for event in events)
+    kinds = Counter(type(command).__name__ for command in commands(steps))
+    assert kinds == {
+        "SetPriority": names["trajectory_parked"],
+        "OpenGate": ITERATIONS,
+        "OpenBatch": ITERATIONS,
+    }
+    assert names["trajectory_parked"] > 24 and 0 < names["trajectory_ended"] <= 24  # the last are forgotten afterwards
+    assert names["policy_snapshot"] == ITERATIONS + 1
+    assert [now for step in steps for now in step.now] == commands(steps)
+
+
+def test_what_was_applied_is_what_was_logged(
+    emulation: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities: list[tuple[str, tuple[int, ...]]] = []
+    opened: list[str] = []
+    real_set, real_release = private.set_priority, private.release
+
+    def set_priority(ts: Any, priority: tuple[int, ...]) -> None:
+        priorities.append((ts.key, tuple(priority)))
+        real_set(ts, priority)
+
+    def release(scheduler: Any, releases: list[private.Release], stimulus_id: str) -> list[str]:
+        opened.extend(r.key for r in releases if r.address is None)
+        return real_release(scheduler, releases, stimulus_id)
+
+    monkeypatch.setattr(private, "set_priority", set_priority)
+    monkeypatch.setattr(private, "release", release)
+    asyncio.run(record(emulation, tmp_path))
+    logged = commands(told(lines_of(tmp_path / "events.jsonl")))
+    assert priorities == [(c.key, tuple(c.priority)) for c in logged if isinstance(c, SetPriority)]
+    assert opened == [
+        keys.make(node, (getattr(c, attribute),), epoch=0, run="demo")
+        for c in logged
+        for node, attribute in (("gate", "iteration"), ("batch", "batch"))
+        if hasattr(c, attribute)
+    ]
+
+
+def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded: Path) -> None:
+    events = lines_of(recorded)
+    start = max(i for i, event in enumerate(events) if event["name"] == "policy_snapshot")
+    whole = [step for step in told(events) if step.line > start + 1]
+    damaged = recorded.read_bytes().split(b"\n")
+    damaged[3] = b"not read at all"
+    recorded.write_bytes(b"\n".join(damaged))
+    reader = from_last_snapshot(recorded)
+    assert reader is not None
+    tail = list(replay((line, from_dict(event)) for line, event in reader))
+    assert [step.line for step in tail] == [step.line for step in whole]
+    assert [step.now for step in tail] == [step.now for step in whole]
+    assert [step.difference for step in tail if step.difference] == []
+    assert any(type(command).__name__ == "OpenBatch" for command in commands(tail))
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "12345"])
+def test_another_hash_seed_changes_no_command(recorded: Path, seed: str) -> None:
+    code = "import sys; from libra.cli.main import main; main(['replay', sys.argv[1], '--json'])"
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recorded.parent)], capture_output=True, text=True, env=environment, check=True
+    )
+    result = json.loads(done.stdout)
+    assert result["reproduced"] and result["differing_events"] == 0
+    assert result["decisions"] == len(commands(told(lines_of(recorded))))
+
+
+def first_difference(events: list[dict[str, Any]]) -> tuple[int, str]:
+    return next(((step.line, step.difference) for step in told(events) if step.difference), (0, ""))
+
+
+def index_of(events: list[dict[str, Any]], name: str, nth: int = 0) -> int:
+    return [i for i, event in enumerate(events) if event["name"] == name][nth]
+
+
+def test_every_kind_of_tampering_is_found_and_named(recorded: Path) -> None:
+    events = lines_of(recorded)
+    parked, dispatched = index_of(events, "trajectory_parked", 7), index_of(events, "quantum_dispatched", 7)
+    gate, batch = index_of(events, "gate_opened", 2), index_of(events, "batch_opened", 1)
+    snapshot = index_of(events, "policy_snapshot", 3)
+    for at, change, words in (
+        (parked, {"priority": [0, 0, 99]}, "priority was [0, 0, 99], now"),
+        (parked, {"reason": "because"}, "reason was because, now fifo"),
+        (parked, {"key": "trajectory-train-0-0-77-e0-demo"}, "0-0-77"),
+        (dispatched, {"priority": [9, 9, 9]}, "was dispatched with priority [9, 9, 9]"),
+        (gate, {"iteration": 9}, "iteration was 9, now 2"),
+        (batch, {"members": [[0, 0]]}, "members was"),
+        (snapshot, {"order": events[snapshot]["order"] | {"arrivals": 0}}, "order.arrivals: the log says 0"),
+    ):
+        changed = [*events]
+        changed[at] = events[at] | change
+        line, text = first_difference(changed)
+        assert words in text and line <= at + 1 <= line + 1, (line, at + 1, text)
+    for missing in (parked, gate, batch):
+        line, text = first_difference([event for i, event in enumerate(events) if i != missing])
+        assert text, events[missing]
+    again = [*events[: gate + 1], events[gate], *events[gate + 1 :]]
+    assert "now there is no such command" in first_difference(again)[1]
+
+
+def test_a_log_whose_writer_died_is_replayed_up_to_where_it_breaks_off(recorded: Path) -> None:
+    events = lines_of(recorded)
+    batch = index_of(events, "batch_opened", 2)
+    steps = told(events[:batch])
+    assert steps[-1].cut and not any(step.difference for step in steps)
+    resumed = [*events[:batch], *({**event, "t_s": 0.0} for event in events[:5])]
+    assert first_difference(resumed) == (0, "")
+
+
+def test_an_unknown_schema_or_a_headless_log_is_refused(recorded: Path) -> None:
+    from libra.errors import StoreError
+
+    events = lines_of(recorded)
+    with pytest.raises(StoreError, match=f"schema {SCHEMA + 1}, this Libra reads {SCHEMA}"):
+        told([*events[:5], events[5] | {"schema": SCHEMA + 1}])
+    with pytest.raises(StoreError, match="a replay begins at run_started or policy_snapshot, got version_published"):
+        told(events[index_of(events, "version_published") :])
+    with pytest.raises(StoreError, match="policy 'lifo'; this Libra has fifo"):
+        told([events[0] | {"policy": "lifo"}])
+    with pytest.raises(StoreError, match=r"line 2: this policy_snapshot cannot be read: KeyError: 'arrivals'"):
+        told([events[0], events[1] | {"order": {}}])
+
+
+class Swapping:
+    """Every second arrival changes places with the one before: answers for keys other than the one that was told."""
+
+    name = "fifo"  # what the log says; the test replays it with another object
+
+    def __init__(self) -> None:
+        self.last: tuple[str, Priority] | None = None
+        self.count = 0
+
+    def handle(self, event: object) -> tuple[SetPriority, ...]:
+        if not isinstance(event, TrajectoryParked):
+            return ()
+        self.count += 1
+        place = Priority(0, 0, self.count)
+        if self.last is None or self.last[0] == event.key:
+            self.last = (event.key, place)
+            return (SetPriority(event.key, place, "as it came"),)
+        key, other = self.last
+        self.last = None
+        return (SetPriority(event.key, other, "goes before"), SetPriority(key, place, "goes after"))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, snapshot: object) -> None:
+        pass
+
+
+def test_commands_for_other_keys_have_lines_of_their_own_and_are_replayed(
+    emulation: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def live_run() -> None:
+        async with emulation.cluster(rollout=1, tool=1) as live:
+            emulation.register(live, tmp_path)
+            live.plugin.runs["demo"].policy = Swapping()
+            lengths = [3, 2, 4, 1, 5, 2]
+            assert await live.client.gather(emulation.submit(live, "demo", lengths)) == lengths
+            live.plugin.end_run("demo")
+
+    asyncio.run(live_run())
+    events = lines_of(tmp_path / "events.jsonl")
+    moved = [event for event in events if event["name"] == "priority_set"]
+    assert moved and {event["reason"] for event in moved} == {"goes after"}
+    assert first_difference(events)[1]  # a replay with the policy the log names finds that another one ran
+    monkeypatch.setattr("libra.policy.replay.ORDERINGS", {"fifo": Swapping})
+    events[1]["order"] = {}
+    steps = told(events)
+    assert [step.difference for step in steps if step.difference] == []
+    places = [entry for step in steps for entry in step.logged if entry.command.reason == "goes after"]
+    assert all(entry.before is not None and entry.before < entry.command.priority for entry in places)
+
+
+def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation: SimpleNamespace, tmp_path: Path) -> None:
+    restored = Admission.resumed(
+        1,
+        GROUPS,
+        version=1,
+        opened={0: ((0, 0), (0, 1))},
+        committed=[CommittedGroup(0, 0, 0), CommittedGroup(0, 1, 0), CommittedGroup(1, 0, 0)],
+        started={(1, 1): 0},
+    ).snapshot()
+
+    async def live_run() -> None:
+        async with emulation.cluster() as live:
+            emulation.register(live, tmp_path, eta=1, groups_per_batch=GROUPS)
+            emulation.register(live, tmp_path, eta=1, groups_per_batch=GROUPS, epoch=1, restored=restored)
+            key = keys.make("batch", (1,), epoch=1, run="demo")
+            batch = live.client.submit(int, 1, key=key, resources={keys.PARK: 1})
+            report = {"kind": "group", "run": "demo", "epoch": 1, "split": "train", "iteration": 1, "group": 1}
+            live.plugin.log_event("libra", report | {"oldest_version": 0, "reward": 0.5, "failures": {}})
+            assert await batch == 1
+            assert live.plugin.members("demo", 1) == [[1, 0], [1, 1]]
+            assert live.plugin.members("demo", 0) == [[0, 0], [0, 1]]
+            live.plugin.end_run("demo")
+
+    asyncio.run(live_run())
+    events = lines_of(tmp_path / "events.jsonl")
+    assert [event["epoch"] for event in events if event["name"] == "run_started"] == [0, 1]
+    assert first_difference(events) == (0, "")
