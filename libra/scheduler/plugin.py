@@ -184,11 +184,8 @@ class LibraPlugin(SchedulerPlugin):
             return
         state.progressed()
         match msg["kind"]:
-            case "quantum":
+            case "quantum" | "ended":
                 self._quantum_reported(state, msg)
-            case "ended":
-                if (tracked := self._tracked.get(msg["key"])) is not None and tracked.at is not None:
-                    tracked.found_ended(msg["quanta"], private.worker_name(self._scheduler, tracked.at[1]), msg["end"])
             case "group":
                 self._group_reported(state, msg)
             case "published":
@@ -406,6 +403,9 @@ class LibraPlugin(SchedulerPlugin):
             task_logger.debug("late report ignored: %s", msg)
             return
         phase, address = tracked.at
+        if msg["kind"] == "ended":
+            tracked.found_ended(msg["quanta"], private.worker_name(self._scheduler, address), msg["end"])
+            return
         tracked.reported, tracked.lost = True, 0
         tracked.quanta = msg["quantum"] + 1
         if msg["next"]:
