@@ -30,14 +30,15 @@ from numpy.typing import NDArray
 
 from libra import keys
 from libra.envs import run_action
-from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError
+from libra.errors import EnvironmentFault, LibraError, ModelError
+from libra.graph.failures import FAULTS, failure_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
 from libra.store.journal import Journal
-from libra.types import FailureClass, Phase, Prompt, ToolCall, TrajectoryId, TurnRequest
+from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
 from libra.weights import WeightStore
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_THE_REPLICAS = ("prompts", "group_size", "normalize_std", "std_eps")
+NOT_THE_REPLICAS = ("prompts", "group_size", "normalize_std", "std_eps", "resample")
 """Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
 _ONE_MODEL_AT_A_TIME = asyncio.Lock()
 """transformers builds a model under a device context of the whole process: two runs' models at once come out without data."""
@@ -225,7 +226,12 @@ class LibraHost(WorkerPlugin):
         if state is None:
             rollout = self.spec.config.rollout
             state = self.states[tid] = TrajectoryState(
-                tid, prompt, rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos
+                tid,
+                prompt,
+                rollout.max_turns,
+                rollout.max_context_tokens,
+                rollout.ignore_eos,
+                self.spec.config.trainer.resample,
             )
             while len(self.states) > KEPT_STATES:
                 self.states.pop(next(iter(self.states)))
@@ -243,13 +249,21 @@ class LibraHost(WorkerPlugin):
         if state.phase is None:
             self._report(key, state, state.quanta, time.time(), goes_on=False)
             return state
+        if state.phase is Phase.ROLLOUT and self.engine is None:
+            # A worker died after its record and before its report: say where the trajectory stands, and wait for an engine.
+            self._report(key, state, state.quanta, time.time(), goes_on=False)
+            return state
         goes_on = True
         while goes_on:
             started_s, first = time.time(), state.quanta
             generates = state.phase is Phase.ROLLOUT
             await self._one_quantum(state, started_s)
             goes_on = (
-                generates and state.phase is Phase.ROLLOUT and not self.contended and still_wanted(self.worker, key)
+                generates
+                and state.phase is Phase.ROLLOUT
+                and state.records[-1]["kind"] != "failure"  # another attempt may fare better elsewhere
+                and not self.contended
+                and still_wanted(self.worker, key)
             )
             self._report(key, state, first, started_s, goes_on=goes_on)
         return state
@@ -262,10 +276,10 @@ class LibraHost(WorkerPlugin):
                     await self._act(state)
             else:
                 await self._act(state)
-        except EngineError as error:
-            self._commit(state, failure_record(FailureClass.ENGINE, str(error)), started_s)
-        except EnvironmentFault as error:
-            self._commit(state, failure_record(FailureClass.ENVIRONMENT, str(error)), started_s)
+        except FAULTS as error:
+            self._commit(state, failure_record(failure_of(error), str(error)), started_s)
+            if self.engine is not None:
+                self.engine.forget(str(state.tid))
 
     async def _generate(self, state: TrajectoryState) -> None:
         engine, rollout = self.engine, self.spec.config.rollout
@@ -287,15 +301,23 @@ class LibraHost(WorkerPlugin):
                 temperature=temperature,
                 top_p=rollout.top_p,
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
-                seed=self.spec.turn_seed(state.tid, state.turns),
+                seed=self.spec.turn_seed(state.tid, state.turns, state.draw),
                 priority=(state.tid.iteration, 0, state.tid.group),
             )
         )
         text = self.chat.decode(output.token_ids)
-        calls = self.environment.parse(text)
+        calls = self._parse(text)
         self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)
         if state.phase is None:
             engine.forget(str(state.tid))
+
+    def _parse(self, text: str) -> tuple[ToolCall, ...]:
+        try:
+            return self.environment.parse(text)
+        except Exception as error:  # the boundary to the user's environment
+            raise EnvironmentFault(
+                f"{self.environment.name}.parse raised {type(error).__name__}: {error}, for the text {text[:200]!r}"
+            ) from error
 
     def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:
         """Token ids of a prompt; the samples of a group ask for the same ones."""
@@ -315,12 +337,20 @@ class LibraHost(WorkerPlugin):
         started_s, turn = time.time(), state.turns - 1
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
-        returns = await asyncio.gather(
+        if state.draw:
+            name += f".{state.draw}"
+        outcomes = await asyncio.gather(
             *(
                 run_action(self.environment, state.prompt, call, action_id=f"{name}/{turn}/{index}")
                 for index, call in enumerate(state.calls)
-            )
+            ),
+            return_exceptions=True,  # all have ended before the trajectory goes on, or ends
         )
+        returns: list[ToolReturn] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            returns.append(outcome)
         last = state.records[-1]["token_ids"]
         observation = self._chat().observation_ids(
             [r.content for r in returns], ended=bool(len(last)) and int(last[-1]) in self._chat().stop_ids
@@ -355,6 +385,7 @@ class LibraHost(WorkerPlugin):
         generated = [r for r in new if r["kind"] == "generation"]
         returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
         bad = [r["status"] for r in returned if r["status"] != "ok"]
+        failed = next((r for r in new if r["kind"] == "failure"), None)
         report(
             self.worker,
             self.spec,
@@ -364,8 +395,8 @@ class LibraHost(WorkerPlugin):
             next=str(state.phase) if state.phase is not None else "",
             goes_on=goes_on,
             end=str(state.end) if state.end is not None else "",
-            failure=str(state.failure),
-            detail=state.detail,
+            failure=failed["failure"] if failed else str(state.failure if new else FailureClass.NONE),
+            detail=failed["detail"] if failed else state.detail,
             tokens=sum(len(r["token_ids"]) for r in generated),
             version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
             tool=returned[0]["tool"] if returned else "",

@@ -321,7 +321,7 @@ class LibraPlugin(SchedulerPlugin):
             private.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report: its worker died, or was cancelled. The third time ends the trajectory."""
+        """A quantum ended without a report: its worker died, or was cancelled. The third time the attempt is over."""
         tracked.lost += 1
         state = tracked.run
         state.emit(
@@ -344,9 +344,20 @@ class LibraPlugin(SchedulerPlugin):
         try:
             Journal(state.directory / "journal").append(str(tid), tracked.quanta, record)
         except RecordExists:
-            return  # it was written after all, only its report was lost
+            task_logger.debug("%s: quantum %d was written, only its report was lost", tracked.key, tracked.quanta)
         except StoreError as error:
             logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
+            return
+        else:
+            state.failures[str(FailureClass.WORKER)] += 1
+            state.emit("failure_classified", key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
+        tracked.quanta += 1
+        # Another attempt begins with a generation. Where the trajectory stands elsewhere, or is over, its next report says so.
+        tracked.lost, tracked.phase = 0, Phase.ROLLOUT
+        tracked.home.clear()
+        ts = self._scheduler.tasks.get(tracked.key)
+        if ts is not None:
+            private.forgive(ts)
 
     # ---------------------------------------------------------------- reports
 
@@ -400,6 +411,8 @@ class LibraPlugin(SchedulerPlugin):
             worker = private.worker_name(self._scheduler, address)
             state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=worker)
         if msg["failure"] != "none":
+            if msg["next"]:
+                tracked.home.clear()  # another attempt goes where there is room, not where this one failed
             state.failures[msg["failure"]] += 1
             state.emit("failure_classified", key=msg["key"], failure=msg["failure"], detail=msg["detail"])
 
