@@ -11,6 +11,9 @@
     |   +-- ContextOverflow(ValueError)    a request does not fit the engine's context
     +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
     |   +-- RewardFault(ValueError)        a reward is not one finite number
+    |   |   +-- RewardTimeout              it did not come in time
+    |   +-- ToolFault                      a tool failed in a way that is not to be shown to the model
+    |   |   +-- ToolTimeout                it did not return in time, and says that this is fatal
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
     |   +-- RecordExists(FileExistsError)  somebody else already wrote this record
     |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
@@ -59,6 +62,18 @@ class EnvironmentFault(LibraError, RuntimeError):
 
 class RewardFault(EnvironmentFault, ValueError):
     """A reward function raised, hung, or returned something that is not one finite number."""
+
+
+class RewardTimeout(RewardFault):
+    """A reward function did not return in time. No TimeoutError: Dask cannot send an OSError that is a ValueError too."""
+
+
+class ToolFault(EnvironmentFault):
+    """A tool failed in a way that is not the model's to read. A tool that raises it ends its trajectory as class ``tool``."""
+
+
+class ToolTimeout(ToolFault):
+    """A tool that calls its time-out fatal did not return in time; the trajectory ends as class ``timeout``."""
 
 
 class StoreError(LibraError, OSError):

@@ -40,25 +40,61 @@ class EndReason(StrEnum):
     FAILURE = "failure"  # see the failure class
 
 
+class Boundary(StrEnum):
+    """On which side of which boundary something went wrong. Every failure belongs to exactly one."""
+
+    INFRASTRUCTURE = "infrastructure"  # machines, processes, engines: nobody's answer
+    TIMEOUT = "timeout"  # a time limit of a tool or a grader passed, and its environment calls that fatal
+    TOOL = "tool"  # what the model acts on: tools and environment
+    GRADER = "grader"
+    POLICY = "policy"  # the model; the only one that enters the gradient
+
+
 class FailureClass(StrEnum):
-    """Whose fault a bad trajectory is. Only ``none`` and ``policy`` enter the gradient."""
+    """What went wrong in a trajectory; ``docs/failures.md`` is the table. Only ``none`` and ``policy`` enter the gradient."""
 
     NONE = "none"
     POLICY = "policy"  # the model's own doing: malformed calls to the end, cut by length, too many turns
-    TOOL = "tool"
-    ENVIRONMENT = "environment"
-    REWARD = "reward"
+    TOOL = "tool"  # a tool failed in a way that is not to be shown to the model
+    TIMEOUT = "timeout"  # the same by time, or the grader did not return
+    ENVIRONMENT = "environment"  # it gave no prompt, one that does not fit, or could not read the model's text
+    REWARD = "reward"  # the grader raised, or returned no finite number
     ENGINE = "engine"
-    WORKER = "worker"
+    WORKER = "worker"  # three processes died under the same quantum
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """The one boundary this class belongs to; None where nothing failed."""
+        return _BOUNDARIES[self]
 
     @property
     def trains(self) -> bool:
         """Whether a trajectory of this class may carry an advantage."""
-        return self in (FailureClass.NONE, FailureClass.POLICY)
+        return self.boundary in (None, Boundary.POLICY)
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether another attempt goes on from the quanta committed so far, instead of from the prompt.
+
+        So for what cannot be the doing of the tokens themselves. After a lost worker that was tried already, thrice.
+        """
+        return self is FailureClass.ENGINE
+
+
+_BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
+    FailureClass.NONE: None,
+    FailureClass.POLICY: Boundary.POLICY,
+    FailureClass.TOOL: Boundary.TOOL,
+    FailureClass.TIMEOUT: Boundary.TIMEOUT,
+    FailureClass.ENVIRONMENT: Boundary.TOOL,
+    FailureClass.REWARD: Boundary.GRADER,
+    FailureClass.ENGINE: Boundary.INFRASTRUCTURE,
+    FailureClass.WORKER: Boundary.INFRASTRUCTURE,
+}
 
 
 class ToolStatus(StrEnum):
-    """How one tool call came back. All of these are shown to the model, none ends the trajectory by itself."""
+    """How one tool call came back. All of these are shown to the model; none ends the trajectory, unless its tool says so."""
 
     OK = "ok"
     ERROR = "error"  # the tool raised, or reported an error of its own
@@ -224,6 +260,8 @@ class Trajectory:
         observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, text_chars, payload_chars.
     reward : float
         NaN where the failure class is not one that trains.
+    retried : str
+        Failure classes of the attempts before this one, in order, joined by commas; empty: the first attempt is this one.
     """
 
     trajectory_id: TrajectoryId
@@ -240,11 +278,17 @@ class Trajectory:
     reward: float = float("nan")
     advantage: float = 0.0
     epoch: int = 0
+    retried: str = ""
 
     @property
     def num_action_tokens(self) -> int:
         """Generated tokens."""
         return int(self.is_action.sum())
+
+    @property
+    def attempt(self) -> int:
+        """Attempts that failed before this one."""
+        return len(self.retried.split(",")) if self.retried else 0
 
     @property
     def oldest_version(self) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from libra.observe.progress import failure_causes
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
@@ -37,6 +40,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         lines.append(
             f"reward        {rewards[0]:.3f} in the first iteration, {rewards[-1]:.3f} in the last, on training questions"
         )
+    lines += _failures(summary)
     lines.append(f"run           {directory}")
     if summary.checkpoint is not None:
         lines.append(f"model         {shlex.quote(_short(summary.checkpoint))}")
@@ -46,6 +50,26 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
     if config.observe.tensorboard:
         lines.append(f"              tensorboard --logdir {directory}")
     return lines
+
+
+def _failures(summary: RunSummary) -> list[str]:
+    """What failed for reasons that are not the model's, where anything did."""
+    total: Counter[str] = Counter()
+    for values in summary.iterations:
+        total.update(
+            {
+                name: int(count)
+                for name, count in values.items()
+                if name.startswith(("failures", "resampled", "trajectories"))
+            }
+        )
+    causes = failure_causes(total)
+    if not causes:
+        return []
+    return [
+        f"failures      {causes}: {total['resampled']:,} tried again, {total['failures']:,} of "
+        f"{total['trajectories']:,} trajectories left out; see docs/failures.md"
+    ]
 
 
 def _short(path: Path) -> str:

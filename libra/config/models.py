@@ -118,6 +118,9 @@ class TrainerSection(Section):
     """Groups in one batch: B prompts, each sampled `group_size` times."""
     group_size: AtLeastOne = 8
     """Trajectories per prompt (G); their mean reward is the baseline."""
+    resample: AtLeastZero = 1
+    """How often a trajectory that failed for a reason that is not the model's is tried again, and a failed grader is asked again.
+    After that the group closes with the members it has; `docs/failures.md` has the rules."""
     lr: Annotated[float, Field(ge=0)] = 1e-4
     """Learning rate after warm-up. 0 measures without learning."""
     betas: Annotated[

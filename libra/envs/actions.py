@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-1. ``run_action`` returns a `ToolReturn` for everything a call or a tool can do; it raises only where its own task is
-   cancelled.
+1. ``run_action`` returns a `ToolReturn` for everything a call or a tool can do. It raises only where its own task is
+   cancelled, and `ToolFault` where the tool says that what happened is fatal.
 2. It returns within the tool's ``timeout_s`` plus scheduling, except where an ``async`` tool blocks the event loop.
 3. ``content`` has at most ``max_payload_chars`` characters plus one note of what was dropped.
 4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads` until it ends.
@@ -22,6 +22,7 @@ from typing import Any
 from libra.envs.environment import Environment
 from libra.envs.tool import ACTION_ID, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
+from libra.errors import ToolFault, ToolTimeout
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
     action_id : str
         Names the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a keyword of that
         name are given it, as idempotency key and as seed of injected faults.
+
+    Raises
+    ------
+    ToolFault
+        The tool raised it, or failed in a way it calls ``fatal``; `ToolTimeout` where that was its time-out.
     """
     fault = _malformed(environment, call)
     if fault is not None:
@@ -72,8 +78,12 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
             "tool %s timed out after %g s (%s, prompt %s)", tool.name, tool.timeout_s, action_id, prompt.prompt_id
         )
         content = f"timed out after {tool.timeout_s:g} s"
+        if ToolStatus.TIMEOUT in tool.fatal:
+            raise ToolTimeout(f"tool {tool.name}: {content} ({action_id})")
         return ToolReturn(tool.name, ToolStatus.TIMEOUT, content, latency_s, len(content))
     value, error = outcome
+    if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
+        raise ToolFault(f"tool {tool.name}: {type(error).__name__}: {error} ({action_id})") from error
     try:
         payload = f"{type(error).__name__}: {error}" if error is not None else _as_text(value)
     except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of what a tool made is the tool's code too

@@ -10,7 +10,7 @@ import numpy as np
 
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
-from libra.errors import RewardFault
+from libra.errors import RewardFault, RewardTimeout
 from libra.types import Episode
 
 
@@ -20,8 +20,8 @@ async def run_grader(environment: Environment, episode: Episode, timeout_s: floa
     Raises
     ------
     RewardFault
-        Where the reward raises, hangs, is NaN or infinite, or is no number. There is no default: a trajectory without a
-        reward has none, and is not counted as one with reward 0.
+        Where the reward raises, hangs (`RewardTimeout`), is NaN or infinite, or is no number. There is no default: a
+        trajectory without a reward has none, and is not counted as one with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
     outcome = await run_bounded(
@@ -32,7 +32,7 @@ async def run_grader(environment: Environment, episode: Episode, timeout_s: floa
         name=f"reward of {environment.name}",
     )
     if outcome is None:
-        raise RewardFault(f"{where}: the reward did not return within {timeout_s:g} s")
+        raise RewardTimeout(f"{where}: the reward did not return within {timeout_s:g} s")
     value, error = outcome
     if error is not None:
         raise RewardFault(f"{where}: the reward raised {type(error).__name__}: {error}") from error

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from libra.errors import ConfigError
+from libra.types import ToolStatus
 
 ACTION_ID = "action_id"
 """A tool with a keyword of this name is given the action's id, and the model is not told of it."""
 
 TIMEOUT_S = 10.0
 MAX_PAYLOAD_CHARS = 8000
+FATAL = (str(ToolStatus.ERROR), str(ToolStatus.TIMEOUT))
+"""What a tool may call fatal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class Tool:
         Characters of a return that the model is shown; the rest is dropped, and the model told so.
     inline : bool
         Whether it is cheap enough to run inside the generation quantum.
+    fatal : tuple of str
+        Of "error" and "timeout", those that are no observation: the trajectory ends there as a failure that is not the
+        model's, and is sampled again (``trainer.resample``). Without them the model is shown what happened and goes on. For
+        single cases a tool raises `libra.errors.ToolFault`.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Tool:
     timeout_s: float = TIMEOUT_S
     max_payload_chars: int = MAX_PAYLOAD_CHARS
     inline: bool = False
+    fatal: tuple[str, ...] = ()
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
 
@@ -53,6 +61,8 @@ class Tool:
             raise ConfigError(
                 f"tool {self.name!r}: max_payload_chars is {self.max_payload_chars!r}; it must be at least 1"
             )
+        if not set(self.fatal) <= set(FATAL):
+            raise ConfigError(f"tool {self.name!r}: fatal is {self.fatal!r}; allowed are {', '.join(map(repr, FATAL))}")
         is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004  an instance whose __call__ is async
         )
@@ -83,6 +93,7 @@ def tool(
     timeout_s: float = TIMEOUT_S,
     max_payload_chars: int = MAX_PAYLOAD_CHARS,
     inline: bool = False,
+    fatal: tuple[str, ...] = (),
 ) -> Tool:
     """The `Tool` of a plain function with type hints and a Google-style docstring (what ``get_json_schema`` reads).
 
@@ -92,7 +103,7 @@ def tool(
         Where a hint or a description is missing; the message says which line to add.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
-    return Tool(shown, function, _schema(function, shown), timeout_s, max_payload_chars, inline)
+    return Tool(shown, function, _schema(function, shown), timeout_s, max_payload_chars, inline, fatal)
 
 
 def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import asyncio
 import gc
 import logging
 import sys
-import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -32,17 +31,16 @@ from numpy.typing import NDArray
 from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
-from libra.errors import EngineError, EnvironmentFault, LibraError, ModelError, StoreError
-from libra.graph.members import members_of
+from libra.errors import EnvironmentFault, LibraError, ModelError, StoreError
+from libra.graph.failures import FAULTS, failure_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
-from libra.store.batches import read_batch_facts
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
-from libra.types import FailureClass, Phase, Prompt, ToolCall, TrajectoryId, TurnRequest
+from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
 from libra.weights import WeightStore
 
 if TYPE_CHECKING:
@@ -61,6 +59,7 @@ NOT_THE_REPLICAS = (
     "std_eps",
     "drop_uniform_groups",
     "drop_truncated",
+    "resample",
 )
 """Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
 _ONE_MODEL_AT_A_TIME = asyncio.Lock()
@@ -109,7 +108,6 @@ class LibraHost(WorkerPlugin):
         self.weights = WeightStore(self.spec.weights_dir)
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self._loading = asyncio.Lock()
-        self._catching_up = threading.Lock()
         self._announced = 0
         self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -194,43 +192,6 @@ class LibraHost(WorkerPlugin):
             replica.continue_optimizer(start)
         return replica
 
-    def catch_up(self, steps: int) -> list[dict[str, Any]]:
-        """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
-
-        Nothing is generated. Where a version that was published comes out otherwise (another machine, another number of
-        threads), the published weights are taken: tokens were sampled from those. Returns the numbers of each step taken.
-        """
-        from libra.train.checkpoint import newest, step_of
-
-        writer, replica = self.checkpoints, self.replica
-        assert writer is not None and replica is not None
-        replayed: list[dict[str, Any]] = []
-        with self._catching_up:
-            if replica.steps_done < steps:
-                checkpoint = newest(self.spec.directory / "checkpoints")
-                if checkpoint is not None and replica.steps_done < step_of(checkpoint) <= steps:
-                    writer.load(checkpoint)
-            while replica.steps_done < steps:
-                batch = replica.steps_done
-                rows = read_batch_facts(self.spec.batches_dir, batch)["groups"]
-                result = writer.step(members_of({"members": rows}, of_the_step=True), batch)
-                logger.info("batch %d was committed before: its step is taken again", batch)
-                replayed.append(result.as_dict())
-                self._take_published(batch + 1, result.digest)
-        return replayed
-
-    def _take_published(self, version: int, content: str) -> None:
-        if version not in self.weights.numbers():
-            return
-        published = self.weights.get(version)
-        if published.digest != content and self.checkpoints is not None:
-            logger.warning(
-                "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "
-                "Is this another machine, or another number of threads?",
-                self.spec.run, version - 1, content, version, published.digest,
-            )  # fmt: skip
-            self.checkpoints.take_weights(self.weights.read(published))
-
     # ---------------------------------------------------------------- weights
 
     def _version_announced(self, run: str, epoch: int, version: int, **extra: Any) -> None:
@@ -295,7 +256,12 @@ class LibraHost(WorkerPlugin):
         if state is None:
             rollout = self.spec.config.rollout
             state = self.states[tid] = TrajectoryState(
-                tid, prompt, rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos
+                tid,
+                prompt,
+                rollout.max_turns,
+                rollout.max_context_tokens,
+                rollout.ignore_eos,
+                self.spec.config.trainer.resample,
             )
             while len(self.states) > KEPT_STATES:
                 self.states.pop(next(iter(self.states)))
@@ -313,13 +279,21 @@ class LibraHost(WorkerPlugin):
         if state.phase is None:
             report(self.worker, self.spec, "ended", key=key, quanta=state.quanta, end=str(state.end))
             return state
+        if state.phase is Phase.ROLLOUT and self.engine is None:
+            # A worker died after its record and before its report: say where the trajectory stands, and wait for an engine.
+            self._report(key, state, state.quanta, time.time(), goes_on=False)
+            return state
         goes_on = True
         while goes_on:
             started_s, first = time.time(), state.quanta
             generates = state.phase is Phase.ROLLOUT
             await self._one_quantum(state, started_s)
             goes_on = (
-                generates and state.phase is Phase.ROLLOUT and not self.contended and still_wanted(self.worker, key)
+                generates
+                and state.phase is Phase.ROLLOUT
+                and state.records[-1]["kind"] != "failure"  # another attempt may fare better elsewhere
+                and not self.contended
+                and still_wanted(self.worker, key)
             )
             self._report(key, state, first, started_s, goes_on=goes_on)
         return state
@@ -332,10 +306,10 @@ class LibraHost(WorkerPlugin):
                     await self._act(state)
             else:
                 await self._act(state)
-        except EngineError as error:
-            self._commit(state, failure_record(FailureClass.ENGINE, str(error)), started_s)
-        except EnvironmentFault as error:
-            self._commit(state, failure_record(FailureClass.ENVIRONMENT, str(error)), started_s)
+        except FAULTS as error:
+            self._commit(state, failure_record(failure_of(error), str(error)), started_s)
+            if self.engine is not None:
+                self.engine.forget(str(state.tid))
 
     async def _generate(self, state: TrajectoryState) -> None:
         engine, rollout = self.engine, self.spec.config.rollout
@@ -357,15 +331,23 @@ class LibraHost(WorkerPlugin):
                 temperature=temperature,
                 top_p=rollout.top_p,
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
-                seed=self.spec.turn_seed(state.tid, state.turns),
+                seed=self.spec.turn_seed(state.tid, state.turns, state.draw),
                 priority=(state.tid.iteration, 0, state.tid.group),
             )
         )
         text = self.chat.decode(output.token_ids)
-        calls = self.environment.parse(text)
+        calls = self._parse(text)
         self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)
         if state.phase is None:
             engine.forget(str(state.tid))
+
+    def _parse(self, text: str) -> tuple[ToolCall, ...]:
+        try:
+            return self.environment.parse(text)
+        except Exception as error:  # the boundary to the user's environment
+            raise EnvironmentFault(
+                f"{self.environment.name}.parse raised {type(error).__name__}: {error}, for the text {text[:200]!r}"
+            ) from error
 
     def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:
         """Token ids of a prompt; the samples of a group ask for the same ones."""
@@ -385,12 +367,20 @@ class LibraHost(WorkerPlugin):
         started_s, turn = time.time(), state.turns - 1
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
-        returns = await asyncio.gather(
+        if state.draw:
+            name += f".{state.draw}"
+        outcomes = await asyncio.gather(
             *(
                 run_action(self.environment, state.prompt, call, action_id=f"{name}/{turn}/{index}")
                 for index, call in enumerate(state.calls)
-            )
+            ),
+            return_exceptions=True,  # all have ended before the trajectory goes on, or ends
         )
+        returns: list[ToolReturn] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            returns.append(outcome)
         last = state.records[-1]["token_ids"]
         observation = self._chat().observation_ids(
             [r.content for r in returns], ended=bool(len(last)) and int(last[-1]) in self._chat().stop_ids
@@ -426,6 +416,7 @@ class LibraHost(WorkerPlugin):
         generated = [r for r in new if r["kind"] == "generation"]
         returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
         bad = [r["status"] for r in returned if r["status"] != "ok"]
+        failed = next((r for r in new if r["kind"] == "failure"), None)
         report(
             self.worker,
             self.spec,
@@ -435,8 +426,8 @@ class LibraHost(WorkerPlugin):
             next=str(state.phase) if state.phase is not None else "",
             goes_on=goes_on,
             end=str(state.end) if state.end is not None else "",
-            failure=str(state.failure),
-            detail=state.detail,
+            failure=failed["failure"] if failed else str(state.failure if new else FailureClass.NONE),
+            detail=failed["detail"] if failed else state.detail,
             tokens=sum(len(r["token_ids"]) for r in generated),
             version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
             tool=returned[0]["tool"] if returned else "",

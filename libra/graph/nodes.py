@@ -17,6 +17,8 @@ from distributed import Reschedule, get_worker
 
 from libra.envs import run_grader
 from libra.errors import EnvironmentFault, LibraError, RecordExists, RewardFault, TrainError
+from libra.graph.catching_up import catch_up
+from libra.graph.failures import failure_counts, failure_of
 from libra.graph.host import LibraHost, the_host
 from libra.graph.members import members_of
 from libra.graph.reports import report
@@ -137,32 +139,42 @@ async def group(
 
 
 async def _grade(host: LibraHost, member: Trajectory, episode: Episode, extra: list[float] | None, index: int) -> None:
-    """Give one trajectory its reward, or its failure class where the reward is at fault."""
+    """Give one trajectory its reward, or its failure class where the reward is at fault.
+
+    A grader that failed is asked again about the same trajectory: another one that it likes better would be a biased sample.
+    """
     if not member.failure.trains:
         return
-    try:
-        member.reward = await run_grader(host.environment, episode, GRADE_TIMEOUT_S)
-        if extra is not None:
-            more = float(extra[index])
-            if not np.isfinite(more):
-                raise RewardFault(
-                    f"{member.trajectory_id}: the reward node returned {more}; it must be a finite number"
-                )
-            member.reward += more
-    except RewardFault as error:
-        member.failure, member.failure_detail, member.reward = FailureClass.REWARD, str(error)[:2000], float("nan")
+    failed = [member.retried] if member.retried else []
+    for left in reversed(range(host.spec.config.trainer.resample + 1)):
+        try:
+            reward = await run_grader(host.environment, episode, GRADE_TIMEOUT_S)
+            member.reward = reward + (0.0 if extra is None else _finite(float(extra[index]), member))
+            break
+        except RewardFault as error:
+            failure = failure_of(error)
+            if left:
+                failed.append(str(failure))
+                continue
+            member.failure, member.failure_detail, member.reward = failure, str(error)[:2000], float("nan")
+    member.retried = ",".join(failed)
+
+
+def _finite(more: float, member: Trajectory) -> float:
+    if not np.isfinite(more):
+        raise RewardFault(f"{member.trajectory_id}: the reward node returned {more}; it must be a finite number")
+    return more
 
 
 def _group_meta(path: Path, split: str, iteration: int, group: int, members: list[Trajectory]) -> dict[str, Any]:
     rewards = [m.reward for m in members if m.failure.trains]
     failures: dict[str, int] = {}
     for member in members:
-        if member.failure is FailureClass.REWARD or (
-            member.failure is FailureClass.ENVIRONMENT and not len(member.token_ids)
-        ):
-            failures[str(member.failure)] = (
-                failures.get(str(member.failure), 0) + 1
-            )  # others were reported by their quantum
+        graded = member.end_reason is not EndReason.FAILURE
+        if not member.failure.trains and (
+            graded or not member.prompt.messages
+        ):  # others were reported by their quantum
+            failures[str(member.failure)] = failures.get(str(member.failure), 0) + 1
     oldest = [m.oldest_version for m in members if m.num_action_tokens]
     return {
         "path": str(path),
@@ -240,6 +252,7 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
         "reward": float(np.mean([t.reward for t in trains])) if trains else float("nan"),
         "trajectories": len(trajectories),
         "failures": len(failures),
+        **failure_counts(trajectories),
         "generated_tokens": int(sum(t.num_action_tokens for t in trajectories)),
         "tokens": int(sum(len(t.token_ids) for t in trajectories)),
         "turns": int(sum(len(t.turns) for t in trajectories)),
@@ -289,7 +302,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     host = _host(run)
     assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
-    host.catch_up(batch["batch"])  # a worker that was lost took its replica along
+    catch_up(host, batch["batch"])  # a worker that was lost took its replica along
     result = host.checkpoints.step(members_of(batch, of_the_step=True), batch["batch"])
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
@@ -315,7 +328,7 @@ def publish(run: str, updated: dict[str, Any]) -> dict[str, Any]:
 def _publish(host: LibraHost, version: int) -> dict[str, Any]:
     started_s = time.time()
     assert host.replica is not None
-    host.catch_up(version)
+    catch_up(host, version)
     if host.replica.steps_done > version:  # asked again after later steps: it was published then
         published = host.weights.get(version)
     else:
@@ -339,7 +352,7 @@ def restore(run: str, batches: int, stored: int) -> dict[str, Any]:
     """
     host = _host(run)
     started_s = time.time()
-    replayed = host.catch_up(batches)
+    replayed = catch_up(host, batches)
     published = _publish(host, batches)
     assert host.checkpoints is not None
     saved = [str(path) for path in host.checkpoints.save_due(batches)]
@@ -356,7 +369,7 @@ def checkpoint(run: str, published: dict[str, Any]) -> str:
     """Save model and optimizer in Hugging Face layout; returns the directory. Steps go on meanwhile."""
     host = _host(run)
     assert host.checkpoints is not None
-    host.catch_up(published["version"])
+    catch_up(host, published["version"])
     return str(host.checkpoints.save(published["version"]))
 
 

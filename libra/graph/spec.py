@@ -55,14 +55,16 @@ class RunSpec:
             environment.tool_format = self.config.rollout.tool_format
         return environment
 
-    def turn_seed(self, tid: TrajectoryId, turn: int) -> int:
-        """Seed of one generation, from the run's seed and the position only.
+    def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
+        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.
 
         The evaluations before and after training ask the same questions with the same seeds: for split "eval" the
         iteration (a weight version) is left out.
         """
         iteration = tid.iteration if tid.split == "train" else 0
         text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
+        if draw:
+            text += f"/{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     # Where things are, relative to the run directory.

@@ -5,6 +5,9 @@ Invariants
 1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: nothing else goes into it.
 2. Token ids are what the engine sampled or the chat format appended, concatenated; never re-tokenised.
 3. Exactly one of these holds: it needs a generation, it needs an action, it has ended.
+4. A failure ends it only after ``resample`` others. Until then a failed engine is asked again for the same turn, with the
+   same random numbers: what is sampled does not depend on the failure. Any other failure begins a fresh draw from the
+   prompt, in the same journal. Neither looks at length or time.
 """
 
 from __future__ import annotations
@@ -88,6 +91,8 @@ class TrajectoryState:
         Limits of the run: the trajectory ends when they are reached.
     ignore_eos : bool
         A turn cut at its token limit is then no end (benchmarks with turns of a fixed length).
+    resample : int
+        How many failures that are not the policy's it survives.
     """
 
     tid: TrajectoryId
@@ -95,11 +100,15 @@ class TrajectoryState:
     max_turns: int
     max_context_tokens: int
     ignore_eos: bool = False
+    resample: int = 0
     quanta: int = 0
     end: EndReason | None = None
     failure: FailureClass = FailureClass.NONE
     detail: str = ""
     records: list[dict[str, Any]] = field(default_factory=list)
+    retried: list[FailureClass] = field(default_factory=list)
+    draw: int = 0
+    first: int = 0  # index of the first record of this draw
     context: list[NDArray[np.int32]] = field(default_factory=list)
     num_context_tokens: int = 0
     turns: int = 0
@@ -130,7 +139,7 @@ class TrajectoryState:
                 if self.num_context_tokens >= self.max_context_tokens:
                     self._finish(EndReason.LENGTH, FailureClass.POLICY, "the context is full")
             case "failure":
-                self._finish(EndReason.FAILURE, FailureClass(record["failure"]), record["detail"])
+                self._failed(FailureClass(record["failure"]), record["detail"])
 
     def _generated(self, record: Mapping[str, Any]) -> None:
         if record["prompt_ids"] is not None:
@@ -147,6 +156,16 @@ class TrajectoryState:
         else:
             self.calls = calls
 
+    def _failed(self, failure: FailureClass, detail: str) -> None:
+        if len(self.retried) >= self.resample:
+            self._finish(EndReason.FAILURE, failure, detail)
+            return
+        self.retried.append(failure)
+        if not failure.keeps_records:
+            self.draw += 1
+            self.first = len(self.records)
+            self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
+
     def _extend(self, token_ids: NDArray[np.int32]) -> None:
         self.context.append(token_ids)
         self.num_context_tokens += len(token_ids)
@@ -159,7 +178,7 @@ class TrajectoryState:
     def episode(self) -> Episode:
         """The trajectory as the grader sees it."""
         turns: list[Turn] = []
-        for record in self.records:
+        for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 calls = tuple(ToolCall(c["name"], json.loads(c["arguments"]), c["error"]) for c in record["calls"])
                 turns.append(Turn(record["text"], calls, num_tokens=len(record["token_ids"])))
@@ -187,7 +206,7 @@ class TrajectoryState:
             weights.append(np.full(n, -1, np.int32) if record is None else record["weight_versions"])
             kv.append(np.full(n, -1, np.int32) if record is None else record["kv_versions"])
 
-        for record in self.records:
+        for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 if record["prompt_ids"] is not None:
                     add(record["prompt_ids"], None)
@@ -207,13 +226,14 @@ class TrajectoryState:
             failure=self.failure,
             failure_detail=self.detail,
             epoch=epoch,
+            retried=",".join(self.retried),
         )
 
     def _turn_rows(self) -> list[dict[str, Any]]:
         """One row per turn for the store's per-turn columns."""
         rows: list[dict[str, Any]] = []
         context = 0
-        for record in self.records:
+        for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 context += 0 if record["prompt_ids"] is None else len(record["prompt_ids"])
                 rows.append(

@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TextIO
@@ -24,6 +24,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from libra.types import FailureClass
 
 PLAIN_INTERVAL_S: Final = 1.0
 TABLE_ROWS: Final = 8
@@ -37,6 +39,7 @@ class Column(NamedTuple):
     title: str
     spec: str
     window_chars: int
+    if_any: bool = False  # left out while it is 0
 
 
 COLUMNS: Final = (
@@ -45,6 +48,7 @@ COLUMNS: Final = (
     Column("lag", "lag", ".2f", 0),
     Column("turns", "turns", ".1f", 0),
     Column("failures", "failures", ",.0f", 0),
+    Column("resampled", "tried again", ",.0f", 0, if_any=True),
     Column("iteration_s", "iteration s", ".1f", 0),
     Column("rollout_s", "rollout s", ".1f", 90),
     Column("train_s", "train s", ".1f", 90),
@@ -62,6 +66,16 @@ def figure_text(value: Any, spec: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     return format(value, spec)
+
+
+def failure_causes(values: Mapping[str, Any]) -> str:
+    """What ended attempts that were not the model's doing, of one iteration or of a sum: ``engine 2, reward 1``; else empty."""
+    counts: Counter[str] = Counter()
+    for name, count in values.items():
+        kind, _, failure = name.partition("/")
+        if kind in ("failures", "resampled") and failure and not FailureClass(failure).trains:
+            counts[failure] += int(count)
+    return ", ".join(f"{failure} {count:,}" for failure, count in counts.most_common() if count)
 
 
 def sparkline(values: Sequence[float], steps: str = "▁▂▃▄▅▆▇█") -> str:
@@ -183,8 +197,10 @@ class RunProgress:
         figures = ", ".join(
             f"{column.title} {figure_text(values[column.name], column.spec)}"
             for column in COLUMNS
-            if column.name in values
+            if column.name in values and (values[column.name] or not column.if_any)
         )
+        if causes := failure_causes(values):
+            figures += f"; not the model's: {causes}"
         self.message(
             f"iteration {values['iteration']} ({int(values['iteration']) + 1} of {self.iterations}): {figures}"
         )
@@ -204,7 +220,13 @@ class RunProgress:
         if not self._rows:
             return line
         known = {name for values in self._rows for name in values}
-        columns = [c for c in COLUMNS if c.window_chars <= self._console.width and c.name in known]
+        columns = [
+            c
+            for c in COLUMNS
+            if c.window_chars <= self._console.width
+            and c.name in known
+            and (not c.if_any or any(values.get(c.name) for values in self._rows))
+        ]
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         for title in ("iteration", *(column.title for column in columns)):
             table.add_column(title, justify="right", no_wrap=True)

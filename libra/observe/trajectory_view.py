@@ -125,6 +125,8 @@ def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> Render
     if trajectory.failure is not FailureClass.NONE:
         ended.append(f"   failure: {trajectory.failure}", style="bold red")
         ended.append(f" {trajectory.failure_detail}" if trajectory.failure_detail else "")
+    if trajectory.retried:
+        ended.append(f"   attempt {trajectory.attempt + 1}, after: {trajectory.retried}", style="yellow")
     table.add_row("ended", ended)
     newest = int(trajectory.weight_version.max(initial=-1))
     versions = "nothing generated" if newest < 0 else f"weight versions {trajectory.oldest_version} to {newest}"

@@ -7,18 +7,20 @@ import logging
 from libra.errors import RecordExists, StoreError
 from libra.scheduler.run_state import Tracked
 from libra.store.journal import Journal
-from libra.types import FailureClass, TrajectoryId
+from libra.types import FailureClass, Phase, TrajectoryId
 
 logger = logging.getLogger(__name__)
+task_logger = logging.getLogger(__name__ + ".tasks")
 
 
-def record_worker_failure(tracked: Tracked, address: str) -> None:
-    """Write the record that ends a trajectory as a ``worker`` failure; one that was written after all stays."""
+def record_worker_failure(tracked: Tracked, address: str) -> bool:
+    """Write the record that ends an attempt as a ``worker`` failure; whether one is there now, this or one written after all."""
     state = tracked.run
+    detail = f"quantum {tracked.quanta} was lost {tracked.lost} times, the last time with {address}"
     record = {
         "kind": "failure",
         "failure": str(FailureClass.WORKER),
-        "detail": f"quantum {tracked.quanta} was lost {tracked.lost} times, the last time with {address}",
+        "detail": detail,
         "worker": address,
         "start_s": 0.0,
         "stop_s": 0.0,
@@ -29,6 +31,15 @@ def record_worker_failure(tracked: Tracked, address: str) -> None:
     try:
         Journal(state.directory / "journal").append(str(tid), tracked.quanta, record)
     except RecordExists:
-        return  # only its report was lost
+        task_logger.debug("%s: quantum %d was written, only its report was lost", tracked.key, tracked.quanta)
     except StoreError as error:
         logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
+        return False
+    else:
+        state.failures[str(FailureClass.WORKER)] += 1
+        state.emit("failure_classified", key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
+    tracked.quanta += 1
+    # Another attempt begins with a generation. Where the trajectory stands elsewhere, or is over, its next report says so.
+    tracked.lost, tracked.phase = 0, Phase.ROLLOUT
+    tracked.home.clear()
+    return True

@@ -386,14 +386,14 @@ class LibraPlugin(SchedulerPlugin):
             private.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report: its worker died, or was cancelled. The third time ends the trajectory."""
+        """A quantum ended without a report: its worker died, or was cancelled. The third time the attempt is over."""
         tracked.lost += 1
         state = tracked.run
         state.emit(
             "quantum_lost", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address, times=tracked.lost
         )
-        if tracked.lost >= MAX_LOST_QUANTA:
-            record_worker_failure(tracked, address)
+        if tracked.lost >= MAX_LOST_QUANTA and record_worker_failure(tracked, address):
+            private.forgive(self._scheduler.tasks.get(tracked.key))
 
     # ---------------------------------------------------------------- reports
 
@@ -412,9 +412,7 @@ class LibraPlugin(SchedulerPlugin):
             tracked.phase = Phase(msg["next"])
         else:
             tracked.ended, tracked.phase = True, Phase.ROLLOUT
-        ts = self._scheduler.tasks.get(msg["key"])
-        if ts is not None:
-            private.forgive(ts)
+        private.forgive(self._scheduler.tasks.get(msg["key"]))
         if msg["goes_on"]:
             tracked.reported = False
             self._signs[msg["key"]] = time.monotonic()
@@ -449,6 +447,8 @@ class LibraPlugin(SchedulerPlugin):
             worker = private.worker_name(self._scheduler, address)
             state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=worker)
         if msg["failure"] != "none":
+            if msg["next"]:
+                tracked.home.clear()  # another attempt goes where there is room, not where this one failed
             state.failures[msg["failure"]] += 1
             state.emit("failure_classified", key=msg["key"], failure=msg["failure"], detail=msg["detail"])
 

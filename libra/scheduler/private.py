@@ -72,9 +72,10 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
     return str(ws.name) if ws is not None else address
 
 
-def forgive(ts: TaskState) -> None:
-    """Forget that workers died under this task: it has committed something since."""
-    ts.suspicious = 0
+def forgive(ts: TaskState | None) -> None:
+    """Forget that workers died under this task: it has committed something since. None: it is gone."""
+    if ts is not None:
+        ts.suspicious = 0
 
 
 def set_priority(ts: TaskState, priority: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which arrays the trajectory store consists of: schema 1, as names, types and meanings.
+"""Which arrays the trajectory store consists of: schema 2, as names, types and meanings.
 
 Three levels, each a dimension of its own: ``token`` (in the root group), ``turn`` and ``trajectory`` (in groups of that
 name). Trajectory i owns the tokens from ``offset[i]``, ``length[i]`` of them, and the turns from ``turn_offset[i]``,
@@ -19,11 +19,8 @@ from libra.errors import StoreError
 from libra.store.groups import prompt_to_json
 from libra.types import Trajectory
 
-SCHEMA = 1
+SCHEMA = 2
 """Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
-
-UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {}
-"""For schema n, what makes schema n + 1 of a store, in place. Schema 1 is the first."""
 
 Level = Literal["token", "turn", "trajectory"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory")
@@ -95,8 +92,10 @@ TRAJECTORY = (
     Column("reward", "float64", "NaN where the failure class does not train"),
     Column("advantage", "float64", "as it entered the loss"),
     Column("end_reason", "string", "answered, length, max_turns, failure"),
-    Column("failure", "string", "none, policy, tool, environment, reward, engine, worker"),
+    Column("failure", "string", "none, policy, tool, timeout, environment, reward, engine, worker"),
     Column("failure_detail", "string", "what went wrong, in words"),
+    Column("attempt", "int32", "attempts that failed before this one"),
+    Column("retried", "string", "their failure classes in order, joined by commas"),
     Column("prompt_id", "string", "name of the prompt"),
     Column("prompt_json", "string", "JSON object with messages and facts"),
     Column("offset", "int64", "first token"),
@@ -117,22 +116,39 @@ def array_path(level: Level, name: str) -> str:
 
 
 def create_arrays(group: zarr.Group) -> None:
-    """Make every array of schema 1, empty, in an empty group.
-
-    Numeric columns of turns and trajectories are left uncompressed: they are few bytes, and an append costs half.
-    """
+    """Make every array, empty, in an empty group."""
     for level in LEVELS:
         for column in COLUMNS[level]:
-            group.create_array(
-                array_path(level, column.name),
-                shape=(0,),
-                chunks=(CHUNK_ROWS[level],),
-                dtype=column.dtype,
-                fill_value=column.unknown,
-                compressors="auto" if level == "token" or column.dtype == "string" else None,
-                dimension_names=(level,),
-                attributes={"meaning": column.meaning},
-            )
+            _create_array(group, level, column)
+
+
+def _create_array(group: zarr.Group, level: Level, column: Column) -> zarr.Array[Any]:
+    """Numeric columns of turns and trajectories are left uncompressed: they are few bytes, and an append costs half."""
+    return group.create_array(
+        array_path(level, column.name),
+        shape=(0,),
+        chunks=(CHUNK_ROWS[level],),
+        dtype=column.dtype,
+        fill_value=column.unknown,
+        compressors="auto" if level == "token" or column.dtype == "string" else None,
+        dimension_names=(level,),
+        attributes={"meaning": column.meaning},
+    )
+
+
+def _add_attempts(group: zarr.Group) -> None:
+    """Schema 2 says how many attempts a trajectory took; before it there was one."""
+    rows = group["trajectory/sample"].shape[0]  # type: ignore[union-attr]
+    for name, value in (("attempt", 0), ("retried", "")):
+        column = next(column for column in TRAJECTORY if column.name == name)
+        if array_path("trajectory", name) in group:
+            del group[array_path("trajectory", name)]  # of an upgrade that was cut short
+        array = _create_array(group, "trajectory", column)
+        array.append(np.full(rows, value, column.numpy_dtype()))
+
+
+UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts}
+"""For schema n, what makes schema n + 1 of a store, in place; run again, it does the same. Schema 1 is the first."""
 
 
 def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], batch: int) -> Rows:
@@ -182,6 +198,8 @@ def _row(trajectory: Trajectory, batch: int) -> dict[str, Any]:
         "end_reason": str(trajectory.end_reason),
         "failure": str(trajectory.failure),
         "failure_detail": trajectory.failure_detail,
+        "attempt": trajectory.attempt,
+        "retried": trajectory.retried,
         "prompt_id": trajectory.prompt.prompt_id,
         "prompt_json": prompt_to_json(trajectory.prompt),
         "length": len(trajectory.token_ids),

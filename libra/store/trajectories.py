@@ -165,6 +165,7 @@ class TrajectoryStore:
             reward=row["reward"],
             advantage=row["advantage"],
             epoch=row["epoch"],
+            retried=text["retried"],
             **tokens,
         )
 

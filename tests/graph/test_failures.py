@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -18,11 +19,25 @@ from distributed import Client
 
 from libra.config import RunConfig
 from libra.envs import Environment, FunctionEnvironment, tool
-from libra.errors import ClusterError, ConfigError, LibraError, ModelError
+from libra.errors import (
+    ClusterError,
+    ConfigError,
+    ContextOverflow,
+    EngineError,
+    EnvironmentFault,
+    LibraError,
+    ModelError,
+    RewardFault,
+    RewardTimeout,
+    ToolFault,
+    ToolTimeout,
+)
 from libra.graph.driver import RunSummary, Session, run
+from libra.graph.failures import FAULTS, failure_of
 from libra.store.event_log import read_events
+from libra.store.journal import Journal
 from libra.testing import FixedTurns
-from libra.types import Episode, Prompt, ToolCall
+from libra.types import Boundary, Episode, FailureClass, Prompt, ToolCall
 
 Config = Callable[..., RunConfig]
 ONE_ITERATION = {"run": {"iterations": 1}, "trainer": {"prompts": 2, "group_size": 4}}
@@ -49,7 +64,8 @@ def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Confi
     assert set(columns["failure"][bad]) == {"reward"} and np.isnan(columns["reward"][bad]).all()
     assert (columns["advantage"][bad] == 0).all() and np.isfinite(columns["reward"][~bad]).all()
     assert all("nan" in detail for detail in columns["failure_detail"][bad])
-    assert summary.iterations[0]["failures"] == 2
+    assert summary.iterations[0]["failures"] == summary.iterations[0]["failures/reward"] == 2
+    assert set(columns["retried"][bad]) == {"reward"} and set(columns["attempt"][~bad]) == {0}  # asked again, in vain
     for group in (0, 1):  # the others of a group are compared with each other only
         rows = (columns["group"] == group) & ~bad
         assert abs(columns["advantage"][rows].sum()) < 1e-5
@@ -90,6 +106,7 @@ def test_what_a_tool_does_is_a_status_the_model_reads(
     assert set(turns["status"][turns["turn"] == 0]) == {status}
     assert turns["observation_tokens"].max() < 300
     assert set(stored(summary)["failure"]) == {"policy"}  # ended by max_turns, still trained on
+    assert set(stored(summary)["attempt"]) == {0} and summary.iterations[0]["resampled"] == 0
 
 
 def test_a_prompt_that_cannot_be_made_fails_its_group_only(make_config: Config, cluster_client: Client) -> None:
@@ -141,20 +158,22 @@ def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
     )
 
 
-def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_trajectory(
-    make_config: Config, cluster_client: Client
+@pytest.mark.parametrize("resample", [0, 1])
+def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_attempt(
+    make_config: Config, cluster_client: Client, resample: int
 ) -> None:
     class Deadly(FixedTurns):
         def __init__(self) -> None:
             super().__init__()
 
-            async def kill(text: str) -> str:
-                """Kill the worker process.
+            async def kill(text: str, action_id: str = "") -> str:
+                """Kill the worker process, unless this is the second draw.
 
                 Args:
                     text: Whose.
                 """
-                os.kill(os.getpid(), signal.SIGKILL)
+                if "." not in action_id:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return text
 
             self.tools = (*self.tools, tool(kill))
@@ -162,12 +181,18 @@ def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_trajectory(
         def parse(self, text: str) -> tuple[ToolCall, ...]:
             return (ToolCall("kill", {"text": text}),)
 
-    config = make_config(run={"iterations": 1}, trainer={"prompts": 1, "group_size": 1, "normalize_std": False})
+    trainer = {"prompts": 1, "group_size": 1, "normalize_std": False, "resample": resample}
+    config = make_config(run={"iterations": 1}, trainer=trainer)
     summary = run(config, environment=Deadly(), client=cluster_client)
     columns = stored(summary)
-    assert list(columns["failure"]) == ["worker"] and "lost 3 times" in columns["failure_detail"][0]
+    if resample:
+        assert (columns["failure"][0], columns["retried"][0]) == ("policy", "worker")  # ended by max_turns
+    else:
+        assert list(columns["failure"]) == ["worker"] and "lost 3 times" in columns["failure_detail"][0]
     events = list(read_events(summary.directory / "events.jsonl").events)
     assert sum(e["name"] == "quantum_lost" for e in events) == 3
+    assert [e["failure"] for e in events if e["name"] == "failure_classified"] == ["worker", "policy"][: 1 + resample]
+    assert columns["attempt"][0] == summary.iterations[0]["resampled/worker"] == resample
 
 
 def test_wrong_input_is_told_before_anything_starts(make_config: Config, tmp_path: Path) -> None:
@@ -213,3 +238,181 @@ def test_function_environments_travel_to_the_workers(make_config: Config, cluste
     for group in (0, 1):
         (value,) = set(columns["reward"][columns["group"] == group])
         assert value in {0.0, 1.0, 2.0, 3.0}
+
+
+# ------------------------------------------------------------------------------------------------ tried again
+
+
+class ToolThat(FixedTurns):
+    """Its one tool does what ``how`` says at the first draw of samples 1, and answers everybody else."""
+
+    def __init__(self, how: str, always: bool = False) -> None:
+        super().__init__()
+        self.how, self.always = how, always
+
+        async def act(text: str, action_id: str = "") -> str:
+            """Do something.
+
+            Args:
+                text: What.
+            """
+            import asyncio
+
+            from libra.errors import ToolFault
+
+            position, _, _ = action_id.partition("/")
+            if position.endswith("-1") or (self.always and position.split(".")[0].endswith("-1")):
+                if self.how == "timeout":
+                    await asyncio.Event().wait()
+                raise (ToolFault if self.how == "says so" else ConnectionError)("the sandbox is gone")
+            return text
+
+        fatal = {"timeout": ("timeout",), "error": ("error",)}.get(how, ())
+        self.tools = (tool(act, timeout_s=0.2, fatal=fatal),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("act", {"text": "y"}),)
+
+
+@pytest.mark.parametrize(("how", "failure"), [("error", "tool"), ("says so", "tool"), ("timeout", "timeout")])
+def test_a_fatal_tool_failure_is_sampled_again_with_other_random_numbers(
+    how: str, failure: str, make_config: Config, cluster_client: Client
+) -> None:
+    summary = run(make_config(**ONE_ITERATION), environment=ToolThat(how), client=cluster_client)
+    columns = stored(summary)
+    again = columns["sample"] == 1
+    assert set(columns["failure"]) == {"policy"} and np.isfinite(columns["reward"]).all()  # all ended by max_turns
+    assert set(columns["retried"][again]) == {failure} and set(columns["attempt"][again]) == {1}
+    assert set(columns["retried"][~again]) == {""} and set(columns["attempt"][~again]) == {0}
+    assert set(columns["num_turns"]) == {3}, "turns of the attempt that failed were kept"
+    values = summary.iterations[0]
+    assert values["resampled"] == values[f"resampled/{failure}"] == 2 and values["failures"] == 0
+    calm = run(
+        make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
+        client=cluster_client,
+    )
+    first, second = (stored_first_turn(summary), stored_first_turn(calm))
+    different = [row for row in range(8) if not np.array_equal(first[row], second[row])]
+    assert different == np.flatnonzero(again).tolist()
+
+
+def stored_first_turn(summary: RunSummary) -> list[np.ndarray]:
+    """Tokens generated in the first turn of each trajectory, in the order of group and sample."""
+    group = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")
+    columns = stored(summary)
+    tokens, action = group["token_ids"][:], group["is_action"][:]
+    rows = np.lexsort((columns["sample"], columns["group"]))
+    return [
+        tokens[o : o + n][action[o : o + n]][:4]
+        for o, n in zip(columns["offset"][rows], columns["length"][rows], strict=True)
+    ]
+
+
+def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 1}, trainer={"prompts": 2, "group_size": 2, "resample": 2})
+    summary = run(config, environment=ToolThat("error", always=True), client=cluster_client)
+    columns, values = stored(summary), summary.iterations[0]
+    bad = columns["sample"] == 1
+    assert set(columns["failure"][bad]) == {"tool"} and np.isnan(columns["reward"][bad]).all()
+    assert set(columns["retried"][bad]) == {"tool,tool"} and set(columns["attempt"][bad]) == {2}
+    assert (columns["advantage"] == 0).all(), "one member has nobody to be compared with"
+    assert (values["failures"], values["failures/tool"], values["resampled"], values["groups_without_signal"]) == (
+        2,
+        2,
+        4,
+        2,
+    )
+    assert values["optimizer_steps"] == 0
+    lines = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["failures/tool"] == 2 and lines[0]["failures/engine"] == 0 and lines[0]["resampled/tool"] == 4
+
+
+def test_an_engine_that_failed_once_goes_on_from_what_was_committed(
+    make_config: Config, cluster_client: Client
+) -> None:
+    """The same tokens as without the failure: what fails has no say in what is sampled, so long answers lose nothing."""
+
+    async def break_engine_once(run: str, dask_worker: Any) -> None:
+        engine = dask_worker.plugins[f"libra-{run}"].engine
+        generate, failed = engine.generate, set()
+
+        async def first_time(request: Any) -> Any:
+            from libra.errors import EngineError
+
+            if request.turn == 2 and request.trajectory_id not in failed:
+                failed.add(request.trajectory_id)
+                raise EngineError("injected: out of memory")
+            return await generate(request)
+
+        engine.generate = first_time
+
+    with Session(make_config(**ONE_ITERATION, store={"keep_journals": True}), client=cluster_client) as session:
+        cluster_client.run(break_engine_once, "demo", workers=[address_of(cluster_client, "rollout-0")])
+        (values,) = session.iterations()
+    calm = run(
+        make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
+        client=cluster_client,
+    )
+    broken = zarr.open_group(session.directory / "trajectories.zarr", mode="r")
+    whole = zarr.open_group(calm.directory / "trajectories.zarr", mode="r")
+    assert np.array_equal(broken["token_ids"][:], whole["token_ids"][:])
+    assert set(broken["trajectory/retried"][:]) == {"engine"} and set(broken["trajectory/failure"][:]) == {"policy"}
+    assert values["resampled/engine"] == 8 and values["failures"] == 0
+    journal = Journal(session.directory / "journal").read("train-0-0-0")
+    assert [record["kind"] for record in journal] == ["generation", "action"] * 2 + ["failure", "generation"]
+
+
+def test_a_grader_that_failed_once_is_asked_again_about_the_same_answer(
+    make_config: Config, cluster_client: Client, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    asked.mkdir()
+
+    class Flaky(FixedTurns):
+        def grade(self, episode: Episode) -> float:
+            try:
+                (asked / episode.trajectory_id).touch(exist_ok=False)
+            except FileExistsError:
+                return super().grade(episode)
+            raise ConnectionError("the judge does not answer")
+
+    summary = run(make_config(**ONE_ITERATION), environment=Flaky(), client=cluster_client)
+    columns = stored(summary)
+    assert np.isfinite(columns["reward"]).all() and set(columns["retried"]) == {"reward"}
+    assert summary.iterations[0]["resampled/reward"] == 8 and summary.iterations[0]["failures"] == 0
+
+
+def test_text_that_the_environment_cannot_read_is_its_failure(make_config: Config, cluster_client: Client) -> None:
+    class Unreadable(FixedTurns):
+        def parse(self, text: str) -> tuple[ToolCall, ...]:
+            raise IndexError("no such field")
+
+    summary = run(make_config(**ONE_ITERATION), environment=Unreadable(), client=cluster_client)
+    columns = stored(summary)
+    assert set(columns["failure"]) == {"environment"} and set(columns["attempt"]) == {1}
+    assert all("Unreadable.parse raised IndexError" in detail for detail in columns["failure_detail"])
+    events = read_events(summary.directory / "events.jsonl").events
+    assert sum(e["name"] == "failure_classified" for e in events) == 16
+
+
+def test_every_class_is_on_one_side_of_one_boundary_and_only_the_policys_trains() -> None:
+    for failure in FailureClass:
+        assert (failure.boundary is None) == (failure is FailureClass.NONE)
+        assert failure.trains == (failure.boundary in (None, Boundary.POLICY))
+    assert {failure.boundary for failure in FailureClass} == {None, *Boundary}
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (EngineError("x"), FailureClass.ENGINE),
+        (ContextOverflow("x"), FailureClass.ENVIRONMENT),
+        (EnvironmentFault("x"), FailureClass.ENVIRONMENT),
+        (ToolFault("x"), FailureClass.TOOL),
+        (ToolTimeout("x"), FailureClass.TIMEOUT),
+        (RewardFault("x"), FailureClass.REWARD),
+        (RewardTimeout("x"), FailureClass.TIMEOUT),
+    ],
+)
+def test_every_fault_has_its_class(error: Any, failure: FailureClass) -> None:
+    assert isinstance(error, FAULTS) and failure_of(error) is failure

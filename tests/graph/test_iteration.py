@@ -101,6 +101,8 @@ def test_turn_seeds_differ_by_position_and_evaluations_repeat_theirs() -> None:
     assert len(seeds) == 81
     assert run.turn_seed(TrajectoryId(0, 4, 0, "eval"), 2) == run.turn_seed(TrajectoryId(50, 4, 0, "eval"), 2)
     assert run.turn_seed(TrajectoryId(0, 4, 0, "eval"), 2) != run.turn_seed(TrajectoryId(0, 4, 0), 2)
+    draws = {run.turn_seed(TrajectoryId(0, 0, 0), turn, draw) for turn in range(3) for draw in range(3)}
+    assert len(draws) == 9 and len(draws & seeds) == 3
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,45 @@ def test_a_trajectory_that_failed_at_once_has_no_tokens() -> None:
     t = state.trajectory(epoch=0)
     assert len(t.token_ids) == len(t.kv_version) == 0 and t.turns == [] and t.oldest_version == -1
     assert np.isnan(t.reward)
+
+
+def failed(failure: FailureClass) -> dict:
+    return failure_record(failure, "boom") | STAMP
+
+
+def test_a_failed_engine_is_asked_again_for_the_same_turn() -> None:
+    state = fresh(resample=1)
+    for record in (generated(0, [10, 11], (CALL,), first=[1, 2, 3]), acted(0, [20]), failed(FailureClass.ENGINE)):
+        state.apply(record)
+    assert (state.phase, state.turns, state.draw, state.quanta) == (Phase.ROLLOUT, 1, 0, 3)
+    assert state.context_ids.tolist() == [1, 2, 3, 10, 11, 20]
+    state.apply(generated(1, [12]))
+    t = state.trajectory(epoch=0)
+    assert (t.failure, t.retried, t.attempt) == (FailureClass.NONE, "engine", 1)
+    assert t.token_ids.tolist() == [1, 2, 3, 10, 11, 20, 12] and len(t.turns) == 2
+    assert [turn.text for turn in state.episode().turns] == ["text 0", "text 1"]
+
+
+@pytest.mark.parametrize(
+    "failure", [FailureClass.TOOL, FailureClass.TIMEOUT, FailureClass.WORKER, FailureClass.ENVIRONMENT]
+)
+def test_after_any_other_failure_nothing_of_the_draw_is_left(failure: FailureClass) -> None:
+    state = fresh(resample=1)
+    state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
+    state.apply(failed(failure))
+    assert (state.phase, state.turns, state.draw, state.quanta, state.calls) == (Phase.ROLLOUT, 0, 1, 2, ())
+    assert len(state.context_ids) == state.num_context_tokens == 0
+    state.apply(generated(0, [12], first=[1, 2, 3]))
+    t = state.trajectory(epoch=0)
+    assert (t.failure, t.retried, t.token_ids.tolist()) == (FailureClass.NONE, str(failure), [1, 2, 3, 12])
+    assert len(t.turns) == len(state.episode().turns) == 1 and state.quanta == 3
+
+
+def test_the_last_failure_ends_it() -> None:
+    state = fresh(resample=2)
+    for failure in (FailureClass.ENGINE, FailureClass.TOOL, FailureClass.TIMEOUT):
+        assert state.phase is Phase.ROLLOUT
+        state.apply(failed(failure))
+    t = state.trajectory(epoch=0)
+    assert (state.phase, t.failure, t.retried, t.attempt) == (None, FailureClass.TIMEOUT, "engine,tool", 2)
+    assert len(t.token_ids) == 0 and np.isnan(t.reward)

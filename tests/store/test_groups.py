@@ -14,7 +14,15 @@ def test_every_field_of_every_trajectory_comes_back(tmp_path, make_trajectory, a
     group = [
         make_trajectory(3, 5, 0),
         make_trajectory(3, 5, 1, num_tokens=0, num_turns=0, end_reason=EndReason.FAILURE, failure=FailureClass.TOOL),
-        make_trajectory(3, 5, 2, reward=float("nan"), failure=FailureClass.WORKER, failure_detail="lost\nthree times"),
+        make_trajectory(
+            3,
+            5,
+            2,
+            reward=float("nan"),
+            failure=FailureClass.WORKER,
+            failure_detail="lost\nthree times",
+            retried="engine",
+        ),
     ]
     path = write_group(tmp_path / "groups", 3, 5, group)
     assert path == group_path(tmp_path / "groups", 3, 5)

@@ -44,7 +44,16 @@ def test_every_field_comes_back(store, make_trajectory, assert_same):
     expected = [
         make_trajectory(0, 0, 0),
         make_trajectory(0, 0, 1, num_tokens=0, num_turns=0, end_reason=EndReason.FAILURE, failure=FailureClass.ENGINE),
-        make_trajectory(0, 0, 1, "eval", reward=float("nan"), failure=FailureClass.REWARD, failure_detail="é\n\0x"),
+        make_trajectory(
+            0,
+            0,
+            1,
+            "eval",
+            reward=float("nan"),
+            failure=FailureClass.REWARD,
+            failure_detail="é\n\0x",
+            retried="engine,reward",
+        ),
     ]
     assert store.append(expected, batch=7) == range(3)
     assert store.append([make_trajectory(1, 0, 0)]) == range(3, 4)
@@ -106,7 +115,7 @@ def test_plain_zarr_reads_it_without_a_warning(store, make_trajectory):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         group = zarr.open_group(store.path, mode="r")
-        assert group.attrs["schema"] == 1
+        assert group.attrs["schema"] == 2
         assert group.attrs["committed"] == {"trajectories": 12, "turns": 24, "tokens": sum(map(_length, expected))}
         assert group["trajectory/split"][:].tolist() == ["train"] * 12
         assert group["trajectory/batch"][:].tolist() == [0] * 8 + [1] * 4
@@ -165,7 +174,7 @@ def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):
         TrajectoryStore.open(tmp_path / "other")
 
 
-@pytest.mark.parametrize(("number", "words"), [(2, "schema 2, this Libra reads up to 1"), (0, "no upgrade from it")])
+@pytest.mark.parametrize(("number", "words"), [(3, "schema 3, this Libra reads up to 2"), (0, "no upgrade from it")])
 def test_another_schema_is_refused_by_number(store, number, words):
     store.close()
     zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
@@ -186,11 +195,36 @@ def test_a_known_upgrade_is_named_and_brings_the_store_up(store, make_trajectory
     def add_oldest_version(old: zarr.Group) -> None:
         old.create_array("trajectory/oldest_version", data=np.zeros(1, np.int32), dimension_names=("trajectory",))
 
-    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version})
+    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version, 1: lambda _: None})
     with pytest.raises(StoreError, match="upgrade"):
         TrajectoryStore.open(store.path)
     assert upgrade(store.path) == 0
     assert_same(TrajectoryStore.open(store.path).trajectory(0), make_trajectory())
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_store_of_schema_1_is_brought_up_and_goes_on(store, make_trajectory, assert_same, cut_short):
+    old = [make_trajectory(0, 0, sample) for sample in range(3)]
+    store.append(old, batch=0)
+    store.close()
+    group = zarr.open_group(store.path, mode="r+")
+    for name in ("attempt", "retried"):  # what schema 1 was without
+        del group[f"trajectory/{name}"]
+    if cut_short:
+        group.create_array("trajectory/attempt", shape=(0,), dtype="int32")
+    group.update_attributes({"schema": 1})
+    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 2; type libra\.store\.trajectories\.upgrade"):
+        TrajectoryStore.open(store.path)
+    assert upgrade(store.path) == 1
+    new = make_trajectory(1, 0, 0, retried="engine,tool")
+    with TrajectoryStore.open(store.path, "a") as heir:
+        heir.append([new], batch=1)
+    reader = TrajectoryStore.open(store.path)
+    for index, expected in enumerate([*old, new]):
+        assert_same(reader.trajectory(index), expected)
+    columns = zarr.open_group(store.path, mode="r")["trajectory"]
+    assert columns["attempt"][:].tolist() == [0, 0, 0, 2]
+    assert columns["retried"][:].tolist() == ["", "", "", "engine,tool"]
 
 
 @pytest.mark.parametrize("failing_write", [0, 40, "the marker"])
