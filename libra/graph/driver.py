@@ -356,7 +356,8 @@ class Session:
             if saved is not None:
                 self._saving.append((k, saved))
             # A checkpoint is waited for when the next one is due, or the run ends: the disk holds up nothing else.
-            while len(self._saving) > (1 if k + 1 < total else 0):
+            allowed = 1 if k + 1 < total else 0
+            while self._saving and (self._saving[0][1].done() or len(self._saving) > allowed):
                 self._saved(*self._saving.popleft())
             self._carried = [group for group in [*self._carried, *groups] if not group.done()]
             del end, saved, groups, self._held[k]

@@ -51,7 +51,17 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
         return SimpleNamespace(
             run=config.run.name,
             directory=tmp_path / "the run",
-            iterations=[{"reward": 0.1}, {"reward": 0.2}],
+            iterations=[
+                {"reward": 0.1, "trajectories": 8, "failures": 0, "failures/engine": 0, "resampled": 0},
+                {
+                    "reward": 0.2,
+                    "trajectories": 8,
+                    "failures": 1,
+                    "failures/tool": 1,
+                    "resampled": 2,
+                    "resampled/tool": 2,
+                },
+            ],
             evaluations=evaluations,
             reward_before=0.25,
             reward_after=0.75,
@@ -159,6 +169,7 @@ def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: l
     assert "mean reward 0.250 before, 0.750 after (+0.500), 4 questions each" in out
     assert "1: 0.50 -> 1.00, 2: 0.00 -> 0.50" in out
     assert "1 questions" in out
+    assert "failures      tool 3: 2 tried again, 1 of 16 trajectories left out" in out
     assert f"libra inspect '{tmp_path}/the run'" in out
     assert "tensorboard --logdir" in out
     assert "tensorboard" not in libra("run", "libra/quickstart", "observe.tensorboard=false")[1]

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from libra.envs import FunctionEnvironment, hung_threads, run_action, tool
+from libra.errors import ConfigError, ToolFault, ToolTimeout
 from libra.types import ToolCall, ToolStatus
 
 gate = threading.Event()
@@ -180,3 +181,32 @@ def test_cancelling_the_action_is_not_swallowed():
             await action
 
     asyncio.run(run())
+
+
+def test_what_a_tool_calls_fatal_is_no_observation():
+    def says_so() -> str:
+        """Raises what is not for the model."""
+        raise ToolFault("the sandbox is gone")
+
+    tools = [
+        tool(says_so),
+        tool(broken, fatal=("error",)),
+        tool(hang_async, timeout_s=0.01, fatal=("timeout",)),
+        tool(hang_async, name="hang", timeout_s=0.01, fatal=("error",)),
+    ]
+    environment = FunctionEnvironment(prompts=["hi"], reward=lambda completion: 0.0, tools=tools)
+
+    def run(name: str):
+        call = ToolCall(name, {})
+        return asyncio.run(run_action(environment, environment.prompt("train", 0), call, action_id="train-0-0-0/1/0"))
+
+    for name, error, words in (
+        ("says_so", ToolFault, "the sandbox is gone"),
+        ("broken", ToolFault, "no such shelf"),
+        ("hang_async", ToolTimeout, "timed out after 0.01 s"),
+    ):
+        with pytest.raises(error, match=f"tool {name}: .*{words}.*train-0-0-0/1/0"):
+            run(name)
+    assert run("hang").status is ToolStatus.TIMEOUT
+    with pytest.raises(ConfigError, match="allowed are 'error', 'timeout'"):
+        tool(echo, fatal=("truncated",))

@@ -72,6 +72,39 @@ def test_pipe_has_one_line_a_second_and_always_the_first_and_the_last():
     assert "\x1b" not in console.file.getvalue()
 
 
+def test_what_was_tried_again_and_why_is_said_only_where_there_is_any():
+    console = pipe()
+    calm = {
+        "iteration": 0,
+        "failures": 0,
+        "failures/engine": 0,
+        "failures/policy": 7,
+        "resampled": 0,
+        "resampled/tool": 0,
+    }
+    rough = {
+        "iteration": 1,
+        "failures": 1,
+        "failures/engine": 1,
+        "resampled": 3,
+        "resampled/engine": 1,
+        "resampled/tool": 2,
+    }
+    with RunProgress("demo", 2, URL, console=console) as progress:
+        progress.iteration(calm)
+        progress.iteration(rough)
+    assert console.file.getvalue().splitlines()[1:] == [
+        "iteration 0 (1 of 2): failures 0",
+        "iteration 1 (2 of 2): failures 1, tried again 3; not the model's: engine 2, tool 2",
+    ]
+    live = terminal()
+    with RunProgress("demo", 2, URL, console=live, refreshes_per_s=0) as progress:
+        progress.iteration(calm)
+        assert "tried again" not in live.file.getvalue()
+        progress.iteration(rough)
+        assert "tried again" in live.file.getvalue()
+
+
 def test_pipe_says_the_newest_iteration_when_the_run_breaks_off():
     console = pipe()
 
