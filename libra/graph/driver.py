@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import cloudpickle
 from distributed import Client, Future
 
 from libra import keys
@@ -35,7 +36,7 @@ from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_grap
 from libra.graph.iteration import restored as restored_weights
 from libra.graph.resume import prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
-from libra.graph.spec import RunSpec
+from libra.graph.spec import RunSpec, loading_error
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
 from libra.policy import Admission
@@ -124,7 +125,7 @@ class Session:
         self._pruned = 0
         self.client, self._own_client = client, client is None
         self._cluster: SpecCluster | None = None
-        self._registered = False
+        self._registered = self._hosted = False
         self._pending: dict[int, tuple[Future, list[Future], Future | None]] = {}
         self._saving: deque[tuple[int, Future]] = deque()
         self._carried: list[Future] = []
@@ -247,7 +248,25 @@ class Session:
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
         self._registered = True
+        self._check_workers_can_load()
+        self._hosted = True
         client.register_plugin(LibraHost(self.spec))
+
+    def _check_workers_can_load(self) -> None:
+        """A worker that fails while it unpickles the environment would be closed, and the run would wait for ever."""
+        try:
+            data = cloudpickle.dumps(self.spec)
+        except Exception as error:  # the boundary to a user's objects: pickling them may raise anything
+            raise ConfigError(
+                f"environment: it cannot be sent to workers ({type(error).__name__}: {error}); make what it holds (files, "
+                "clients, locks) in its setup(), or in the function that uses it"
+            ) from error
+        for address, reason in self._client.run(loading_error, data).items():
+            if reason is not None:
+                raise ConfigError(
+                    f"environment: worker {address} cannot load it ({reason}); put the module where workers find it (install it, "
+                    "or set PYTHONPATH before they start), or define function and class in the script that you run"
+                )
 
     def _admission(self) -> dict[str, Any] | None:
         """What the plugin has to know of earlier starts of the run."""
@@ -281,7 +300,7 @@ class Session:
                 future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
             if self._registered:
                 client.sync(_rpc(client).libra_end_run, run=self.spec.run)
-                if self._cluster is None:  # a cluster of our own stops with its workers
+                if self._hosted and self._cluster is None:  # a cluster of our own stops with its workers
                     try:
                         client.unregister_worker_plugin(host_name(self.spec.run))
                     except KeyError as error:

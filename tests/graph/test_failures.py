@@ -416,3 +416,28 @@ def test_every_class_is_on_one_side_of_one_boundary_and_only_the_policys_trains(
 )
 def test_every_fault_has_its_class(error: Any, failure: FailureClass) -> None:
     assert isinstance(error, FAULTS) and failure_of(error) is failure
+
+
+def test_an_environment_that_workers_cannot_import_is_told_before_anything_runs(
+    make_config: Config, cluster_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here_at_home.py").write_text(
+        "from libra.testing import FixedTurns\n\n\nclass Mine(FixedTurns):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here_at_home  # type: ignore[import-not-found]
+
+    with pytest.raises(ConfigError, match=r"cannot load it \(ModuleNotFoundError.*only_here_at_home.*PYTHONPATH"):
+        run(make_config(), environment=only_here_at_home.Mine(), client=cluster_client)
+    assert run(
+        make_config(run={"name": "next", "iterations": 1}), client=cluster_client
+    ).iterations  # workers are all there
+
+
+def test_an_environment_that_cannot_be_pickled_is_told_so(make_config: Config, cluster_client: Client) -> None:
+    import threading
+
+    environment = FixedTurns()
+    environment.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"cannot be sent to workers .*lock.*setup\(\)"):
+        run(make_config(), environment=environment, client=cluster_client)
