@@ -1,0 +1,124 @@
+"""The contract of `libra.scheduler.private` with Dask: what it reads and writes is there, and does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+from distributed import Client, Reschedule, Scheduler, Worker, get_worker
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from libra import keys
+from libra.scheduler import private
+from libra.scheduler.private import Release
+
+RUNS: list[str] = []
+"""Where `once_more` ran; functions of a module are not copied on their way to a worker of this process."""
+
+
+async def once_more() -> str:
+    """Ask to be scheduled again the first time."""
+    RUNS.append(get_worker().name)
+    if len(RUNS) == 1:
+        raise Reschedule()
+    return RUNS[-1]
+
+
+class ParksAgain(SchedulerPlugin):
+    """Puts restrictions back as Libra's plugin does: in the transition that leaves ``processing``, not before."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def transition(self, key: object, start: str, finish: str, *args: object, **kwargs: object) -> None:
+        if start == "processing" and (ts := self.scheduler.tasks.get(key)) is not None:
+            private.park(ts)
+
+
+@contextlib.asynccontextmanager
+async def two_workers() -> AsyncIterator[SimpleNamespace]:
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", validate=True) as scheduler,
+        Worker(scheduler.address, name="a", resources={keys.ROLLOUT: 2}) as a,
+        Worker(scheduler.address, name="b", resources={keys.ROLLOUT: 1, keys.TOOL: 3}) as b,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        yield SimpleNamespace(scheduler=scheduler, a=a, b=b, client=client)
+
+
+async def state_of(scheduler: Scheduler, key: str, state: str) -> None:
+    while key not in scheduler.tasks or scheduler.tasks[key].state != state:  # noqa: ASYNC110  no event for a state
+        await asyncio.sleep(0)
+
+
+def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_it_is_sent() -> None:
+    async def live() -> None:
+        async with two_workers() as dask:
+            future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
+            await state_of(dask.scheduler, "parked", "no-worker")
+            assert private.is_parked(dask.scheduler.tasks["parked"])
+            for name, worker in (("a", dask.a), ("b", dask.b)):
+                key = f"to {name}"
+                sent = dask.client.submit(str, name, key=key, resources={keys.PARK: 1})
+                await state_of(dask.scheduler, key, "no-worker")
+                released = private.release(dask.scheduler, [Release(key, {keys.ROLLOUT: 1}, worker.address)], "test")
+                assert released == [key]
+                assert await sent == name
+                assert dask.scheduler.tasks[key].who_has == {dask.scheduler.workers[worker.address]}
+            assert private.release(dask.scheduler, [Release("unknown", {}, None)], "test") == []
+            assert dask.scheduler.tasks["parked"].state == "no-worker"
+            del future
+
+    asyncio.run(live())
+
+
+def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> None:
+    async def live() -> None:
+        RUNS.clear()
+        async with two_workers() as dask:
+            future = dask.client.submit(once_more, key="again", resources={keys.PARK: 1})
+            await state_of(dask.scheduler, "again", "no-worker")
+            dask.scheduler.add_plugin(ParksAgain(dask.scheduler))
+            private.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.a.address)], "test")
+            while not RUNS:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await state_of(dask.scheduler, "again", "no-worker")
+            private.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address)], "test")
+            assert await future == "b"
+        assert RUNS == ["a", "b"]
+
+    asyncio.run(live())
+
+
+def test_supply_names_and_handlers() -> None:
+    async def live() -> None:
+        async with two_workers() as dask:
+            assert private.supply(dask.scheduler, keys.ROLLOUT) == {dask.a.address: 2, dask.b.address: 1}
+            assert private.supply(dask.scheduler, keys.TOOL) == {dask.b.address: 3}
+            assert private.supply(dask.scheduler, keys.TRAIN) == {}
+            assert private.worker_name(dask.scheduler, dask.b.address) == "b"
+            assert private.worker_name(dask.scheduler, "tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
+            private.add_handlers(dask.scheduler, {"libra_test": lambda number: number + 1})
+            assert await dask.client.scheduler.libra_test(number=1) == 2
+            await dask.b.close()
+            assert private.supply(dask.scheduler, keys.TOOL) == {}
+
+    asyncio.run(live())
+
+
+def test_priority_and_suspicion_of_a_parked_task_are_plain_attributes() -> None:
+    async def live() -> None:
+        async with two_workers() as dask:
+            future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
+            await state_of(dask.scheduler, "parked", "no-worker")
+            ts = dask.scheduler.tasks["parked"]
+            private.set_priority(ts, (3, 1, 4))
+            ts.suspicious = 2
+            private.forgive(ts)
+            private.forgive(None)
+            assert (ts.priority, ts.suspicious) == ((3, 1, 4), 0)
+            del future
+
+    asyncio.run(live())
