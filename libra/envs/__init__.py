@@ -4,7 +4,8 @@ functions.
 
 from __future__ import annotations
 
-from libra.envs.actions import hung_threads, run_action
+from libra.envs.actions import run_action
+from libra.envs.call_threads import hung_threads
 from libra.envs.environment import Environment
 from libra.envs.functional import FunctionEnvironment
 from libra.envs.grading import run_grader

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from libra.envs.call_threads import CallThread, hung_threads
 from libra.envs.environment import Environment
 from libra.envs.tool import ACTION_ID, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
@@ -36,13 +37,6 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
-_hung: set[threading.Thread] = set()
-
-
-def hung_threads() -> int:
-    """Threads of this process that outlived their time-out and still run."""
-    _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
-    return len(_hung)
 
 
 async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *, action_id: str) -> ToolReturn:
@@ -98,15 +92,14 @@ async def run_bounded(
 ) -> tuple[Any, BaseException | None] | None:
     """(value, None) or (None, exception) of ``function(**arguments)``; None where it took longer than ``timeout_s``."""
     loop = asyncio.get_running_loop()
-    thread: threading.Thread | None = None
+    thread: CallThread | None = None
     waiting: asyncio.Future[tuple[Any, BaseException | None]]
     if is_async:
         waiting = loop.create_task(_guarded(function, arguments))
     else:
         waiting = loop.create_future()
-        # A daemon thread for each call: a hung one neither takes a pool's slot nor keeps the process from exiting.
-        thread = threading.Thread(target=_in_thread, args=(function, arguments, loop, waiting), name=name, daemon=True)
-        thread.start()
+        # No pool of a fixed size: a hung call neither takes a slot of it nor keeps the process from exiting.
+        thread = CallThread.call(lambda: _in_thread(function, arguments, loop, waiting), name)
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -116,7 +109,7 @@ async def run_bounded(
         return waiting.result()
     waiting.cancel()
     if thread is not None:
-        _hung.add(thread)
+        thread.left_behind()
         logger.warning(
             "%s did not return within %g s; its thread is left behind (%d so far)", name, timeout_s, hung_threads()
         )

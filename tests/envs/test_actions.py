@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 
 import pytest
 
 from libra.envs import FunctionEnvironment, hung_threads, run_action, tool
+from libra.envs.actions import run_bounded
 from libra.errors import ConfigError, ToolFault, ToolTimeout
 from libra.types import ToolCall, ToolStatus
 
@@ -140,10 +142,27 @@ def test_a_hung_thread_is_cut_off_counted_and_named_in_the_log(act, caplog):
     assert hung_threads() == before + 1
     assert "tool hang" in caplog.text
     gate.set()
-    for thread in threading.enumerate():
-        if thread.name == "tool hang":
-            thread.join()
-    assert hung_threads() == before
+    while hung_threads() != before:  # it ends its call, and is used again
+        os.sched_yield()
+    assert not [thread for thread in threading.enumerate() if thread.name == "tool hang"]
+
+
+def test_threads_are_used_again_one_call_at_a_time():
+    async def calls():
+        together = threading.Barrier(3)
+
+        def meet():
+            together.wait()
+            return threading.get_ident()
+
+        async def one():
+            return (await run_bounded(meet, {}, 10.0, is_async=False, name="meet"))[0]
+
+        return [set(await asyncio.gather(one(), one(), one())) for _ in range(3)]
+
+    rounds = asyncio.run(calls())
+    assert all(len(threads) == 3 for threads in rounds)  # none waited for another, or the barrier would not have opened
+    assert len(set.union(*rounds)) < 9
 
 
 @pytest.mark.parametrize(
