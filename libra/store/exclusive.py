@@ -91,8 +91,8 @@ def _link(temporary: str, path: str | Path) -> None:
 def _remove(temporary: str) -> None:
     try:
         os.unlink(temporary)
-    except FileNotFoundError:
-        pass  # it was never made
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it was never made, and the error at hand says why
     except OSError as error:
         raise write_failure(error, temporary) from error
 

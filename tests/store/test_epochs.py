@@ -1,0 +1,80 @@
+"""Epochs: taken once each, by however many starts at once; an older holder is fenced off and told why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from libra.errors import FencedOff, StoreError
+from libra.store import epochs
+from libra.store.epochs import Epoch, newest_epoch, take_epoch
+
+EACH = 100
+TAKER = f"""
+import sys
+from pathlib import Path
+from libra.store.epochs import take_epoch
+print("ready", flush=True)
+sys.stdin.readline()
+print(*(take_epoch(Path(sys.argv[1])).number for _ in range({EACH})))
+"""
+
+
+def test_epochs_count_from_0_and_each_start_takes_the_next(tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "epochs"
+    assert newest_epoch(directory) == -1
+    assert [take_epoch(directory).number for _ in range(12)] == list(range(12))
+    assert newest_epoch(directory) == 11
+    assert sorted(path.name for path in directory.iterdir())[-1] == "0011"
+
+
+def test_files_that_are_no_epoch_are_passed_over(tmp_path: Path) -> None:
+    take_epoch(tmp_path)
+    (tmp_path / ".0001.abc.tmp").touch()  # what a start leaves that died while taking one
+    (tmp_path / "notes").touch()
+    assert take_epoch(tmp_path).number == 1
+
+
+def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_was_replaced(tmp_path: Path) -> None:
+    directory = tmp_path / "my_run" / "epochs"
+    first = take_epoch(directory)
+    first.check()
+    second = take_epoch(directory)
+    third = take_epoch(directory)
+    third.check()
+    for old in (first, second):
+        with pytest.raises(FencedOff, match=rf"my_run: epoch {old.number} is over.* as epoch 2; .*writes nothing more"):
+            old.check()
+    with pytest.raises(PermissionError):  # what a caller who knows nothing of us would catch
+        Epoch(directory, 0).check()
+
+
+def test_a_start_that_was_overtaken_takes_the_one_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [-1]  # what it saw before the other took epoch 0
+    monkeypatch.setattr(epochs, "newest_epoch", lambda directory: seen.pop() if seen else newest_epoch(directory))
+    (tmp_path / "0000").touch()
+    assert take_epoch(tmp_path).number == 1
+
+
+def test_two_processes_at_once_never_take_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TAKER, str(tmp_path / "epochs")]
+    takers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for taker in takers:
+        assert taker.stdout is not None and taker.stdout.readline() == "ready\n"
+    for taker in takers:  # both are at the gate
+        assert taker.stdin is not None
+        taker.stdin.write("go\n")
+        taker.stdin.flush()
+    taken = [[int(number) for number in taker.communicate()[0].split()] for taker in takers]
+    assert [taker.returncode for taker in takers] == [0, 0]
+    assert sorted(taken[0] + taken[1]) == list(range(2 * EACH))
+    assert all(numbers == sorted(numbers) for numbers in taken)
+
+
+def test_an_epoch_that_cannot_be_taken_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "epochs").touch()
+    with pytest.raises(StoreError, match=r"epochs/0000: cannot write: "):
+        take_epoch(tmp_path / "epochs")
