@@ -29,18 +29,19 @@ from distributed import Client, Future
 from libra import keys
 from libra.cluster.checks import check_cluster
 from libra.config import RunConfig, dump_config, resolve_model
-from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError, StoreError
+from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError
 from libra.graph import nodes
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
-from libra.graph.resume import prune_groups, read_point
+from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec, loading_error
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
 from libra.policy import Admission
 from libra.store.epochs import take_epoch
+from libra.store.journal import sweep_logs
 from libra.store.lock import CommitterLock
 from libra.store.trajectories import TrajectoryStore
 from libra.train.checkpoint import complete, newest, step_of
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from libra.envs import Environment
 
 logger = logging.getLogger(__name__)
-
-GIVEN_FILE = "given.json"
-"""In the run directory: which Python objects the run was begun with, besides its configuration."""
 
 
 @dataclass(slots=True)
@@ -171,6 +169,7 @@ class Session:
             self._make_directory()
         self._lock = lock_run(self.directory)
         self.spec = replace(self.spec, epoch=take_epoch(self.spec.epochs_dir).number)
+        sweep_logs(self.spec.journal_dir)  # of writers that are gone, or fenced off
         self.point = read_point(self.spec)
         self.first = self.point.batches
         self.client = self.client or self._connect()
@@ -293,27 +292,31 @@ class Session:
 
     def close(self) -> None:
         """Release everything; a cluster that the session started is stopped."""
-        client = self.client
-        if client is not None and client.status == "running":
-            held = [*self._carried, *(f for futures in self._held.values() for f in futures)]
-            for future in [*held, *(saved for _, saved in self._saving)]:
-                future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
-            if self._registered:
-                client.sync(_rpc(client).libra_end_run, run=self.spec.run)
-                if self._hosted and self._cluster is None:  # a cluster of our own stops with its workers
-                    try:
-                        client.unregister_worker_plugin(host_name(self.spec.run))
-                    except KeyError as error:
-                        logger.debug("a worker whose setup had failed had nothing to take back: %s", error)
-            if self._own_client:
-                client.close()
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
-        if hasattr(self, "metrics"):
-            self.metrics.close()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            if self.client is not None and self.client.status == "running":
+                self._end(self.client)
+        finally:  # whatever the scheduler answered: processes, files and the lock are given back
+            if self._cluster is not None:
+                self._cluster.close()
+                self._cluster = None
+            if hasattr(self, "metrics"):
+                self.metrics.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def _end(self, client: Client) -> None:
+        held = [*self._carried, *(f for futures in self._held.values() for f in futures)]
+        for future in [*held, *(saved for _, saved in self._saving)]:
+            future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
+        if self._registered:
+            client.sync(_rpc(client).libra_end_run, run=self.spec.run)
+            if self._hosted and self._cluster is None:  # a cluster of our own stops with its workers
+                try:
+                    client.unregister_worker_plugin(host_name(self.spec.run))
+                except KeyError as error:
+                    logger.debug("a worker whose setup had failed had nothing to take back: %s", error)
+        if self._own_client:
+            client.close()
 
     # ---------------------------------------------------------------- work
 
@@ -421,31 +424,6 @@ class Session:
                 f"iteration {k}: {(self._failed or future).key} failed with {type(error).__name__}: {error}; "
                 f"see {self.directory / 'events.jsonl'} and the workers' logs"
             ) from error
-
-
-def lock_run(directory: Path) -> CommitterLock:
-    """The right to drive a run, held by one living process; RunDirectoryError names who has it."""
-    try:
-        return CommitterLock(directory / "driver")
-    except StoreError as error:
-        raise RunDirectoryError(
-            f"{directory}: another driver is at work on this run; stop it first, or wait for it ({error})"
-        ) from error
-
-
-def check_resumable(directory: Path, environment: Environment | None, score: Score | None) -> None:
-    """RunDirectoryError where there is no run, ConfigError where it was begun with Python objects that are not given now."""
-    file = directory / GIVEN_FILE
-    if not file.is_file():
-        raise RunDirectoryError(f"{directory}: no run to resume here; type the directory of a run, such as runs/NAME")
-    given = json.loads(file.read_text())
-    for name, now in (("environment", environment), ("score", score)):
-        if given[name] != (now is not None):
-            was, is_now = ("with", "without") if given[name] else ("without", "with")
-            raise ConfigError(
-                f"{directory}: this run was begun {was} an object as its {name}, and would go on {is_now} one; resume it where "
-                f"it was begun, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
-            )
 
 
 def _rpc(client: Client) -> Any:

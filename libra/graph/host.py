@@ -132,6 +132,7 @@ class LibraHost(WorkerPlugin):
             await self.engine.close()
         if self.store is not None:
             self.store.close()
+        self.journal.close()
         await self.environment.close()
 
     async def _start_engine(self, slots: int) -> None:

@@ -2,7 +2,7 @@
 
 Invariants
 ----------
-1. Nothing here writes. The same directory gives the same point.
+1. Nothing here writes but `prune_groups`. The same directory gives the same point.
 2. Batches are committed in order without gaps: batch ``j`` opens only when version ``j``, the outcome of batch ``j - 1``, is
    published.
 3. A group is in one of three states: consumed by a committed batch, committed and waiting, or not committed. Only the last
@@ -11,15 +11,25 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from libra.errors import ConfigError, RunDirectoryError, StoreError
 from libra.graph.spec import RunSpec
 from libra.policy.admission import GroupId
 from libra.store.batches import batch_path, read_batch, read_batch_facts
 from libra.store.journal import Journal
+from libra.store.lock import CommitterLock
 
+if TYPE_CHECKING:
+    from libra.envs import Environment
+    from libra.graph.iteration import Score
+
+GIVEN_FILE = "given.json"
+"""In the run directory: which Python objects the run was begun with, besides its configuration."""
 _GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d+)-(?P<group>\d+)\.group")
 _RECORD = re.compile(r"(?P<name>(?P<split>train|eval)-(?P<iteration>\d+)-(?P<group>\d+)-.*)\.0000\.rec")
 
@@ -97,3 +107,28 @@ def prune_groups(spec: RunSpec, first: int, before: int) -> int:
 
 def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+
+
+def lock_run(directory: Path) -> CommitterLock:
+    """The right to drive a run, held by one living process; RunDirectoryError names who has it."""
+    try:
+        return CommitterLock(directory / "driver")
+    except StoreError as error:
+        raise RunDirectoryError(
+            f"{directory}: another driver is at work on this run; stop it first, or wait for it ({error})"
+        ) from error
+
+
+def check_resumable(directory: Path, environment: Environment | None, score: Score | None) -> None:
+    """RunDirectoryError where there is no run, ConfigError where it was begun with Python objects that are not given now."""
+    file = directory / GIVEN_FILE
+    if not file.is_file():
+        raise RunDirectoryError(f"{directory}: no run to resume here; type the directory of a run, such as runs/NAME")
+    given = json.loads(file.read_text())
+    for name, now in (("environment", environment), ("score", score)):
+        if given[name] != (now is not None):
+            was, is_now = ("with", "without") if given[name] else ("without", "with")
+            raise ConfigError(
+                f"{directory}: this run was begun {was} an object as its {name}, and would go on {is_now} one; resume it where "
+                f"it was begun, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
+            )

@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.errors import RecordExists, StoreError
-from libra.store.journal import Journal
+from libra.store import journal as journal_module
+from libra.store.journal import LOG_PREFIX, Journal, sweep_logs
 
 ID = "train-0-1-2"
+
+
+def names(directory: Path) -> list[str]:
+    """Records that a directory shows; the logs that hold them are hidden."""
+    return [path.name for path in directory.iterdir() if not path.name.startswith(LOG_PREFIX)]
 
 
 def test_records_come_back_in_order_from_any_start(tmp_path):
@@ -57,7 +63,7 @@ def test_of_writers_at_once_exactly_one_wins_and_its_record_is_the_one_read(tmp_
     (record,) = Journal(tmp_path).read(ID)
     assert record["writer"] == winner
     assert set(record["load"].tolist()) == {winner}
-    assert [path.name for path in tmp_path.iterdir()] == [f"{ID}.0000.rec"]
+    assert names(tmp_path) == [f"{ID}.0000.rec"]
 
 
 def test_a_link_whose_answer_was_lost_counts_as_won(tmp_path, monkeypatch):
@@ -99,11 +105,11 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path, monkeypatch, n
     journal = Journal(tmp_path)
     journal.append(ID, 0, {"x": 0})
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
         with pytest.raises(StoreError, match=words) as caught:
             journal.append(ID, 1, {"x": 1})
     assert "0001.rec" in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{ID}.0000.rec"]
+    assert names(tmp_path) == [f"{ID}.0000.rec"]
     journal.append(ID, 1, {"x": 1})
     assert len(journal.read(ID)) == 2
 
@@ -114,7 +120,59 @@ def test_fsync_reaches_file_and_directory(tmp_path, monkeypatch):
     Journal(tmp_path).append(ID, 0, {"x": 0})
     assert synced == []
     Journal(tmp_path, fsync=True).append(ID, 1, {"x": 1})
-    assert [path.name.startswith(f".{ID}.0001") or path.name for path in synced] == [True, tmp_path.name]
+    assert [path.name.startswith(LOG_PREFIX) or path.name for path in synced] == [True, tmp_path.name]
+
+
+def test_many_records_of_many_trajectories_lie_in_few_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "MOST_RECORDS", 10)
+    writer, reader = Journal(tmp_path), Journal(tmp_path)
+    for quantum in range(4):
+        for sample in range(8):
+            writer.append(f"train-0-0-{sample}", quantum, {"at": [sample, quantum]})
+            if quantum == 2:  # a reader between two appends sees what is committed then, and later the rest
+                assert len(reader.read(f"train-0-0-{sample}")) == 3
+    assert len({path.stat().st_ino for path in tmp_path.iterdir()}) == 4
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith(LOG_PREFIX)]) == 1
+    for one in (reader, Journal(tmp_path)):
+        for sample in reversed(range(8)):
+            assert [r["at"] for r in one.read(f"train-0-0-{sample}")] == [[sample, q] for q in range(4)]
+    writer.close()
+    sweep_logs(tmp_path)
+    for sample in range(8):
+        writer.remove(f"train-0-0-{sample}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, monkeypatch):
+    loser, winner, reader = Journal(tmp_path), Journal(tmp_path), Journal(tmp_path)
+    loser.append(ID, 0, {"by": "loser"})
+    assert len(reader.read(ID)) == 1
+    winner.append(ID, 1, {"by": "winner"})
+    with pytest.raises(RecordExists):
+        loser.append(ID, 1, {"by": "loser", "long": "x" * 500})
+    loser.append("train-0-1-3", 0, {"by": "loser, short"})
+    loser.append("train-0-1-3", 1, {"by": "loser, after"})
+    for one in (reader, Journal(tmp_path)):
+        assert [record["by"] for record in one.read(ID)] == ["loser", "winner"]
+        assert [record["by"] for record in one.read("train-0-1-3")] == ["loser, short", "loser, after"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 300)), max_size=40))
+def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, steps):
+    root = tmp_path_factory.mktemp("journal")
+    writers, readers = [Journal(root) for _ in range(3)], [Journal(root) for _ in range(2)]
+    model: dict[str, list[tuple[int, int]]] = {}
+    for writer, sample, size in steps:
+        name = f"train-0-0-{sample}"
+        done = model.setdefault(name, [])
+        writers[writer].append(name, len(done), {"writer": writer, "text": "x" * size})
+        done.append((writer, size))
+        if done[:-1]:
+            with pytest.raises(RecordExists):
+                writers[(writer + 1) % 3].append(name, len(done) - 1, {"writer": -1, "text": ""})
+        found = readers[size % 2].read(name)
+        assert [(record["writer"], len(record["text"])) for record in found] == done
 
 
 def test_remove_forgets_one_trajectory(tmp_path):
@@ -124,11 +182,11 @@ def test_remove_forgets_one_trajectory(tmp_path):
     journal.remove(ID)
     journal.remove(ID)
     assert journal.read(ID) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["eval-0-0-0.0000.rec"]
+    assert names(tmp_path) == ["eval-0-0-0.0000.rec"]
 
 
 @pytest.mark.parametrize(("trajectory", "quantum"), [("../x", 0), ("", 0), ("a/b", 0), (".hidden", 0), (ID, -1)])
 def test_a_name_that_would_leave_the_journal_is_refused(tmp_path, trajectory, quantum):
     with pytest.raises(StoreError, match="got"):
         Journal(tmp_path).append(trajectory, quantum, {})
-    assert [path.name for path in tmp_path.iterdir()] == []
+    assert names(tmp_path) == []
