@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
-from libra.errors import EnvironmentFault, LibraError, ModelError, StoreError
+from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
@@ -109,6 +109,7 @@ class LibraHost(WorkerPlugin):
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self._loading = asyncio.Lock()
         self._announced = 0
+        self.closing = False
         self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
@@ -128,6 +129,7 @@ class LibraHost(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""
+        self.closing = True
         if self.engine is not None:
             await self.engine.close()
         if self.store is not None:
@@ -399,6 +401,8 @@ class LibraHost(WorkerPlugin):
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record; only then is it true. RecordExists or FencedOff means that another was first: stop here."""
         self.epoch.check()
+        if self.closing:  # what an engine that is closed says of its requests is no failure of theirs
+            raise FencedOff(f"{state.tid}: worker {self.worker.name} gives the run up, and writes nothing more")
         record |= {
             "worker": str(self.worker.name),
             "start_s": started_s,
