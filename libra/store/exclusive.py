@@ -27,7 +27,7 @@ def write_failure(error: OSError, path: str | Path) -> StoreError:
         what = "quota exceeded" if error.errno == errno.EDQUOT else "disk full"
         return StoreError(
             f"{path}: {what}; nothing that was committed is lost. Make space on that file system "
-            f"(df -h {Path(path).parent}), or set run.dir to another disk, then run again"
+            f"(df -h {Path(path).parent}), then type libra resume RUN"
         )
     return StoreError(f"{path}: cannot write: {error.strerror or error}")
 
