@@ -9,7 +9,7 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
-from libra.graph import nodes
+from libra.graph import members, nodes
 from libra.graph.host import NOT_THE_REPLICAS
 from libra.train import TrainSettings, batch_advantages
 from libra.types import EndReason, FailureClass
@@ -37,14 +37,14 @@ def rows_of(groups, **filters):
 
 
 def test_filters_leave_members_out_of_the_step_and_nowhere_else(groups, monkeypatch):
-    monkeypatch.setattr(nodes, "read_group", lambda path: groups[int(path.name)])
+    monkeypatch.setattr(members, "read_group", lambda path: groups[int(path.name)])
     batch = {"members": rows_of(groups, drop_uniform_groups=True, drop_truncated=True)}
-    assert len(nodes.members_of(batch)) == 6
-    kept = nodes.members_of(batch, of_the_step=True)
+    assert len(members.members_of(batch)) == 6
+    kept = members.members_of(batch, of_the_step=True)
     assert kept == [groups[0][0], groups[2][0]]  # a failure is still there: the replica counts it as excluded
-    assert all(np.isfinite(one.advantage) for one in nodes.members_of(batch))
+    assert all(np.isfinite(one.advantage) for one in members.members_of(batch))
     batch = {"members": rows_of(groups)}
-    assert len(nodes.members_of(batch, of_the_step=True)) == 6
+    assert len(members.members_of(batch, of_the_step=True)) == 6
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
