@@ -33,10 +33,17 @@ def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise RunDirectoryError(
             f"{run_dir}: no run here, it has no {RESOLVED_FILE}; type the directory of a run, such as runs/NAME"
         )
-    was = load_config(file)
     here = {"name": directory.name, "dir": directory.parent}
     config = load_config(file, overrides)
     config = config.model_copy(update={"run": config.run.model_copy(update=here)})
+    check_unchanged(directory, config)
+    return config
+
+
+def check_unchanged(directory: Path, config: RunConfig) -> None:
+    """ConfigError that names the first field in which ``config`` is not what the run in ``directory`` was begun with."""
+    file = directory / RESOLVED_FILE
+    was = load_config(file)
     before, after = _flat(was.model_dump()), _flat(config.model_dump())
     for name in sorted(before.keys() | after.keys()):
         if name in FREE_FIELDS or name.split(".")[0] in FREE_SECTIONS:
@@ -47,7 +54,6 @@ def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
                 f"For a run with another value type libra run {file} {name}=... run.name=ANOTHER_NAME "
                 f"--from {directory / 'checkpoints' / 'best'}"
             )
-    return config
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

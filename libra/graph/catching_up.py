@@ -37,7 +37,7 @@ def catch_up(host: LibraHost, steps: int) -> list[dict[str, Any]]:
         while replica.steps_done < steps:
             batch = replica.steps_done
             rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
-            result = writer.step(members_of({"members": rows}, of_the_step=True), batch)
+            result = writer.step(members_of({"members": rows}, host.spec.groups_dir, of_the_step=True), batch)
             logger.info("batch %d was committed before: its step is taken again", batch)
             replayed.append(result.as_dict())
             _take_published(host, batch + 1, result.digest)

@@ -29,6 +29,7 @@ from distributed import Client, Future
 from libra import keys
 from libra.cluster.checks import check_cluster
 from libra.config import RunConfig, dump_config, resolve_model
+from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError
 from libra.graph import nodes
 from libra.graph.host import LibraHost, host_name
@@ -165,6 +166,7 @@ class Session:
             check_port(config.cluster.dashboard_port)
         if self.resume:
             check_resumable(self.directory, environment, self.score)
+            check_unchanged(self.directory, config)
         else:
             self._make_directory()
         self._lock = lock_run(self.directory)

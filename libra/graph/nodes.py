@@ -268,7 +268,7 @@ def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
     host = _host(run)
     assert host.store is not None
     started_s = time.time()
-    _append(host, members_of(batch), batch["batch"])
+    _append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
     return {"stored": host.store.num_trajectories, "store_s": time.time() - started_s}
 
 
@@ -290,7 +290,7 @@ def store_missing(run: str, batches: int) -> int:
         ids = read_batch(host.spec.batches_dir, number)
         if any(tid not in host.store for tid in ids):
             rows = read_batch_facts(host.spec.batches_dir, number)["groups"]
-            _append(host, members_of({"members": rows}), number)
+            _append(host, members_of({"members": rows}, host.spec.groups_dir), number)
         elif not host.spec.config.store.keep_journals:
             for tid in ids:
                 host.journal.remove(str(tid))
@@ -303,7 +303,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
     catch_up(host, batch["batch"])  # a worker that was lost took its replica along
-    result = host.checkpoints.step(members_of(batch, of_the_step=True), batch["batch"])
+    result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
 
@@ -361,7 +361,8 @@ def restore(run: str, batches: int, stored: int) -> dict[str, Any]:
 
 def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     """What can be said of a committed batch without taking its step again."""
-    trajectories = members_of({"members": read_batch_facts(_host(run).spec.batches_dir, batch)["groups"]})
+    spec = _host(run).spec
+    trajectories = members_of({"members": read_batch_facts(spec.batches_dir, batch)["groups"]}, spec.groups_dir)
     return {"iteration": batch, **_batch_stats(trajectories, _lags(trajectories, batch))}
 
 

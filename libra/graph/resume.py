@@ -101,7 +101,7 @@ def prune_groups(spec: RunSpec, first: int, before: int) -> int:
     """
     for batch in range(first, before):
         for row in read_batch_facts(spec.batches_dir, batch)["groups"]:
-            Path(row["path"]).unlink(missing_ok=True)
+            (spec.groups_dir / Path(row["path"]).name).unlink(missing_ok=True)
     return max(first, before)
 
 

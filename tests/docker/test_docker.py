@@ -58,7 +58,8 @@ def check_command(words: list[str], makefile: str) -> None:
         assert all(re.search(rf"^{name} \?=", makefile, re.MULTILINE) for name in variables), variables
     elif words[0] == "libra":
         command = cli.commands[words[1]]
-        command.make_context(words[1], list(words[2:]))
+        parent = click.Context(cli, info_name="libra", **cli.context_settings)
+        command.make_context(words[1], list(words[2:]), parent=parent)
     else:
         assert words[0] == "dask", words
         command = import_module(DASK_COMMANDS[words[1]]).main

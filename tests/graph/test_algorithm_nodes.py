@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,12 +40,12 @@ def rows_of(groups, **filters):
 def test_filters_leave_members_out_of_the_step_and_nowhere_else(groups, monkeypatch):
     monkeypatch.setattr(members, "read_group", lambda path: groups[int(path.name)])
     batch = {"members": rows_of(groups, drop_uniform_groups=True, drop_truncated=True)}
-    assert len(members.members_of(batch)) == 6
-    kept = members.members_of(batch, of_the_step=True)
+    assert len(members.members_of(batch, Path("groups"))) == 6
+    kept = members.members_of(batch, Path("groups"), of_the_step=True)
     assert kept == [groups[0][0], groups[2][0]]  # a failure is still there: the replica counts it as excluded
-    assert all(np.isfinite(one.advantage) for one in members.members_of(batch))
+    assert all(np.isfinite(one.advantage) for one in members.members_of(batch, Path("groups")))
     batch = {"members": rows_of(groups)}
-    assert len(members.members_of(batch, of_the_step=True)) == 6
+    assert len(members.members_of(batch, Path("groups"), of_the_step=True)) == 6
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -384,3 +384,19 @@ def test_objects_a_run_was_begun_with_are_asked_for(make_config: Config, cluster
     assert newest_epoch(directory / "epochs") == 0
     summary: RunSummary = run(config, client=cluster_client, resume=True, environment=FixedTurns())
     assert summary.iterations == [] and json.loads((directory / "given.json").read_text())["environment"]
+
+
+def test_a_run_that_was_moved_is_resumed_where_it_is_now(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 4}, checkpoint={"every": 100})
+    directory = stopped(config, cluster_client, 2)
+    there = directory.parent / "elsewhere" / "demo2"
+    there.parent.mkdir()
+    directory.rename(there)
+    run(load_resumed(there), client=cluster_client, resume=True)
+    check_whole(there, config)
+
+
+def test_python_may_not_change_a_run_either(make_config: Config, cluster_client: Client) -> None:
+    stopped(make_config(run={"iterations": 3}), cluster_client, 1)
+    with pytest.raises(ConfigError, match=r"trainer\.lr: the run was begun with 0\.001, got 0\.5"):
+        run(make_config(run={"iterations": 3}, trainer={"lr": 0.5}), client=cluster_client, resume=True)
