@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.fifo import Fifo
+from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.messages import (
     Command,
     Event,
@@ -14,6 +15,7 @@ from libra.policy.messages import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
+    VersionPublished,
 )
 from libra.policy.ordering import ORDERINGS, Ordering
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
@@ -27,6 +29,8 @@ __all__ = [
     "Consumption",
     "Event",
     "Fifo",
+    "Forecast",
+    "Forecaster",
     "OpenBatch",
     "OpenGate",
     "Ordering",
@@ -36,4 +40,5 @@ __all__ = [
     "StalenessLedger",
     "TrajectoryEnded",
     "TrajectoryParked",
+    "VersionPublished",
 ]

@@ -18,17 +18,25 @@ class Priority(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryParked:
-    """A trajectory waits for a slot: for the first time (``quanta`` 0), or after a quantum was committed or lost."""
+    """A trajectory waits for a slot: for the first time (``quanta`` 0), or after a quantum was committed or lost.
+
+    ``group`` is shared by the samples of one prompt, ``family`` by all trajectories of one environment; empty: unknown.
+    """
 
     key: str
     iteration: int
     phase: Phase
     quanta: int
+    group: str = ""
+    family: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantumFinished:
-    """A quantum was committed: a generation of ``tokens`` tokens, or an action whose tool came back with ``status``."""
+    """A quantum was committed: a generation of ``tokens`` tokens, or an action whose tool came back with ``status``.
+
+    A generation whose tools ran inline names them too. ``payload_tokens`` are those that the tools put into the context.
+    """
 
     key: str
     phase: Phase
@@ -36,13 +44,25 @@ class QuantumFinished:
     tool: str
     status: str
     latency_s: float
+    payload_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEnded:
-    """A trajectory is over; the policy may forget it."""
+    """A trajectory is over; the policy may forget it.
+
+    ``completed`` is false where it failed or was given up: its length says nothing.
+    """
 
     key: str
+    completed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """The weights changed: what was learned about lengths is of an older policy."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +91,5 @@ class OpenBatch:
     reason: str
 
 
-Event = TrajectoryParked | QuantumFinished | TrajectoryEnded
+Event = TrajectoryParked | QuantumFinished | TrajectoryEnded | VersionPublished
 Command = SetPriority | OpenGate | OpenBatch
