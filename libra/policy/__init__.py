@@ -3,42 +3,65 @@
 from __future__ import annotations
 
 from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.attained import CompletedCalls, Mlfq
+from libra.policy.cmlfq import CMLFQ, Oracle, Predictor
+from libra.policy.dispatcher import Dispatcher
 from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.known_lengths import KnownLengths
 from libra.policy.messages import (
     Command,
     Event,
     OpenBatch,
     OpenGate,
+    Place,
+    Prefer,
     Priority,
     QuantumFinished,
+    QuantumStarted,
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
 )
 from libra.policy.ordering import ORDERINGS, Ordering
+from libra.policy.paper import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
 __all__ = [
+    "CMLFQ",
     "ORDERINGS",
     "Admission",
     "Capacity",
     "Command",
     "CommittedGroup",
+    "CompletedCalls",
     "Consumption",
+    "Dispatcher",
     "Event",
     "Fifo",
     "Forecast",
     "Forecaster",
+    "KnownLengths",
+    "Mlfq",
     "OpenBatch",
     "OpenGate",
+    "Oracle",
     "Ordering",
+    "PaperRule",
+    "Place",
+    "Predictor",
+    "Prefer",
     "Priority",
     "QuantumFinished",
+    "QuantumStarted",
     "SetPriority",
     "StalenessLedger",
     "TrajectoryEnded",
     "TrajectoryParked",
     "VersionPublished",
+    "WorkerJoined",
+    "WorkerLeft",
 ]

@@ -21,6 +21,7 @@ class TrajectoryParked:
     """A trajectory waits for a slot: for the first time (``quanta`` 0), or after a quantum was committed or lost.
 
     ``group`` is shared by the samples of one prompt, ``family`` by all trajectories of one environment; empty: unknown.
+    ``context_tokens`` are those whose KV another engine would compute again; 0: not known.
     """
 
     key: str
@@ -29,6 +30,16 @@ class TrajectoryParked:
     quanta: int
     group: str = ""
     family: str = ""
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantumStarted:
+    """A parked trajectory was given a slot of ``phase`` on ``worker``; its KV is there from now on, if it generates."""
+
+    key: str
+    phase: Phase
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +77,67 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker takes quanta from now on; one that is known already has changed.
+
+    Attributes
+    ----------
+    worker : str
+    bucket : str
+        Rollout capacity class, e.g. ``"tp2"``: engines of one tensor-parallel degree. Empty: there is only one.
+    rollout_slots, tool_slots : int
+        Quanta of each phase that it takes at once.
+    kv_tokens : int
+        Tokens of KV that its engine holds; 0: not known.
+    token_s, token_full_s : float
+        Seconds per generated token of a trajectory that is alone in the engine, and of one among ``rollout_slots``; 0: not
+        known.
+    prefill_token_s : float
+        Seconds to compute the KV of one token of context again; 0: not known.
+    """
+
+    worker: str
+    bucket: str = ""
+    rollout_slots: int = 0
+    tool_slots: int = 0
+    kv_tokens: int = 0
+    token_s: float = 0.0
+    token_full_s: float = 0.0
+    prefill_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """A worker is gone, and with it all KV that it held; what ran there is parked again."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetPriority:
     """Give a parked trajectory this place in the order."""
 
     key: str
     priority: Priority
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefer:
+    """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none."""
+
+    key: str
+    buckets: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Give a parked trajectory a slot of ``phase`` on ``worker``."""
+
+    key: str
+    phase: Phase
+    worker: str
     reason: str
 
 
@@ -91,5 +158,7 @@ class OpenBatch:
     reason: str
 
 
-Event = TrajectoryParked | QuantumFinished | TrajectoryEnded | VersionPublished
-Command = SetPriority | OpenGate | OpenBatch
+Event = (
+    TrajectoryParked | QuantumStarted | QuantumFinished | TrajectoryEnded | VersionPublished | WorkerJoined | WorkerLeft
+)
+Command = SetPriority | Prefer | Place | OpenGate | OpenBatch

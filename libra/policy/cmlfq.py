@@ -1,0 +1,208 @@
+"""C-MLFQ: a multi-level feedback queue over trajectories, driven by what is believed to be left of each.
+
+The order is (iteration deadline, level, order). Levels are classes of remaining length, made anew at every parking from the
+forecaster's answer; where its skill is not above 0, they are classes of attained service, least first, which needs no belief.
+
+Objectives
+----------
+makespan
+    The iteration is to be over soon: longest expected first. Whoever is under way goes before who has not begun, because its
+    KV cache holds memory until it ends.
+stream
+    Groups are to be complete soon, one after the other: least left in the group first, within it by arrival.
+
+Promises
+--------
+1. An earlier iteration always goes before a later one.
+2. Nobody is passed over for ever; the bound is `libra.policy.patience`'s, whose overdue ones have level 0.
+3. Buckets are preferred only where the move pays and the load allows it; see `libra.policy.buckets`.
+4. ``restore(snapshot())`` changes no later answer.
+
+Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; nothing is
+decided by fixed lengths; moves are priced; waiting is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from libra.policy.attained import PATIENCE, overdue_first
+from libra.policy.buckets import Buckets
+from libra.policy.fleet import Fleet
+from libra.policy.forecast import Forecaster
+from libra.policy.known_lengths import KnownLengths
+from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
+from libra.policy.messages import (
+    Event,
+    Prefer,
+    Priority,
+    QuantumStarted,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+    WorkerJoined,
+    WorkerLeft,
+)
+from libra.policy.patience import Patience
+from libra.types import Phase
+
+Objective = Literal["makespan", "stream"]
+UNTRUSTED = 0.0
+"""Skill up to which a forecast orders nothing."""
+
+
+class CMLFQ:
+    """The ordering of this system; `Predictor` and `Oracle` are the same rule with other beliefs.
+
+    Parameters
+    ----------
+    forecaster : Forecaster, optional
+        Hears every event before it is asked. None: nothing is believed, and the order is that of attained service.
+    objective : "makespan" or "stream"
+    patience : int
+        Parkings, per waiting trajectory, after which one goes first; see `libra.policy.patience`.
+    """
+
+    name: ClassVar[str] = "cmlfq"
+
+    def __init__(
+        self, forecaster: Forecaster | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
+    ) -> None:
+        if objective not in ("makespan", "stream"):
+            raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
+        self.forecaster: Forecaster = KnownLengths() if forecaster is None else forecaster
+        self.objective: Objective = objective
+        self._lives = Lives()
+        self._patience = Patience(patience)
+        self._fleet = Fleet()
+        self._buckets = Buckets(self._fleet)
+        self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
+
+    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
+        """Answer one event; deterministic in the sequence of events."""
+        self._fleet.handle(event)
+        self.forecaster.handle(event)
+        life = self._lives.handle(event)
+        match event:
+            case TrajectoryParked(key=key, phase=phase):
+                assert life is not None
+                return self._parked(key, life, self._patience.parked(key, phase))
+            case QuantumStarted(key=key):
+                self._patience.left(key)
+            case TrajectoryEnded(key=key):
+                self._patience.left(key)
+                if life is not None:
+                    self._ended(life)
+            case WorkerJoined() | WorkerLeft():
+                self._buckets.rebalance()
+        return ()
+
+    def learn(self) -> None:
+        """Have the forecaster do the dear part of its learning; called now and then, off the critical path."""
+        self.forecaster.learn()
+
+    def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
+        mean, order, skill = self.forecaster.remaining(key)
+        trusted = skill > UNTRUSTED
+        self._believe(life, mean)
+        level, reason = self._level(life, order, trusted)
+        place = life.arrival
+        if self.objective == "stream" and trusted and life.group:
+            place = int(self._groups[life.group][0])
+        answers: list[SetPriority | Prefer] = [SetPriority(key, Priority(life.iteration, level, place), reason)]
+        if life.phase is Phase.ROLLOUT:
+            buckets = self._buckets.suited(key, mean)
+            if buckets:
+                answers.append(Prefer(key, buckets, f"cmlfq: {int(mean)} tokens left are worth the move"))
+        return (*answers, *overdue_first(overdue, self._lives))
+
+    def _level(self, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
+        begun = life.generated_tokens > 0
+        if not trusted:
+            level = length_class(life.generated_tokens)
+            return 1 + level + (0 if begun else NUM_CLASSES), f"cmlfq: no skill, class {level} by tokens generated"
+        if self.objective == "stream":
+            level = length_class(self._groups[life.group][1] if life.group else order_tokens)
+            return 1 + level, f"cmlfq: class {level} by tokens left in the group"
+        level = length_class(order_tokens)
+        away = NUM_CLASSES - 1 - level
+        return 1 + away + (0 if begun else NUM_CLASSES), f"cmlfq: class {level} by tokens left"
+
+    def _believe(self, life: Life, mean_tokens: float) -> None:
+        before = life.remaining_tokens
+        self._buckets.changed(before, mean_tokens)
+        life.remaining_tokens = mean_tokens
+        if life.group:
+            group = self._groups.get(life.group)
+            if group is None:
+                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0]
+            if not life.counted:
+                life.counted = True
+                group[2] += 1
+            group[1] += mean_tokens - before
+
+    def _ended(self, life: Life) -> None:
+        self._buckets.changed(life.remaining_tokens, 0.0)
+        group = self._groups.get(life.group)
+        if group is not None and life.counted:
+            group[1] -= life.remaining_tokens
+            group[2] -= 1
+            if group[2] <= 0:
+                del self._groups[life.group]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold; see `restore`."""
+        return {
+            "objective": self.objective,
+            "patience": self._patience.patience,
+            "lives": self._lives.snapshot(),
+            "waiting": self._patience.snapshot(),
+            "fleet": self._fleet.snapshot(),
+            "buckets": self._buckets.snapshot(),
+            "groups": {group: list(state) for group, state in sorted(self._groups.items())},
+            "forecaster": self.forecaster.snapshot(),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        self.objective = snapshot["objective"]
+        self._patience = Patience(int(snapshot["patience"]))
+        self._patience.restore(snapshot["waiting"])
+        self._lives.restore(snapshot["lives"])
+        self._fleet.restore(snapshot["fleet"])
+        self._buckets.restore(snapshot["buckets"])
+        self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
+        self.forecaster.restore(snapshot["forecaster"])
+
+
+class Predictor(CMLFQ):
+    """C-MLFQ's rule with lengths predicted before anything runs, with stated accuracy; a baseline."""
+
+    name: ClassVar[str] = "predictor"
+
+    def __init__(
+        self,
+        totals: Mapping[str, int] | None = None,
+        *,
+        accuracy: float = 0.6,
+        seed: int = 0,
+        objective: Objective = "makespan",
+        patience: int = PATIENCE,
+    ) -> None:
+        super().__init__(KnownLengths(totals, accuracy=accuracy, seed=seed), objective=objective, patience=patience)
+
+
+class Oracle(CMLFQ):
+    """C-MLFQ's rule with the true lengths: how much order and placement could win at most, by this rule."""
+
+    name: ClassVar[str] = "oracle"
+
+    def __init__(
+        self,
+        totals: Mapping[str, int] | None = None,
+        *,
+        objective: Objective = "makespan",
+        patience: int = PATIENCE,
+    ) -> None:
+        super().__init__(KnownLengths(totals), objective=objective, patience=patience)

@@ -1,0 +1,351 @@
+"""Who gets which free slot: the parked trajectories of a scheduler against the slots of its workers, without a clock.
+
+The plugin and the simulator call the same object. Orderings say in which order (`SetPriority`) and which buckets besides its
+home suit a trajectory (`Prefer`); this says where (`Place`).
+
+Invariants
+----------
+1. A worker never holds more quanta of a phase than it has slots.
+2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
+   at home there; whoever prefers its bucket; whoever is overdue (level 0); and, where a slot would stay free otherwise,
+   whoever waits elsewhere so long that computing its context again pays (`_pays`).
+3. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
+   under way (`_fits`), and no move pays.
+4. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from libra.policy.fleet import Fleet
+from libra.policy.messages import (
+    Command,
+    Event,
+    Place,
+    Prefer,
+    Priority,
+    QuantumFinished,
+    QuantumStarted,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+    WorkerJoined,
+    WorkerLeft,
+)
+from libra.types import Phase
+
+OVERDUE = 0
+"""The level of those that have waited for too long; see `libra.policy.patience`."""
+SCANNED_FOR_A_MOVE = 8
+"""How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
+FORGETTING = 0.05
+"""Weight of the newest quantum in the mean seconds of a quantum."""
+
+_Entry = tuple[Priority, int, str]
+
+
+class _Order:
+    """A heap of waiting keys; an entry that was replaced, or whose key left, is dropped when it comes to the top."""
+
+    def __init__(self, serials: dict[str, int]) -> None:
+        self._heap: list[_Entry] = []
+        self._serials = serials
+
+    def push(self, entry: _Entry) -> None:
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 64 + 4 * len(self._serials):
+            self._heap = [e for e in self._heap if self._serials.get(e[2]) == e[1]]
+            heapq.heapify(self._heap)
+
+    def first(self) -> _Entry | None:
+        heap, serials = self._heap, self._serials
+        while heap and serials.get(heap[0][2]) != heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def first_few(self, count: int) -> list[_Entry]:
+        """Up to ``count`` entries in order; they stay."""
+        taken: list[_Entry] = []
+        while len(taken) < count and (entry := self.first()) is not None:
+            taken.append(heapq.heappop(self._heap))
+        for entry in taken:
+            heapq.heappush(self._heap, entry)
+        return taken
+
+
+class _Phase:
+    """What waits for a phase, who has free slots of it, and what runs."""
+
+    def __init__(self) -> None:
+        self.serials: dict[str, int] = {}
+        self.waiting: dict[str, Priority] = {}
+        self.everybody = _Order(self.serials)
+        self.anywhere = _Order(self.serials)
+        self.at_home: dict[str, _Order] = {}
+        self.in_bucket: dict[str, _Order] = {}
+        self.waiting_at: dict[str, int] = {}
+        self.home_of: dict[str, str] = {}  # of those that wait in ``at_home``
+        self.slots: dict[str, int] = {}
+        self.free: dict[str, int] = {}
+        self.running: dict[str, str] = {}
+
+    def leave(self, key: str) -> None:
+        """``key`` does not wait here any more."""
+        if self.serials.pop(key, None) is None:
+            return
+        del self.waiting[key]
+        home = self.home_of.pop(key, None)
+        if home is not None:
+            self.waiting_at[home] -= 1
+            if not self.waiting_at[home]:
+                del self.waiting_at[home]
+
+    def supply(self, worker: str, slots: int) -> None:
+        """``worker`` has so many slots from now on, some of them taken."""
+        self.slots[worker] = slots
+        self._room(worker, slots - sum(at == worker for at in self.running.values()))
+
+    def take(self, key: str, worker: str) -> None:
+        self.running[key] = worker
+        self._room(worker, self.free[worker] - 1)
+
+    def give_back(self, key: str) -> None:
+        worker = self.running.pop(key, None)
+        if worker is not None and worker in self.slots:
+            self._room(worker, self.free.get(worker, 0) + 1)
+
+    def lose(self, worker: str) -> None:
+        self.slots.pop(worker, None)
+        self.free.pop(worker, None)
+        for key in [key for key, at in self.running.items() if at == worker]:
+            del self.running[key]
+
+    def _room(self, worker: str, count: int) -> None:
+        if count > 0:
+            self.free[worker] = count
+        else:
+            self.free.pop(worker, None)
+
+
+class Dispatcher:
+    """Answers, whenever it is asked, who is to go where now; one per scheduler, for all runs on it."""
+
+    def __init__(self) -> None:
+        self._fleet = Fleet()
+        self._phases = {phase: _Phase() for phase in Phase}
+        self._phase_of: dict[str, Phase] = {}
+        self._tool_home: dict[str, str] = {}
+        self._buckets: dict[str, tuple[str, ...]] = {}
+        self._serial = 0
+        self._quantum_s: dict[str, float] = {}
+        self._final_tokens = 0.0
+        self._num_final = 0
+
+    # ---------------------------------------------------------------- what it is told
+
+    def handle(self, event: Event) -> None:
+        """Follow one event; tell it before asking an ordering, whose commands go to `apply`."""
+        match event:
+            case TrajectoryParked(key=key, phase=phase):
+                self.stopped(key)
+                for queue in self._phases.values():
+                    queue.leave(key)
+                self._phase_of[key] = phase
+                self._buckets.pop(key, None)
+            case QuantumFinished(key=key, phase=phase, latency_s=latency_s):
+                worker = self._phases[phase].running.get(key)
+                if phase is Phase.ROLLOUT and worker is not None:
+                    mean = self._quantum_s.get(worker, latency_s)
+                    self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
+                self.stopped(key)
+            case TrajectoryEnded(key=key):
+                self._ended(key)
+            case WorkerJoined(worker=worker):
+                self._phases[Phase.ROLLOUT].supply(worker, event.rollout_slots)
+                self._phases[Phase.TOOL].supply(worker, event.tool_slots)
+            case WorkerLeft(worker=worker):
+                self._worker_left(event)
+                return
+        self._fleet.handle(event)
+
+    def apply(self, commands: Iterable[Command]) -> None:
+        """Take over what orderings answered; commands for trajectories that do not wait are ignored."""
+        for command in commands:
+            match command:
+                case SetPriority(key=key, priority=priority):
+                    if key in self._phase_of:
+                        self._push(key, priority)
+                case Prefer(key=key, buckets=buckets):
+                    if key in self._phase_of:
+                        self._buckets[key] = buckets
+                        held = self._phases[self._phase_of[key]].waiting.get(key)
+                        if held is not None:
+                            self._push(key, held)
+
+    def stopped(self, key: str) -> None:
+        """What ``key`` ran is over, one way or another; its slot is free."""
+        for phase in self._phases.values():
+            phase.give_back(key)
+
+    def _ended(self, key: str) -> None:
+        self.stopped(key)
+        for queue in self._phases.values():
+            queue.leave(key)
+        final = self._fleet.context_tokens.get(key, 0)
+        if final:
+            self._num_final += 1
+            self._final_tokens += (final - self._final_tokens) / self._num_final
+        self._phase_of.pop(key, None)
+        self._buckets.pop(key, None)
+        self._tool_home.pop(key, None)
+
+    def _worker_left(self, event: WorkerLeft) -> None:
+        for phase in self._phases.values():
+            phase.lose(event.worker)
+        self._quantum_s.pop(event.worker, None)
+        self._fleet.handle(event)
+        queue = self._phases[Phase.ROLLOUT]
+        for key in [key for key, home in queue.home_of.items() if home == event.worker]:
+            self._push(key, queue.waiting[key])  # homeless now
+
+    def _push(self, key: str, priority: Priority) -> None:
+        phase = self._phase_of[key]
+        queue = self._phases[phase]
+        queue.leave(key)
+        self._serial += 1
+        queue.serials[key] = self._serial
+        queue.waiting[key] = priority
+        entry = (priority, self._serial, key)
+        if phase is Phase.TOOL:
+            queue.anywhere.push(entry)
+            return
+        queue.everybody.push(entry)
+        home = self._fleet.home.get(key)
+        if home is None or priority.level == OVERDUE:
+            queue.anywhere.push(entry)
+        if home is not None:
+            queue.home_of[key] = home
+            queue.waiting_at[home] = queue.waiting_at.get(home, 0) + 1
+            _order(queue.at_home, home, queue.serials).push(entry)
+            for bucket in self._buckets.get(key, ()):
+                _order(queue.in_bucket, bucket, queue.serials).push(entry)
+
+    # ---------------------------------------------------------------- what it answers
+
+    def num_waiting(self, phase: Phase) -> int:
+        """How many trajectories wait for a slot of ``phase``."""
+        return len(self._phases[phase].waiting)
+
+    def running_on(self, worker: str, phase: Phase) -> int:
+        """How many quanta of ``phase`` hold a slot of ``worker``."""
+        queue = self._phases[phase]
+        return queue.slots.get(worker, 0) - queue.free.get(worker, 0)
+
+    def dispatch(self, phase: Phase) -> tuple[Place, ...]:
+        """Who goes where now, in this order; they hold their slots from now on."""
+        queue, places = self._phases[phase], []
+        while queue.free and queue.waiting:
+            place = self._next_tool(queue) if phase is Phase.TOOL else (self._next(queue) or self._move(queue))
+            if place is None:
+                break
+            queue.leave(place.key)
+            queue.take(place.key, place.worker)
+            if phase is Phase.TOOL:
+                self._tool_home[place.key] = place.worker
+            self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
+            places.append(place)
+        return tuple(places)
+
+    def _next_tool(self, queue: _Phase) -> Place | None:
+        entry = queue.anywhere.first()
+        if entry is None:
+            return None
+        key, free = entry[2], queue.free
+        home = self._tool_home.get(key)
+        if home in free:
+            assert home is not None
+            return Place(key, Phase.TOOL, home, "home")
+        return Place(key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
+
+    def _next(self, queue: _Phase) -> Place | None:
+        """The first in order of those that may have one of the free slots, without moving anybody who does not prefer it."""
+        best: _Entry | None = None
+        worker = reason = ""
+        for home in queue.free if len(queue.free) < len(queue.waiting_at) else queue.waiting_at:
+            if home in queue.free and home in queue.waiting_at:
+                entry = queue.at_home[home].first()
+                if entry is not None and (best is None or entry < best):
+                    best, worker, reason = entry, home, "home"
+        for bucket, order in queue.in_bucket.items():
+            entry = order.first()
+            if entry is not None and (best is None or entry < best):
+                target = self._roomiest(queue, entry[2], self._fleet.buckets.get(bucket, ()))
+                if target is not None:
+                    best, worker, reason = entry, target, "preferred bucket"
+        entry = queue.anywhere.first()
+        if entry is not None and (best is None or entry < best):
+            target = self._first_home(queue, entry)
+            if target is not None:
+                best, worker, reason = entry, target, "first home" if entry[0].level else "overdue"
+        return None if best is None else Place(best[2], Phase.ROLLOUT, worker, reason)
+
+    def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
+        """Where a trajectory without a home, or one that is overdue, had best go; None where it would push others out."""
+        priority, _, key = entry
+        if priority.level == OVERDUE:
+            home = self._fleet.home.get(key)
+            return home if home in queue.free else self._fastest(queue, queue.free)
+        for bucket in self._buckets.get(key, ()):
+            target = self._roomiest(queue, key, self._fleet.buckets.get(bucket, ()))
+            if target is not None:
+                return target
+        return self._roomiest(queue, key, queue.free)
+
+    def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+        """The fastest of ``workers`` that has a free slot and KV memory for ``key``."""
+        return self._fastest(queue, [w for w in workers if w in queue.free and self._fits(w, key)])
+
+    def _fastest(self, queue: _Phase, workers: Iterable[str]) -> str | None:
+        hosts, free, best, least = self._fleet.hosts, queue.free, None, None
+        for worker in workers:
+            host = hosts[worker]
+            rank = (host.token_s(host.running + 1), -free[worker], worker)
+            if least is None or rank < least:
+                best, least = worker, rank
+        return best
+
+    def _fits(self, worker: str, key: str) -> bool:
+        """Whether the KV of ``key`` fits beside that of all who are at home there, each at the mean of final contexts at least."""
+        host = self._fleet.hosts[worker]
+        if not host.spec.kv_tokens or not host.residents or self._fleet.home.get(key) == worker:
+            return True
+        held = max(host.context_tokens, int(host.residents * self._final_tokens))
+        own = max(self._fleet.context_tokens.get(key, 0), int(self._final_tokens))
+        return held + own <= host.spec.kv_tokens
+
+    def _move(self, queue: _Phase) -> Place | None:
+        """The first in order for whom a slot that would stay free is worth computing its context again."""
+        for entry in queue.everybody.first_few(SCANNED_FOR_A_MOVE):
+            key = entry[2]
+            home = self._fleet.home.get(key)
+            if home is None:
+                continue
+            target = self._roomiest(queue, key, queue.free)
+            if target is not None and self._pays(queue, key, home, target):
+                return Place(key, Phase.ROLLOUT, target, "move: the queue at home is longer than computing it again")
+        return None
+
+    def _pays(self, queue: _Phase, key: str, home: str, target: str) -> bool:
+        """Whether all who wait at ``home`` together win more by one fewer than the move costs (each is served one turn earlier)."""
+        price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[target].spec.prefill_token_s
+        turn_s = self._quantum_s.get(home, 0.0) / max(1, queue.slots.get(home, 1))
+        return price_s <= queue.waiting_at.get(home, 0) * turn_s
+
+
+def _order(orders: dict[str, _Order], name: str, serials: dict[str, int]) -> _Order:
+    found = orders.get(name)
+    if found is None:
+        found = orders[name] = _Order(serials)
+    return found

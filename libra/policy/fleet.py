@@ -1,0 +1,164 @@
+"""Who is there to generate, what runs where, and whose KV lies on which engine; as the events tell it.
+
+Invariants
+----------
+1. A trajectory has at most one home, a worker that is there; it is where it generated last.
+2. A worker that has left holds nothing.
+3. ``restore(snapshot())`` changes no later answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from libra.policy.messages import (
+    Event,
+    QuantumFinished,
+    QuantumStarted,
+    TrajectoryEnded,
+    TrajectoryParked,
+    WorkerJoined,
+    WorkerLeft,
+)
+from libra.types import Phase
+
+
+@dataclass(slots=True)
+class Host:
+    """A worker with an engine: what it can do, and what it holds now.
+
+    Attributes
+    ----------
+    spec : WorkerJoined
+    running : int
+        Generations that run there.
+    context_tokens : int
+        Context of all trajectories whose home it is, running or not: what its KV memory would have to hold.
+    residents : int
+        How many trajectories that is.
+    """
+
+    spec: WorkerJoined
+    running: int = 0
+    context_tokens: int = 0
+    residents: int = 0
+
+    def token_s(self, running: int) -> float:
+        """Seconds per token with so many generations at once: linear between alone and full."""
+        spec = self.spec
+        if spec.rollout_slots <= 1:
+            return spec.token_s
+        return spec.token_s + (spec.token_full_s - spec.token_s) * (running - 1) / (spec.rollout_slots - 1)
+
+
+class Fleet:
+    """Rollout workers by name, and the home of every trajectory."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.home: dict[str, str] = {}
+        self.context_tokens: dict[str, int] = {}
+        self._running: dict[str, str] = {}
+        self.buckets: dict[str, list[str]] = {}
+
+    def handle(self, event: Event) -> None:
+        """Follow one event."""
+        match event:
+            case TrajectoryParked(key=key, context_tokens=tokens):
+                self._stopped(key)
+                if tokens:
+                    self._grew(key, tokens - self.context_tokens.get(key, 0))
+            case QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
+                self._stopped(key)
+                self._moved(key, worker)
+                if worker in self.hosts:
+                    self._running[key] = worker
+                    self.hosts[worker].running += 1
+            case QuantumFinished(key=key, tokens=tokens, payload_tokens=payload):
+                self._stopped(key)
+                self._grew(key, tokens + payload)
+            case TrajectoryEnded(key=key):
+                self._stopped(key)
+                self._moved(key, None)
+                self.context_tokens.pop(key, None)
+            case WorkerJoined(worker=worker):
+                if event.rollout_slots > 0:
+                    self._joined(event)
+            case WorkerLeft(worker=worker):
+                self._left(worker)
+
+    def bucket_of(self, key: str) -> str | None:
+        """Bucket of a trajectory's home; None where it has none."""
+        home = self.home.get(key)
+        return None if home is None else self.hosts[home].spec.bucket
+
+    def _joined(self, spec: WorkerJoined) -> None:
+        host = self.hosts.get(spec.worker)
+        if host is None:
+            self.hosts[spec.worker] = Host(spec)
+        else:
+            self.buckets[host.spec.bucket].remove(spec.worker)
+            host.spec = spec
+        self.buckets.setdefault(spec.bucket, []).append(spec.worker)
+
+    def _left(self, worker: str) -> None:
+        host = self.hosts.pop(worker, None)
+        if host is None:
+            return
+        names = self.buckets[host.spec.bucket]
+        names.remove(worker)
+        if not names:
+            del self.buckets[host.spec.bucket]
+        for table in (self.home, self._running):
+            for key in [key for key, at in table.items() if at == worker]:
+                del table[key]
+
+    def _stopped(self, key: str) -> None:
+        worker = self._running.pop(key, None)
+        if worker is not None:
+            self.hosts[worker].running -= 1
+
+    def _grew(self, key: str, tokens: int) -> None:
+        self.context_tokens[key] = self.context_tokens.get(key, 0) + tokens
+        home = self.home.get(key)
+        if home is not None:
+            self.hosts[home].context_tokens += tokens
+
+    def _moved(self, key: str, worker: str | None) -> None:
+        old, tokens = self.home.get(key), self.context_tokens.get(key, 0)
+        if old == worker:
+            return
+        if old is not None:
+            del self.home[key]
+            self.hosts[old].context_tokens -= tokens
+            self.hosts[old].residents -= 1
+        if worker in self.hosts:
+            assert worker is not None
+            self.home[key] = worker
+            self.hosts[worker].context_tokens += tokens
+            self.hosts[worker].residents += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold."""
+        return {
+            "hosts": [asdict(host.spec) for host in self.hosts.values()],
+            "buckets": {bucket: list(names) for bucket, names in self.buckets.items()},
+            "home": dict(sorted(self.home.items())),
+            "running": dict(sorted(self._running.items())),
+            "context_tokens": dict(sorted(self.context_tokens.items())),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else."""
+        self.__init__()  # type: ignore[misc]
+        for spec in snapshot["hosts"]:
+            self.hosts[spec["worker"]] = Host(WorkerJoined(**spec))
+        self.buckets = {bucket: list(names) for bucket, names in snapshot["buckets"].items()}
+        self.context_tokens = {str(key): int(tokens) for key, tokens in snapshot["context_tokens"].items()}
+        for key, worker in snapshot["home"].items():
+            self._moved(key, worker)
+        for key, worker in snapshot["running"].items():
+            self._running[key] = worker
+            self.hosts[worker].running += 1

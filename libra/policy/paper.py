@@ -1,0 +1,174 @@
+"""The published rule, for comparison: a prefix tree of tool returns, and a move where mean and P90 fall into one bucket.
+
+Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with what its released code (NetX-lab/Libra @c51bf84) adds: payload classes at 500 and
+5,000 characters, one root per prompt and a global one, P90 of the last 200 visits; an unknown state falls back to the deepest
+known ancestor. Deviations: payloads are measured in tokens as everywhere here, so the classes are at 125 and 1,250 (four
+characters each); a tool failed where its status says so, not where its text contains "error"; placement goes through
+`libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are forgotten with
+their last trajectory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from libra.policy.fifo import Fifo
+from libra.policy.fleet import Fleet
+from libra.policy.messages import (
+    Event,
+    Prefer,
+    QuantumFinished,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+)
+from libra.types import Phase
+
+PAYLOAD_EDGES = (125, 1250)
+WINDOW = 200
+THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
+"""Longest remaining output of each bucket but the last, by number of buckets; its defaults and its production settings."""
+
+
+class _Node:
+    """Remaining lengths seen at one prefix of tool returns: all-time mean, and the last ``WINDOW`` of them for P90."""
+
+    __slots__ = ("children", "count", "last", "mean")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        self.count = 0
+        self.mean = 0.0
+        self.last: list[int] = []
+
+    def visit(self, remaining: int) -> None:
+        self.count += 1
+        self.mean += (remaining - self.mean) / self.count
+        self.last.append(remaining)
+        del self.last[:-WINDOW]
+
+    def p90(self) -> float:
+        ordered = sorted(self.last)
+        at = 0.9 * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+    def deepest(self, path: list[str]) -> _Node:
+        node = self
+        for state in path:
+            child = node.children.get(state)
+            if child is None:
+                break
+            node = child
+        return node
+
+    def to_list(self) -> list[Any]:
+        return [self.count, self.mean, self.last, {state: node.to_list() for state, node in self.children.items()}]
+
+    @classmethod
+    def from_list(cls, values: list[Any]) -> _Node:
+        node = cls()
+        node.count, node.mean, node.last = int(values[0]), float(values[1]), [int(value) for value in values[2]]
+        node.children = {state: cls.from_list(child) for state, child in values[3].items()}
+        return node
+
+
+class PaperRule:
+    """First come, first served, with buckets by the prefix tree; everybody begins in the slowest bucket."""
+
+    name: ClassVar[str] = "paper"
+
+    def __init__(self) -> None:
+        self._fifo = Fifo()
+        self._fleet = Fleet()
+        self._root = _Node()
+        self._prompts: dict[str, _Node] = {}
+        self._alive: dict[str, int] = {}
+        self._paths: dict[str, tuple[str, list[str], list[int]]] = {}  # group, states, tokens generated before each
+
+    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
+        """Answer one event; deterministic in the sequence of events."""
+        self._fleet.handle(event)
+        answers = self._fifo.handle(event)
+        match event:
+            case TrajectoryParked(key=key, phase=phase, group=group):
+                if key not in self._paths:
+                    self._paths[key] = (group, [], [0])
+                    self._alive[group] = self._alive.get(group, 0) + 1
+                if phase is Phase.ROLLOUT:
+                    return (*answers, *self._prefer(key))
+            case QuantumFinished(key=key) if key in self._paths:
+                self._returned(event)
+            case TrajectoryEnded(key=key) if key in self._paths:
+                self._ended(key, event.completed)
+        return answers
+
+    def _returned(self, event: QuantumFinished) -> None:
+        _, states, generated = self._paths[event.key]
+        generated[-1] += event.tokens
+        if event.tool:
+            payload = sum(event.payload_tokens > edge for edge in PAYLOAD_EDGES)
+            states.append(f"{event.tool}:{payload}:{'success' if event.status in ('ok', 'success') else 'failure'}")
+            generated.append(generated[-1])
+
+    def _ended(self, key: str, completed: bool) -> None:
+        group, states, generated = self._paths.pop(key)
+        if completed and states:
+            trees = [self._root]
+            if group:
+                trees.append(self._prompts.setdefault(group, _Node()))
+            for node in trees:
+                for state, before in zip(states, generated, strict=False):
+                    node = node.children.setdefault(state, _Node())
+                    node.visit(generated[-1] - before)
+        self._alive[group] -= 1
+        if not self._alive[group]:
+            del self._alive[group]
+            self._prompts.pop(group, None)
+
+    def _prefer(self, key: str) -> tuple[Prefer, ...]:
+        buckets = self._slowest_first()
+        if len(buckets) < 2:
+            return ()
+        group, states, _ = self._paths[key]
+        home = self._fleet.bucket_of(key)
+        if home is None:
+            return (Prefer(key, (buckets[0],), "paper: everybody begins in the slowest bucket"),)
+        node = self._prompts.get(group, self._root).deepest(states)
+        if not node.count:
+            return ()
+        edges = THRESHOLDS.get(len(buckets), THRESHOLDS[4])
+        by_mean, by_p90 = bisect_left(edges, node.mean), bisect_left(edges, node.p90())
+        if by_mean != by_p90 or buckets[by_mean] == home:
+            return ()
+        return (Prefer(key, (buckets[by_mean],), f"paper: mean {int(node.mean)} and P90 are in one bucket"),)
+
+    def _slowest_first(self) -> list[str]:
+        fleet = self._fleet
+        return sorted(fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.token_s, bucket))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold; see `restore`."""
+        return {
+            "fifo": self._fifo.snapshot(),
+            "fleet": self._fleet.snapshot(),
+            "root": self._root.to_list(),
+            "prompts": {group: node.to_list() for group, node in sorted(self._prompts.items())},
+            "alive": dict(sorted(self._alive.items())),
+            "paths": {key: [group, states, tokens] for key, (group, states, tokens) in sorted(self._paths.items())},
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        self._fifo.restore(snapshot["fifo"])
+        self._fleet.restore(snapshot["fleet"])
+        self._root = _Node.from_list(snapshot["root"])
+        self._prompts = {group: _Node.from_list(node) for group, node in snapshot["prompts"].items()}
+        self._alive = {str(group): int(count) for group, count in snapshot["alive"].items()}
+        self._paths = {
+            str(key): (str(group), [str(s) for s in states], [int(t) for t in tokens])
+            for key, (group, states, tokens) in snapshot["paths"].items()
+        }

@@ -1,0 +1,29 @@
+"""The system in virtual time, under the same policy objects as the live one: discrete events, seeded, no clock."""
+
+from __future__ import annotations
+
+from libra.sim.engine import EngineTables, SimulatedEngine
+from libra.sim.fleet import EngineSpec, fleet, slots_of, typical_context
+from libra.sim.outcome import Dispatched, Outcome
+from libra.sim.simulator import Loss, Simulator, Surroundings
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_workload, synthetic
+
+__all__ = [
+    "Dispatched",
+    "EngineSpec",
+    "EngineTables",
+    "Loss",
+    "Outcome",
+    "SimulatedEngine",
+    "Simulator",
+    "Surroundings",
+    "TrajectoryPlan",
+    "TurnPlan",
+    "Workload",
+    "draw",
+    "fleet",
+    "load_workload",
+    "slots_of",
+    "synthetic",
+    "typical_context",
+]

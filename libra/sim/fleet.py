@@ -1,0 +1,70 @@
+"""Engines that a simulation has: how many of which tensor-parallel degree, and how much each takes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from libra.errors import ConfigError
+from libra.policy import WorkerJoined
+from libra.sim.engine import EngineTables
+from libra.sim.workload import TrajectoryPlan
+
+MAX_SLOTS = 256
+"""Most generations that one engine takes at once, as inference engines are usually set."""
+
+
+class EngineSpec(NamedTuple):
+    """One engine of a fleet."""
+
+    name: str
+    tp: int
+    slots: int
+    tables: EngineTables
+
+    @property
+    def bucket(self) -> str:
+        """Its capacity class: engines of one degree."""
+        return f"tp{self.tp}"
+
+    def joined(self, context_tokens: int) -> WorkerJoined:
+        """What the policy is told of it, at contexts of this many tokens."""
+        tables, slots = self.tables, self.slots
+        return WorkerJoined(
+            self.name,
+            self.bucket,
+            rollout_slots=slots,
+            kv_tokens=tables.kv_capacity_tokens,
+            token_s=tables.step_s(1, context_tokens),
+            token_full_s=tables.step_s(slots, slots * context_tokens),
+            prefill_token_s=tables.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens),
+        )
+
+
+def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
+    """Context that a turn has on average over the turns of ``plans``: what most seconds are spent at."""
+    turns = total = 0
+    for plan in plans:
+        context = plan.prompt_tokens
+        for turn in plan.turns:
+            turns += 1
+            total += context
+            context += turn.new_tokens + turn.payload_tokens
+    return total // turns if turns else 1
+
+
+def slots_of(tables: EngineTables, context_tokens: int) -> int:
+    """Generations at once, such that contexts of this size fit into the KV memory; at least 1, at most `MAX_SLOTS`."""
+    return max(1, min(MAX_SLOTS, tables.kv_capacity_tokens // max(1, context_tokens)))
+
+
+def fleet(layout: Mapping[int, int], tables: Mapping[int, EngineTables], slots: Mapping[int, int]) -> tuple[EngineSpec, ...]:
+    """Engines of a layout, given as number of engines by degree; ConfigError where it has none, or a degree has no seconds."""
+    missing = sorted(tp for tp, count in layout.items() if count > 0 and tp not in tables)
+    if missing or not any(count > 0 for count in layout.values()):
+        raise ConfigError(f"layout {dict(layout)}: degrees {missing or 'none'}; seconds are known for {sorted(tables)}")
+    return tuple(
+        EngineSpec(f"tp{tp}-{index}", tp, slots[tp], tables[tp])
+        for tp in sorted(layout)
+        for index in range(layout[tp])
+    )

@@ -1,0 +1,367 @@
+"""The whole system in virtual time: gates, trajectories, engines, tools, batches, weight updates and lost workers.
+
+The same policy objects decide as in the live plugin: `Admission` opens gates and batches, an `Ordering` gives places, the
+`Dispatcher` gives slots. The simulator only carries out, and tells them what happened.
+
+Invariants
+----------
+1. Virtual time never runs backwards, and no wall clock is read.
+2. The same workload, fleet, ordering and seed give the same events: the agenda breaks ties by insertion.
+3. Every trajectory of the workload ends exactly once; each of its turns is generated exactly once, and one that was lost with
+   its engine is generated again from its beginning.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from libra.errors import ConfigError
+from libra.policy import (
+    Admission,
+    CommittedGroup,
+    Dispatcher,
+    Event,
+    OpenBatch,
+    OpenGate,
+    Ordering,
+    QuantumFinished,
+    QuantumStarted,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
+)
+from libra.sim.engine import Request, SimulatedEngine
+from libra.sim.fleet import EngineSpec, typical_context
+from libra.sim.outcome import Dispatched, Outcome
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
+from libra.types import Phase
+
+TOOLS = "tools"
+"""Name of the one worker that runs all tools."""
+LEARNS_EVERY = 8
+"""Trajectories that end between two calls of an ordering's ``learn``; live, a timer calls it."""
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """An ordering that learns off the critical path."""
+
+    def learn(self) -> None: ...
+
+
+class Loss(NamedTuple):
+    """A worker that dies at ``at_s`` and is back, empty, ``away_s`` later (None: never)."""
+
+    worker: str
+    at_s: float
+    away_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What there is beside engines and policy.
+
+    Attributes
+    ----------
+    eta : int
+        Staleness bound in versions; 0 is synchronous.
+    train_s, load_s : float
+        Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
+    tool_slots : int or None
+        Actions at once. None: as many as are asked for, and actions do not wait in the scheduler.
+    noise_frac : float
+        Standard deviation of the log of an engine's seconds, see `SimulatedEngine`.
+    losses : tuple of Loss
+    """
+
+    eta: int = 0
+    train_s: float = 0.0
+    load_s: float = 0.0
+    tool_slots: int | None = None
+    noise_frac: float = 0.0
+    losses: tuple[Loss, ...] = ()
+
+
+@dataclass(slots=True)
+class _Run:
+    """A trajectory on its way."""
+
+    key: str
+    plan: TrajectoryPlan
+    group: str
+    context_tokens: int
+    turn: int = 0
+    quanta: int = 0
+    computed_tokens: int = 0
+    phase: Phase = Phase.ROLLOUT
+    started_s: float = 0.0
+    attempt: int = 0  # a tool's return of an earlier one is void
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is kept for the outcome."""
+
+    dispatched: list[Dispatched] = field(default_factory=list)
+    ended_s: dict[str, float] = field(default_factory=dict)
+    group_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    iteration_s: dict[int, float] = field(default_factory=dict)
+    gate_s: dict[int, float] = field(default_factory=dict)
+    moves: int = 0
+    lost_quanta: int = 0
+
+
+class Simulator:
+    """One workload on one fleet under one ordering; `run` it once."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        engines: Sequence[EngineSpec],
+        ordering: Ordering,
+        *,
+        seed: int = 0,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        around = self._around = Surroundings() if surroundings is None else surroundings
+        self._workload, self._ordering = workload, ordering
+        self._dispatcher = Dispatcher()
+        self._specs = {spec.name: spec for spec in engines}
+        if len(self._specs) != len(engines):
+            raise ConfigError("engines: two have the same name; name them apart")
+        streams = np.random.SeedSequence(seed).spawn(len(engines))
+        self._streams = {spec.name: np.random.default_rng(s) for spec, s in zip(engines, streams, strict=True)}
+        self._engines: dict[str, SimulatedEngine] = {}
+        self._context = typical_context(workload.trajectories)
+        self._runs: dict[str, _Run] = {}
+        self._home: dict[str, str] = {}
+        self._members: dict[tuple[int, int], int] = {}
+        self._plans: dict[int, list[TrajectoryPlan]] = {}
+        for plan in workload.trajectories:
+            place = (plan.iteration, plan.group)
+            self._members[place] = self._members.get(place, 0) + 1
+            self._plans.setdefault(plan.iteration, []).append(plan)
+        sizes = {len({plan.group for plan in plans}) for plans in self._plans.values()}
+        if len(sizes) != 1 or sorted(self._plans) != list(range(len(self._plans))):
+            raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
+        self._admission = Admission(around.eta, sizes.pop())
+        self._agenda: list[tuple[float, int, str, tuple[object, ...]]] = []
+        self._serial = 0
+        self._now = 0.0
+        self._oldest: dict[tuple[int, int], int] = {}
+        self._ended_since = 0
+        self._learns = ordering if isinstance(ordering, Learns) else None
+        self.record = _Record()
+
+    def run(self) -> Outcome:
+        """Everything from the first gate to the last batch."""
+        for spec in self._specs.values():
+            self._join(spec)
+        if self._around.tool_slots is not None:
+            self._tell(WorkerJoined(TOOLS, tool_slots=self._around.tool_slots))
+        for loss in self._around.losses:
+            if loss.worker not in self._specs:
+                raise ConfigError(f"losses: no engine is named {loss.worker!r}; there are {', '.join(self._specs)}")
+            self._at(loss.at_s, "lost", loss)
+        self._carry_out(self._admission.version_published(0))
+        for iteration in range(len(self._plans)):
+            self._carry_out(self._admission.gate_parked(iteration))
+            self._carry_out(self._admission.batch_parked(iteration))
+        self._dispatch()
+        agenda = self._agenda
+        while agenda and not self._over():
+            self._now, _, kind, what = heapq.heappop(agenda)
+            self._happen(kind, what)
+            while agenda and agenda[0][0] == self._now:
+                _, _, kind, what = heapq.heappop(agenda)
+                self._happen(kind, what)
+            self._dispatch()
+        missing = len(self._workload.trajectories) - len(self.record.ended_s)
+        if missing:
+            raise ConfigError(
+                f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
+                f"({len(self._engines)} are there), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
+            )
+        return Outcome.of(self._workload, self.record, {n: e.counters for n, e in self._engines.items()}, self._now)
+
+    def _over(self) -> bool:
+        return len(self.record.ended_s) == len(self._workload.trajectories) and len(self.record.iteration_s) == len(
+            self._plans
+        )
+
+    # ---------------------------------------------------------------- what happens
+
+    def _at(self, at_s: float, kind: str, *what: object) -> None:
+        self._serial += 1
+        heapq.heappush(self._agenda, (at_s, self._serial, kind, what))
+
+    def _happen(self, kind: str, what: tuple[object, ...]) -> None:
+        match kind, what:
+            case "engine", (str(name), int(changes)):
+                engine = self._engines.get(name)
+                if engine is not None and engine.changes == changes:
+                    self._generated(engine)
+            case "tool", (str(key), int(attempt)):
+                self._returned(key, attempt)
+            case "trained", (int(batch),):
+                self._trained(batch)
+            case "lost", (Loss() as loss,):
+                self._lose(loss)
+            case "back", (str(name),):
+                self._join(self._specs[name])
+
+    def _tell(self, event: Event) -> None:
+        self._dispatcher.handle(event)
+        self._dispatcher.apply(self._ordering.handle(event))
+
+    def _join(self, spec: EngineSpec) -> None:
+        self._engines[spec.name] = SimulatedEngine(
+            spec.name, spec.tables, noise_frac=self._around.noise_frac, rng=self._streams[spec.name]
+        )
+        self._tell(spec.joined(self._context))
+
+    def _lose(self, loss: Loss) -> None:
+        engine = self._engines.pop(loss.worker, None)
+        if engine is None:
+            return
+        self._tell(WorkerLeft(loss.worker))
+        for key in [key for key, home in self._home.items() if home == loss.worker]:
+            del self._home[key]
+        for key in engine.lost():
+            self.record.lost_quanta += 1
+            self._park(self._runs[key])
+        if loss.away_s is not None:
+            self._at(self._now + loss.away_s, "back", loss.worker)
+
+    def _carry_out(self, commands: Sequence[object]) -> None:
+        for command in commands:
+            match command:
+                case OpenGate(iteration=iteration):
+                    self.record.gate_s[iteration] = self._now
+                    for plan in self._plans[iteration]:
+                        key, group = self._workload.key(plan), self._workload.group_key(plan)
+                        run = self._runs[key] = _Run(key, plan, group, plan.prompt_tokens)
+                        self._park(run)
+                case OpenBatch(batch=batch):
+                    self._at(self._now + self._around.train_s, "trained", batch)
+
+    def _trained(self, batch: int) -> None:
+        self.record.iteration_s[batch] = self._now
+        version = batch + 1
+        self._tell(VersionPublished(version))
+        if version < len(self._plans):
+            for engine in self._engines.values():
+                engine.load(self._now, self._around.load_s)
+                self._next_of(engine)
+        self._carry_out(self._admission.version_published(version))
+
+    # ---------------------------------------------------------------- quanta
+
+    def _park(self, run: _Run) -> None:
+        self._tell(
+            TrajectoryParked(
+                run.key, run.plan.iteration, run.phase, run.quanta, run.group, run.plan.family, run.context_tokens
+            )
+        )
+
+    def _dispatch(self) -> None:
+        touched: dict[str, SimulatedEngine] = {}
+        for phase in Phase:
+            for place in self._dispatcher.dispatch(phase):
+                key, worker = place.key, place.worker
+                run = self._runs[key]
+                run.started_s = self._now
+                self.record.dispatched.append(Dispatched(self._now, phase, key, run.quanta, worker, place.reason))
+                self._dispatcher.apply(self._ordering.handle(QuantumStarted(key, phase, worker)))
+                if phase is Phase.TOOL:
+                    self._call(run)
+                else:
+                    touched[worker] = self._generate(run, worker)
+        for engine in touched.values():
+            self._next_of(engine)
+
+    def _generate(self, run: _Run, worker: str) -> SimulatedEngine:
+        engine = self._engines[worker]
+        home = self._home.get(run.key)
+        if home is not None and home != worker:
+            self._engines[home].forget(run.key)
+            self.record.moves += 1
+        self._home[run.key] = worker
+        place = (run.plan.iteration, run.plan.group)
+        if place not in self._oldest:
+            self._oldest[place] = self._admission.version
+            self._admission.generation_started(*place, self._admission.version)
+        new_tokens = run.plan.turns[run.turn].new_tokens
+        request = Request(
+            run.key, run.group, run.context_tokens, run.plan.prompt_tokens, new_tokens, run.computed_tokens
+        )
+        engine.submit(self._now, request, ())
+        return engine
+
+    def _next_of(self, engine: SimulatedEngine) -> None:
+        at_s = engine.next_finish_s()
+        if at_s is not None:
+            self._at(at_s, "engine", engine.name, engine.changes)
+
+    def _generated(self, engine: SimulatedEngine) -> None:
+        for request in engine.finished(self._now):
+            run = self._runs[request.key]
+            turn = run.plan.turns[run.turn]
+            run.context_tokens += turn.new_tokens
+            run.computed_tokens = run.context_tokens
+            run.quanta += 1
+            latency_s = self._now - run.started_s
+            self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, "", "", latency_s))
+            if not turn.tool:
+                self._end(run)
+            elif self._around.tool_slots is None:
+                run.started_s = self._now
+                self._call(run)
+            else:
+                run.phase = Phase.TOOL
+                self._park(run)
+        self._next_of(engine)
+
+    def _call(self, run: _Run) -> None:
+        run.attempt += 1
+        self._at(self._now + run.plan.turns[run.turn].tool_s, "tool", run.key, run.attempt)
+
+    def _returned(self, key: str, attempt: int) -> None:
+        run = self._runs[key]
+        if run.attempt != attempt:
+            return
+        turn: TurnPlan = run.plan.turns[run.turn]
+        run.context_tokens += turn.payload_tokens
+        run.quanta += 1
+        run.turn += 1
+        latency_s = self._now - run.started_s
+        self._tell(QuantumFinished(key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
+        if run.turn == len(run.plan.turns):
+            self._end(run)
+            return
+        run.phase = Phase.ROLLOUT
+        self._park(run)
+
+    def _end(self, run: _Run) -> None:
+        del self._runs[run.key]
+        home = self._home.pop(run.key, None)
+        if home is not None:
+            self._engines[home].forget(run.key)
+        self._tell(TrajectoryEnded(run.key))
+        self.record.ended_s[run.key] = self._now
+        self._ended_since += 1
+        if self._learns is not None and self._ended_since >= LEARNS_EVERY:
+            self._ended_since = 0
+            self._learns.learn()
+        place = (run.plan.iteration, run.plan.group)
+        self._members[place] -= 1
+        if not self._members[place]:
+            self.record.group_s[place] = self._now
+            self._carry_out(self._admission.group_committed(CommittedGroup(*place, self._oldest[place])))

@@ -1,0 +1,223 @@
+"""What is to be generated: trajectories as lists of turns with their tokens and tool seconds, drawn from traces with a seed.
+
+A workload is data. The simulator runs it in virtual time, emulated engines run it on a real Dask cluster, and both see the same
+keys, so that their dispatch orders can be compared. As a file it is JSON; the same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from libra import keys
+from libra.errors import ConfigError
+
+SCHEMA = 1
+"""Layout of a workload file."""
+
+
+class TurnPlan(NamedTuple):
+    """One generation, and the tool that answers it."""
+
+    new_tokens: int  # generated, >= 1
+    tool: str  # empty: the trajectory ends here
+    status: str
+    payload_tokens: int  # what the tool puts into the context
+    tool_s: float
+
+
+class TrajectoryPlan(NamedTuple):
+    """One sample of one prompt."""
+
+    iteration: int
+    group: int
+    sample: int
+    prompt_tokens: int
+    turns: tuple[TurnPlan, ...]
+    family: str = ""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens it generates in all its turns."""
+        return sum(turn.new_tokens for turn in self.turns)
+
+    @property
+    def final_tokens(self) -> int:
+        """Its context at the end."""
+        return self.prompt_tokens + sum(turn.new_tokens + turn.payload_tokens for turn in self.turns)
+
+
+class Workload(NamedTuple):
+    """Trajectories of one or more iterations, by name of the run that they make up."""
+
+    name: str
+    trajectories: tuple[TrajectoryPlan, ...]
+
+    def key(self, plan: TrajectoryPlan) -> str:
+        """The key that Dask would know it by."""
+        return keys.make("trajectory", (plan.iteration, plan.group, plan.sample), epoch=0, run=self.name)
+
+    def group_key(self, plan: TrajectoryPlan) -> str:
+        """What its group is called in events."""
+        return f"{plan.iteration}-{plan.group}"
+
+    def totals(self) -> dict[str, int]:
+        """Generated tokens by key: the truth that an oracle knows."""
+        return {self.key(plan): plan.new_tokens for plan in self.trajectories}
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of all trajectories."""
+        return sum(len(plan.turns) for plan in self.trajectories)
+
+    def to_json(self) -> str:
+        """One JSON object; see `from_json`."""
+        rows = [[*plan[:4], plan.family, [list(turn) for turn in plan.turns]] for plan in self.trajectories]
+        return json.dumps({"schema": SCHEMA, "name": self.name, "trajectories": rows}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "workload") -> Workload:
+        """The workload a text describes; ConfigError where it is none, or breaks a rule of `check_plan`."""
+        try:
+            values = json.loads(text)
+            if values["schema"] != SCHEMA:
+                raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
+            plans = tuple(
+                TrajectoryPlan(*map(int, row[:4]), tuple(TurnPlan(*turn) for turn in row[5]), str(row[4]))
+                for row in values["trajectories"]
+            )
+            return checked(cls(keys.check_run_name(values["name"]), plans), where)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{where}: no workload ({type(error).__name__}: {error}); write one with Workload.to_json, or "
+                "libra simulate ... --save-workload FILE"
+            ) from error
+
+
+def checked(workload: Workload, where: str) -> Workload:
+    """``workload`` itself; ConfigError where two trajectories have one place, or a turn cannot be run."""
+    seen = set()
+    for plan in workload.trajectories:
+        place = plan[:3]
+        if place in seen:
+            raise ConfigError(f"{where}: two trajectories at (iteration, group, sample) = {place}; number them apart")
+        seen.add(place)
+        if not plan.turns or min(*place, plan.prompt_tokens) < 0:
+            raise ConfigError(f"{where}: trajectory {place} has {len(plan.turns)} turns and {plan.prompt_tokens} prompt tokens")
+        for index, turn in enumerate(plan.turns):
+            if turn.new_tokens < 1 or turn.payload_tokens < 0 or not 0.0 <= turn.tool_s < float("inf"):
+                raise ConfigError(f"{where}: turn {index} of trajectory {place}: {turn}; tokens are >= 1, seconds finite")
+    return workload
+
+
+def load_workload(path: Path) -> Workload:
+    """Read a workload file; ConfigError where it is none."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"workload {path}: {error.strerror or error}") from error
+    return Workload.from_json(text, str(path))
+
+
+class Trace(NamedTuple):
+    """A trajectory that was recorded somewhere: what the plans are drawn from."""
+
+    task: str
+    prompt_tokens: int
+    turns: tuple[TurnPlan, ...]
+    family: str = ""
+
+
+def draw(
+    traces: Sequence[Trace],
+    *,
+    num_groups: int,
+    group_size: int,
+    seed: int,
+    iterations: int = 1,
+    name: str = "sim",
+) -> Workload:
+    """A workload of ``iterations`` x ``num_groups`` groups drawn from traces.
+
+    Tasks that were recorded at least ``group_size`` times (or the most-recorded ones, where none was) make groups of their own samples. Where
+    tasks were recorded once, a group is of different tasks: its samples tell nothing about each other, which is the worst case
+    for a policy that listens to siblings.
+    """
+    import numpy as np
+
+    if not traces:
+        raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
+    rng = np.random.default_rng([seed, 0x5EED])
+    by_task: dict[str, list[Trace]] = {}
+    for trace in traces:
+        by_task.setdefault(trace.task, []).append(trace)
+    repeated = [samples for _, samples in sorted(by_task.items()) if len(samples) >= group_size]
+    plans = []
+    order: list[int] = []
+    for index in range(iterations * num_groups):
+        iteration, group = divmod(index, num_groups)
+        if repeated and group_size > 1:
+            if not order:
+                order = [int(i) for i in rng.permutation(len(repeated))]
+            samples = repeated[order.pop()]
+            chosen = [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
+        else:
+            chosen = []
+            while len(chosen) < group_size:
+                if not order:
+                    order = [int(i) for i in rng.permutation(len(traces))]
+                chosen.append(traces[order.pop()])
+        plans += [
+            TrajectoryPlan(iteration, group, sample, trace.prompt_tokens, trace.turns, trace.family)
+            for sample, trace in enumerate(chosen)
+        ]
+    return Workload(name, tuple(plans))
+
+
+def synthetic(num: int, *, turns: int, seed: int, iterations: int = 1, group_size: int = 8, name: str = "sim") -> Workload:
+    """A workload made up from distributions: lognormal turn lengths, geometric numbers of turns, bimodal tool times.
+
+    Parameters
+    ----------
+    num : int
+        Trajectories in each iteration.
+    turns : int
+        Mean number of turns of one.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng([seed, 0xA11])
+    plans = []
+    for index in range(num * iterations):
+        iteration, place = divmod(index, num)
+        count = int(min(20 * turns, max(1, rng.geometric(1.0 / turns))))
+        lengths = np.maximum(1, rng.lognormal(4.8, 1.1, count)).astype(int)
+        payloads = rng.lognormal(5.0, 1.2, count).astype(int)
+        seconds = np.where(rng.random(count) < 0.75, 0.04, rng.gamma(2.0, 5.0, count))
+        rows = [
+            TurnPlan(int(lengths[i]), "tool" if i + 1 < count else "", "ok", int(payloads[i]) if i + 1 < count else 0, float(seconds[i]))
+            for i in range(count)
+        ]
+        plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
+    return Workload(name, tuple(plans))
+
+
+def by_key(workload: Workload) -> Mapping[str, TrajectoryPlan]:
+    """Plans by key, in the order of the workload."""
+    return {workload.key(plan): plan for plan in workload.trajectories}
+
+
+def plan_rows(plans: Iterable[TrajectoryPlan]) -> dict[str, Any]:
+    """How much work plans are: number, turns, tokens generated and read, tool seconds."""
+    plans = list(plans)
+    return {
+        "trajectories": len(plans),
+        "turns": sum(len(plan.turns) for plan in plans),
+        "new_tokens": sum(plan.new_tokens for plan in plans),
+        "final_tokens": sum(plan.final_tokens for plan in plans),
+        "tool_s": sum(turn.tool_s for plan in plans for turn in plan.turns),
+    }
