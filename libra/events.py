@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from libra.errors import StoreError
 
-SCHEMA = 2
+SCHEMA = 3
 """Layout of an event; a change that old code cannot read takes the next number."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
@@ -36,7 +36,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """A driver took ``epoch`` of a run and begins; ``policy`` names what orders its trajectories."""
+    """A driver took ``epoch`` of a run and begins; ``policy`` names what orders its trajectories, ``family`` their environment."""
 
     name: ClassVar[str] = "run_started"
     epoch: int
@@ -44,6 +44,7 @@ class RunStarted(Event):
     iterations: int
     groups_per_batch: int
     policy: str
+    family: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class PolicySnapshot(Event):
 
     name: ClassVar[str] = "policy_snapshot"
     policy: str
+    family: str
     order: dict[str, Any]
     admission: dict[str, Any]
 
@@ -80,6 +82,7 @@ class GateOpened(Event):
 class TrajectoryParked(Event):
     """A trajectory waits for a slot of ``phase``, after ``quanta`` committed records, at this place in the order.
 
+    ``context_tokens`` is its context so far, 0 where it has not run yet.
     ``priority`` and ``reason`` are the policy's answer, a ``SetPriority``; empty where it gave none.
     """
 
@@ -87,6 +90,7 @@ class TrajectoryParked(Event):
     key: str
     phase: str
     quanta: int
+    context_tokens: int
     priority: tuple[int, ...]
     reason: str
 
@@ -102,16 +106,55 @@ class PrioritySet(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryEnded(Event):
-    """The scheduler has forgotten a trajectory, and so may the policy."""
+class BucketsPreferred(Event):
+    """A trajectory may take slots of these buckets beside those of its home, by what the line before told."""
 
-    name: ClassVar[str] = "trajectory_ended"
+    name: ClassVar[str] = "buckets_preferred"
+    key: str
+    buckets: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementVoid(Event):
+    """A trajectory was to be given a slot, but its task was cancelled; nothing was sent."""
+
+    name: ClassVar[str] = "placement_void"
+    key: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class HomeForgotten(Event):
+    """A trajectory's next attempt need not go where the last one failed."""
+
+    name: ClassVar[str] = "home_forgotten"
     key: str
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyLearned(Event):
+    """The policy did the dear part of its learning from what had finished, which took ``seconds`` of the scheduler's loop."""
+
+    name: ClassVar[str] = "policy_learned"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEnded(Event):
+    """The scheduler has forgotten a trajectory, and so may the policy; ``completed``: it came to an end of its own."""
+
+    name: ClassVar[str] = "trajectory_ended"
+    key: str
+    completed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QuantumDispatched(Event):
-    """A waiting trajectory was given one slot of ``phase`` on ``worker``."""
+    """A waiting trajectory was given one slot of ``phase`` on ``worker``, for this reason.
+
+    ``alone``: no other run was on the scheduler, so the log has all that the dispatcher knew.
+    """
 
     name: ClassVar[str] = "quantum_dispatched"
     key: str
@@ -119,6 +162,8 @@ class QuantumDispatched(Event):
     quantum: int
     worker: str
     priority: tuple[int, ...]
+    reason: str
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +308,29 @@ class WorkerJoined(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerCapacity(Event):
+    """What the policy knows of a worker from now on; the fields are those of `libra.policy.messages.WorkerJoined`."""
+
+    name: ClassVar[str] = "worker_capacity"
+    worker: str
+    bucket: str
+    rollout_slots: int
+    tool_slots: int
+    kv_tokens: int
+    token_s: float
+    token_full_s: float
+    prefill_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWithdrawn(Event):
+    """A worker takes nothing more: it has left, or is about to."""
+
+    name: ClassVar[str] = "worker_withdrawn"
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost(Event):
     """A Dask worker left; each quantum it took along has its own ``quantum_lost``."""
 
@@ -310,6 +378,10 @@ _KINDS: tuple[type[Event], ...] = (
     GateOpened,
     TrajectoryParked,
     PrioritySet,
+    BucketsPreferred,
+    PlacementVoid,
+    HomeForgotten,
+    PolicyLearned,
     TrajectoryEnded,
     QuantumDispatched,
     QuantumFinished,
@@ -324,6 +396,8 @@ _KINDS: tuple[type[Event], ...] = (
     VersionServed,
     IterationFinished,
     WorkerJoined,
+    WorkerCapacity,
+    WorkerWithdrawn,
     WorkerLost,
     FailureClassified,
     StallDetected,

@@ -16,6 +16,9 @@ PARK = "LIBRA_PARK"
 ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMMIT"
 """Resources that workers supply: slots of an engine, actions at once, replicas, graders at once, and the one committer."""
 
+TP = "TP"
+"""Resource by which a rollout worker declares its engine's tensor-parallel degree; nothing takes any of it."""
+
 _KEY = re.compile(r"(?P<node>[a-z_]+)-(?P<split>train|eval)(?P<indices>(?:-\d+)*)-e(?P<epoch>\d+)-(?P<run>.+)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from libra import events
-from libra.policy import Command, OpenBatch, OpenGate, SetPriority
+from libra.policy import Command, OpenBatch, OpenGate, Place, Prefer, SetPriority
 
 Subject = tuple[str, str | int]
 """What a decision is about: ("trajectory", key), ("gate", iteration) or ("batch", step)."""
 
-NAMES = {"SetPriority": "places in the order", "OpenGate": "gate openings", "OpenBatch": "batch openings"}
+NAMES = {
+    "SetPriority": "places in the order",
+    "Prefer": "preferred buckets",
+    "OpenGate": "gate openings",
+    "OpenBatch": "batch openings",
+}
 """What each command is called, in the plural."""
 
 
 def subject_of(command: Command) -> Subject:
     """What a command is about."""
     match command:
-        case SetPriority(key=key):
+        case SetPriority(key=key) | Prefer(key=key) | Place(key=key):
             return "trajectory", key
         case OpenGate(iteration=iteration):
             return "gate", iteration
@@ -62,7 +67,14 @@ def event_text(event: events.Event) -> str:
         case events.PrioritySet():
             return f"{event.key} gets place {list(event.priority)}: {event.reason}"
         case events.QuantumDispatched():
-            return f"quantum {event.quantum} is given a {event.phase} slot on {event.worker}, from place {list(event.priority)}"
+            return (
+                f"quantum {event.quantum} is given a {event.phase} slot on {event.worker}, from place {list(event.priority)}: "
+                f"{event.reason}"
+            )
+        case events.BucketsPreferred():
+            return f"{event.key} may take slots of {', '.join(event.buckets)}: {event.reason}"
+        case events.HomeForgotten():
+            return f"{event.key} goes on wherever there is room: its last attempt failed"
         case events.QuantumContinued():
             return (
                 f"quantum {event.quantum} begins in the same {event.phase} slot on {event.worker}: nobody waited for it"

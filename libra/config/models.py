@@ -223,6 +223,20 @@ class EvaluationSection(Section):
     """Sampling temperature of the evaluation. None: that of `rollout`."""
 
 
+class PolicySection(Section):
+    """Which waiting trajectory gets the next free slot, and where."""
+
+    name: Literal["cmlfq", "fifo", "mlfq", "completed_calls", "paper"] = "cmlfq"
+    """cmlfq: by what is believed to be left of each, learned from what tools return; without measured skill, least generated
+    first. fifo: first come, first served. mlfq: least generated first. completed_calls: most tool calls first (DynaRL). paper:
+    the Libra paper's rule. docs/scheduling.md compares them."""
+    objective: Literal["makespan", "stream"] = "makespan"
+    """Of cmlfq. makespan: longest expected first, so that the iteration is over soon. stream: groups are completed one after the
+    other, so that a step can begin while others generate (`run.eta` of 1 or more)."""
+    patience: AtLeastOne = 16
+    """How long a trajectory may be passed over, in arrivals per waiting trajectory; then it goes first. Not for fifo."""
+
+
 class ClusterSection(Section):
     """The Dask cluster: one that is there already, or local processes."""
 
@@ -281,6 +295,7 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
+    policy: PolicySection = PolicySection()
     cluster: ClusterSection = ClusterSection()
     observe: ObserveSection = ObserveSection()
     store: StoreSection = StoreSection()

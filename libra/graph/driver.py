@@ -246,6 +246,8 @@ class Session:
             restored=self._admission(),
             watchdog_s=config.watchdog.timeout_s,
             watchdog_restart=config.watchdog.restart,
+            policy=config.policy.model_dump(),
+            family=config.environment.name,
         )
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")

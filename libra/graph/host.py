@@ -33,7 +33,7 @@ from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
 from libra.graph.failures import FAULTS, failure_of
-from libra.graph.private import cheap_reschedule, still_wanted
+from libra.graph.private import cheap_reschedule, priority_here, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
 from libra.graph.spec import RunSpec
@@ -290,7 +290,7 @@ class LibraHost(WorkerPlugin):
         while goes_on:
             started_s, first = time.time(), state.quanta
             generates = state.phase is Phase.ROLLOUT
-            await self._one_quantum(state, started_s)
+            await self._one_quantum(key, state, started_s)
             goes_on = (
                 generates
                 and state.phase is Phase.ROLLOUT
@@ -301,10 +301,10 @@ class LibraHost(WorkerPlugin):
             self._report(key, state, first, started_s, goes_on=goes_on)
         return state
 
-    async def _one_quantum(self, state: TrajectoryState, started_s: float) -> None:
+    async def _one_quantum(self, key: str, state: TrajectoryState, started_s: float) -> None:
         try:
             if state.phase is Phase.ROLLOUT:
-                await self._generate(state)
+                await self._generate(key, state)
                 if state.phase is Phase.TOOL and self._inline(state.calls):
                     await self._act(state)
             else:
@@ -314,7 +314,7 @@ class LibraHost(WorkerPlugin):
             if self.engine is not None:
                 self.engine.forget(str(state.tid))
 
-    async def _generate(self, state: TrajectoryState) -> None:
+    async def _generate(self, key: str, state: TrajectoryState) -> None:
         engine, rollout = self.engine, self.spec.config.rollout
         assert engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
         await self.pull()
@@ -335,7 +335,7 @@ class LibraHost(WorkerPlugin):
                 top_p=rollout.top_p,
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
                 seed=self.spec.turn_seed(state.tid, state.turns, state.draw),
-                priority=(state.tid.iteration, 0, state.tid.group),
+                priority=priority_here(self.worker, key),
             )
         )
         text = self.chat.decode(output.token_ids)
@@ -438,6 +438,7 @@ class LibraHost(WorkerPlugin):
             tool=returned[0]["tool"] if returned else "",
             status=(bad[0] if bad else "ok") if returned else "",
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
+            context_tokens=len(state.context),
             start_s=started_s,
             stop_s=time.time(),
         )

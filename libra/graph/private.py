@@ -4,6 +4,7 @@
 
 * A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
   looks at its type and throws all of it away: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
+* A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
 * ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker tells.
 """
 
@@ -34,3 +35,9 @@ def still_wanted(worker: Worker, key: str) -> bool:
     """Whether the scheduler still waits for this running task here, and the worker takes more work."""
     ts = worker.state.tasks.get(key)
     return ts is not None and ts.state == "executing" and worker.status is Status.running
+
+
+def priority_here(worker: Worker, key: str) -> tuple[int, ...]:
+    """The place in the order that a running task was sent with; what Dask appended to it is left out."""
+    ts = worker.state.tasks.get(key)
+    return tuple(ts.priority[:3]) if ts is not None and ts.priority is not None else (0,)

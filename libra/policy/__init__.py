@@ -12,6 +12,7 @@ from libra.policy.known_lengths import KnownLengths
 from libra.policy.messages import (
     Command,
     Event,
+    HomeForgotten,
     OpenBatch,
     OpenGate,
     Place,
@@ -26,7 +27,7 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.policy.ordering import ORDERINGS, Ordering
+from libra.policy.ordering import ORDERINGS, Learns, Ordering, make_ordering
 from libra.policy.paper import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
@@ -44,7 +45,9 @@ __all__ = [
     "Fifo",
     "Forecast",
     "Forecaster",
+    "HomeForgotten",
     "KnownLengths",
+    "Learns",
     "Mlfq",
     "OpenBatch",
     "OpenGate",
@@ -64,4 +67,5 @@ __all__ = [
     "VersionPublished",
     "WorkerJoined",
     "WorkerLeft",
+    "make_ordering",
 ]

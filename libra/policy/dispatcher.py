@@ -17,12 +17,13 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from libra.policy.fleet import Fleet
 from libra.policy.messages import (
     Command,
     Event,
+    HomeForgotten,
     Place,
     Prefer,
     Priority,
@@ -90,6 +91,7 @@ class _Phase:
         self.slots: dict[str, int] = {}
         self.free: dict[str, int] = {}
         self.running: dict[str, str] = {}
+        self.taken: dict[str, int] = {}
 
     def leave(self, key: str) -> None:
         """``key`` does not wait here any more."""
@@ -103,26 +105,30 @@ class _Phase:
                 del self.waiting_at[home]
 
     def supply(self, worker: str, slots: int) -> None:
-        """``worker`` has so many slots from now on, some of them taken."""
+        """``worker`` has so many slots from now on, some of them taken; fewer than are taken: it gets none until they are."""
         self.slots[worker] = slots
-        self._room(worker, slots - sum(at == worker for at in self.running.values()))
+        self._room(worker)
 
     def take(self, key: str, worker: str) -> None:
         self.running[key] = worker
-        self._room(worker, self.free[worker] - 1)
+        self.taken[worker] = self.taken.get(worker, 0) + 1
+        self._room(worker)
 
     def give_back(self, key: str) -> None:
         worker = self.running.pop(key, None)
-        if worker is not None and worker in self.slots:
-            self._room(worker, self.free.get(worker, 0) + 1)
+        if worker is not None:
+            self.taken[worker] -= 1
+            self._room(worker)
 
     def lose(self, worker: str) -> None:
         self.slots.pop(worker, None)
         self.free.pop(worker, None)
         for key in [key for key, at in self.running.items() if at == worker]:
             del self.running[key]
+        self.taken.pop(worker, None)
 
-    def _room(self, worker: str, count: int) -> None:
+    def _room(self, worker: str) -> None:
+        count = self.slots.get(worker, 0) - self.taken.get(worker, 0)
         if count > 0:
             self.free[worker] = count
         else:
@@ -136,6 +142,7 @@ class Dispatcher:
         self._fleet = Fleet()
         self._phases = {phase: _Phase() for phase in Phase}
         self._phase_of: dict[str, Phase] = {}
+        self._unplaced: set[str] = set()  # parked, and not given a place yet
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
         self._serial = 0
@@ -153,6 +160,7 @@ class Dispatcher:
                 for queue in self._phases.values():
                     queue.leave(key)
                 self._phase_of[key] = phase
+                self._unplaced.add(key)
                 self._buckets.pop(key, None)
             case QuantumFinished(key=key, phase=phase, latency_s=latency_s):
                 worker = self._phases[phase].running.get(key)
@@ -160,6 +168,13 @@ class Dispatcher:
                     mean = self._quantum_s.get(worker, latency_s)
                     self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
                 self.stopped(key)
+            case QuantumStarted(key=key, phase=phase, worker=worker):
+                queue = self._phases[phase]
+                if key not in queue.running and worker in queue.slots:  # it goes on in the slot it has
+                    queue.leave(key)
+                    queue.take(key, worker)
+            case HomeForgotten(key=key):
+                self._tool_home.pop(key, None)
             case TrajectoryEnded(key=key):
                 self._ended(key)
             case WorkerJoined(worker=worker):
@@ -175,7 +190,9 @@ class Dispatcher:
         for command in commands:
             match command:
                 case SetPriority(key=key, priority=priority):
-                    if key in self._phase_of:
+                    phase = self._phase_of.get(key)
+                    if phase is not None and (key in self._unplaced or key in self._phases[phase].waiting):
+                        self._unplaced.discard(key)
                         self._push(key, priority)
                 case Prefer(key=key, buckets=buckets):
                     if key in self._phase_of:
@@ -198,6 +215,7 @@ class Dispatcher:
             self._num_final += 1
             self._final_tokens += (final - self._final_tokens) / self._num_final
         self._phase_of.pop(key, None)
+        self._unplaced.discard(key)
         self._buckets.pop(key, None)
         self._tool_home.pop(key, None)
 
@@ -238,10 +256,18 @@ class Dispatcher:
         """How many trajectories wait for a slot of ``phase``."""
         return len(self._phases[phase].waiting)
 
+    def waiting(self, phase: Phase) -> Mapping[str, Priority]:
+        """The place of every trajectory that waits for a slot of ``phase``."""
+        return self._phases[phase].waiting
+
+    def slots(self, phase: Phase) -> tuple[int, int]:
+        """Slots of ``phase`` that are taken, and all there are."""
+        queue = self._phases[phase]
+        return len(queue.running), sum(queue.slots.values())
+
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""
-        queue = self._phases[phase]
-        return queue.slots.get(worker, 0) - queue.free.get(worker, 0)
+        return self._phases[phase].taken.get(worker, 0)
 
     def dispatch(self, phase: Phase) -> tuple[Place, ...]:
         """Who goes where now, in this order; they hold their slots from now on."""

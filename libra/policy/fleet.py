@@ -15,6 +15,7 @@ from typing import Any
 
 from libra.policy.messages import (
     Event,
+    HomeForgotten,
     QuantumFinished,
     QuantumStarted,
     TrajectoryEnded,
@@ -79,6 +80,8 @@ class Fleet:
             case QuantumFinished(key=key, tokens=tokens, payload_tokens=payload):
                 self._stopped(key)
                 self._grew(key, tokens + payload)
+            case HomeForgotten(key=key):
+                self._moved(key, None)
             case TrajectoryEnded(key=key):
                 self._stopped(key)
                 self._moved(key, None)

@@ -59,6 +59,13 @@ class QuantumFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class HomeForgotten:
+    """What an engine holds of a trajectory is not wanted any more: its last attempt there failed."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryEnded:
     """A trajectory is over; the policy may forget it.
 
@@ -159,6 +166,13 @@ class OpenBatch:
 
 
 Event = (
-    TrajectoryParked | QuantumStarted | QuantumFinished | TrajectoryEnded | VersionPublished | WorkerJoined | WorkerLeft
+    TrajectoryParked
+    | QuantumStarted
+    | QuantumFinished
+    | HomeForgotten
+    | TrajectoryEnded
+    | VersionPublished
+    | WorkerJoined
+    | WorkerLeft
 )
 Command = SetPriority | Prefer | Place | OpenGate | OpenBatch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from libra.policy.attained import CompletedCalls, Mlfq
-from libra.policy.cmlfq import CMLFQ, Oracle, Predictor
+from libra.policy.attained import PATIENCE, CompletedCalls, Mlfq
+from libra.policy.cmlfq import CMLFQ, Objective, Oracle, Predictor
 from libra.policy.fifo import Fifo
 from libra.policy.messages import Event, Prefer, SetPriority
 from libra.policy.paper import PaperRule
@@ -29,7 +29,24 @@ class Ordering(Protocol):
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Learns(Protocol):
+    """An ordering that learns off the critical path."""
+
+    def learn(self) -> None:
+        """Do the dear part of learning from what has finished since the last time; deterministic, like `handle`."""
+
+
 ORDERINGS: dict[str, type[Ordering]] = {
     kind.name: kind for kind in (Fifo, CMLFQ, PaperRule, Mlfq, CompletedCalls, Predictor, Oracle)
 }
 """Every ordering by the name that an event log gives it; without arguments each has its defaults, until it is restored."""
+
+
+def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:
+    """The ordering that ``policy`` of a configuration asks for; KeyError for a name that is none."""
+    if name == Fifo.name:
+        return Fifo()
+    if name == CMLFQ.name:
+        return CMLFQ(objective=objective, patience=patience)
+    return ORDERINGS[name](patience=patience)  # type: ignore[call-arg]

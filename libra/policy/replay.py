@@ -7,12 +7,14 @@ Promises
    an epoch ends may answers to its last event be missing: its writer died. `Told.cut` says so.
 3. Every snapshot but the first of an epoch is compared with what the objects know now.
 4. A dispatch is compared with the place that was last logged for its trajectory, and each needs a parking of its own:
-   the log of what was applied, against the log of what was decided.
+   the log of what was applied, against the log of what was decided. Where the log has the run from its start and no other
+   run shared the scheduler, the dispatcher places anew too, and its choice of trajectory and worker is compared.
 5. After a difference the replay goes on; later differences may follow from the first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
@@ -22,17 +24,26 @@ from typing import NamedTuple
 from libra import events, keys
 from libra.errors import StoreError
 from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.dispatcher import Dispatcher
 from libra.policy.messages import (
     Command,
+    Event,
+    HomeForgotten,
     OpenBatch,
     OpenGate,
+    Place,
+    Prefer,
     Priority,
     QuantumFinished,
+    QuantumStarted,
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
+    VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
 )
-from libra.policy.ordering import ORDERINGS, Ordering
+from libra.policy.ordering import ORDERINGS, Learns, Ordering
 from libra.types import Phase
 
 
@@ -74,7 +85,7 @@ class Told:
 class _Objects:
     """The policy objects of one epoch, and the places they gave."""
 
-    def __init__(self, line: int, policy: str, eta: int, groups_per_batch: int) -> None:
+    def __init__(self, line: int, policy: str, eta: int, groups_per_batch: int, family: str) -> None:
         if policy not in ORDERINGS:
             raise StoreError(
                 f"line {line}: decisions of policy {policy!r}; this Libra has {', '.join(ORDERINGS)}; "
@@ -82,8 +93,11 @@ class _Objects:
             )
         self.ordering: Ordering = ORDERINGS[policy]()
         self.admission = Admission(eta, groups_per_batch)
+        self.family = family
         self.places: dict[str, Priority] = {}
         self.dispatched: set[str] = set()  # since they were last parked
+        self.dispatcher: Dispatcher | None = None
+        self._placed: deque[Place] = deque()
 
     def restore(self, line: int, snapshot: events.PolicySnapshot) -> None:
         try:
@@ -97,34 +111,100 @@ class _Objects:
     def tell(self, line: int, event: events.Event) -> tuple[Command, ...] | None:
         """Their answers to an event; None where they are not told of this kind."""
         match event:
-            case events.TrajectoryParked(key=key, phase=phase, quanta=quanta):
-                iteration = _parsed(line, key).indices[0]
-                return self.ordering.handle(TrajectoryParked(key, iteration, _phase(line, phase), quanta))
-            case events.QuantumFinished(
-                key=key, phase=phase, tokens=tokens, tool=tool, status=status, latency_s=latency_s
-            ):
-                return self.ordering.handle(QuantumFinished(key, _phase(line, phase), tokens, tool, status, latency_s))
-            case events.TrajectoryEnded(key=key):
-                return self.ordering.handle(TrajectoryEnded(key))
-            case events.QuantumDispatched(key=key, phase=Phase.ROLLOUT):
-                parsed = _parsed(line, key)
-                if parsed.split == "train":
-                    iteration, group, _ = parsed.indices
-                    self.admission.generation_started(iteration, group, self.admission.version)
-                return ()
-            case events.QuantumDispatched():
-                return ()
             case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
                 return (
                     self.admission.group_committed(CommittedGroup(iteration, group, oldest)) if split == "train" else ()
                 )
-            case events.VersionPublished(version=version):
-                return self.admission.version_published(version)
             case events.GateParked(iteration=iteration):
                 return self.admission.gate_parked(iteration)
             case events.BatchParked(batch=batch):
                 return self.admission.batch_parked(batch)
+            case events.VersionPublished(version=version):
+                return (*self._told(VersionPublished(version)), *self.admission.version_published(version))
+            case events.PolicyLearned():
+                if isinstance(self.ordering, Learns):
+                    self.ordering.learn()
+                return ()
+            case events.QuantumLost(key=key) | events.TrajectoryFoundEnded(key=key):
+                if self.dispatcher is not None:
+                    self.dispatcher.stopped(key)
+                return ()
+            case events.PlacementVoid(key=key, phase=phase):
+                if self.dispatcher is not None:
+                    if not self._placed:
+                        self._placed.extend(self.dispatcher.dispatch(_phase(line, phase)))
+                    if self._placed:
+                        self._placed.popleft()
+                    self.dispatcher.stopped(key)
+                return ()
+            case events.QuantumDispatched(key=key, phase=phase, worker=worker):
+                parsed = _parsed(line, key)
+                if parsed.split == "train" and phase == Phase.ROLLOUT:
+                    iteration, group, _ = parsed.indices
+                    self.admission.generation_started(iteration, group, self.admission.version)
+                answers = self.ordering.handle(QuantumStarted(key, _phase(line, phase), worker))
+                if self.dispatcher is not None:
+                    self.dispatcher.apply(answers)
+                return answers
+        told = self._translated(line, event)
+        return None if told is None else self._told(told)
+
+    def _told(self, event: Event) -> tuple[Command, ...]:
+        if self.dispatcher is not None:
+            self.dispatcher.handle(event)
+        answers = self.ordering.handle(event)
+        if self.dispatcher is not None:
+            self.dispatcher.apply(answers)
+        return answers
+
+    def _translated(self, line: int, event: events.Event) -> Event | None:
+        """What policy objects are told of a line."""
+        match event:
+            case events.TrajectoryParked(key=key, phase=phase, quanta=quanta, context_tokens=context):
+                parsed = _parsed(line, key)
+                group = f"{parsed.split}-{parsed.indices[0]}-{parsed.indices[1]}"
+                return TrajectoryParked(
+                    key, parsed.indices[0], _phase(line, phase), quanta, group, self.family, context
+                )
+            case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
+                latency_s, payload = event.latency_s, event.payload_tokens
+                return QuantumFinished(key, _phase(line, phase), tokens, tool, status, latency_s, payload)
+            case events.QuantumContinued(key=key, phase=phase, worker=worker):
+                return QuantumStarted(key, _phase(line, phase), worker)
+            case events.HomeForgotten(key=key):
+                return HomeForgotten(key)
+            case events.TrajectoryEnded(key=key, completed=completed):
+                return TrajectoryEnded(key, completed)
+            case events.WorkerCapacity():
+                names = [field.name for field in fields_of(WorkerJoined)]
+                return WorkerJoined(**{name: getattr(event, name) for name in names})
+            case events.WorkerWithdrawn(worker=worker):
+                return WorkerLeft(worker)
         return None
+
+    def placed(self, line: int, event: events.QuantumDispatched) -> str:
+        """How a dispatch differs from the dispatcher's choice now; nothing where it does not know all."""
+        if not event.alone:
+            self.dispatcher = None
+        if self.dispatcher is None:
+            return ""
+        if not self._placed:
+            self._placed.extend(self.dispatcher.dispatch(_phase(line, event.phase)))
+        if not self._placed:
+            return f"{event.key} was given a slot of {event.worker}; now nobody gets one"
+        place = self._placed.popleft()
+        if (place.key, str(place.phase), place.worker, place.reason) == (
+            event.key,
+            event.phase,
+            event.worker,
+            event.reason,
+        ):
+            return ""
+        self.dispatcher = None  # later differences would only follow from this one
+        return (
+            f"{event.key} was given a {event.phase} slot of {event.worker} ({event.reason}); now {place.key} gets a "
+            f"{place.phase} slot of {place.worker} ({place.reason})"
+        )
 
 
 def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
@@ -136,7 +216,7 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
     waiting: _Answers | None = None
     fresh = False
     for line, event in lines:
-        if isinstance(event, events.PrioritySet | events.GateOpened | events.BatchOpened):
+        if isinstance(event, events.PrioritySet | events.BucketsPreferred | events.GateOpened | events.BatchOpened):
             if waiting is None:
                 command = _command(line, event)
                 yield Told(
@@ -154,7 +234,8 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
                 yield waiting.compared(last=isinstance(event, events.RunStarted))
                 waiting = None
             if isinstance(event, events.RunStarted):
-                objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch), True
+                objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family), True
+                objects.dispatcher = Dispatcher()
             elif objects is None:
                 objects = _begun(line, event)
             elif fresh:
@@ -202,7 +283,9 @@ class _Answers:
 def _told(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
     """Tell the objects; None where they are not told of this kind of event."""
     places = objects.places
-    difference = _misplaced(event, objects) if isinstance(event, events.QuantumDispatched) else ""
+    difference = ""
+    if isinstance(event, events.QuantumDispatched):
+        difference = _misplaced(event, objects) or objects.placed(line, event)
     now = objects.tell(line, event)
     if now is None:
         return None
@@ -221,7 +304,7 @@ def _told(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
 
 
 def _begun(line: int, snapshot: events.PolicySnapshot) -> _Objects:
-    objects = _Objects(line, snapshot.policy, 0, 1)
+    objects = _Objects(line, snapshot.policy, 0, 1, snapshot.family)
     objects.restore(line, snapshot)
     return objects
 
@@ -230,6 +313,8 @@ def _command(line: int, event: events.Event) -> Command:
     match event:
         case events.PrioritySet(key=key, priority=priority, reason=reason):
             return SetPriority(key, _priority(line, priority), reason)
+        case events.BucketsPreferred(key=key, buckets=buckets, reason=reason):
+            return Prefer(key, buckets, reason)
         case events.GateOpened(iteration=iteration, reason=reason):
             return OpenGate(iteration, reason)
         case events.BatchOpened(batch=batch, members=members, reason=reason):
@@ -312,6 +397,8 @@ def _shown(command: Command | None) -> str:
     match command:
         case SetPriority(key=key, priority=priority, reason=reason):
             return f"{key} gets priority {list(priority)} ({reason})"
+        case Prefer(key=key, buckets=buckets, reason=reason):
+            return f"{key} prefers {', '.join(buckets)} ({reason})"
         case OpenGate(iteration=iteration, reason=reason):
             return f"iteration {iteration} begins ({reason})"
         case OpenBatch(batch=batch, members=members, reason=reason):

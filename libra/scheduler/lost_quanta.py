@@ -41,5 +41,4 @@ def record_worker_failure(tracked: Tracked, address: str) -> bool:
     tracked.quanta += 1
     # Another attempt begins with a generation. Where the trajectory stands elsewhere, or is over, its next report says so.
     tracked.lost, tracked.phase = 0, Phase.ROLLOUT
-    tracked.home.clear()
     return True

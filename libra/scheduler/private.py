@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from libra.keys import PARK
+from libra.keys import PARK, TP
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -70,6 +70,13 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
     """Name of a worker, its address where it is gone."""
     ws = scheduler.workers.get(address)
     return str(ws.name) if ws is not None else address
+
+
+def bucket(scheduler: Scheduler, address: str) -> str:
+    """Rollout capacity class of a worker: ``tp<N>`` from its resource ``TP``, empty where it declares none."""
+    ws = scheduler.workers.get(address)
+    degree = int(ws.resources.get(TP, 0)) if ws is not None else 0
+    return f"tp{degree}" if degree else ""
 
 
 def forgive(ts: TaskState | None) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
-from libra.policy import Admission, Ordering
+from libra.policy import Admission, Learns, Ordering
 from libra.store.event_log import EventLog
-from libra.types import Phase
+from libra.types import EndReason, Phase
 
 if TYPE_CHECKING:
     from libra.scheduler.watchdog import StallGuard
@@ -40,12 +40,19 @@ class Tracked:
     reported: bool = False  # whether the quantum now running has reported
     lost: int = 0  # quanta in a row that ended without a report
     ended: bool = False
-    at: tuple[Phase, str] | None = None
-    home: dict[Phase, str] = field(default_factory=dict)
+    at: tuple[Phase, str] | None = None  # phase and address of the slot it has
+    worker: str = ""  # name of the worker where it has, or last had, a slot
+    context_tokens: int = 0  # as of its last report; 0 before
+    end: str = ""  # why it ended, as reported
+
+    @property
+    def completed(self) -> bool:
+        """Whether it came to an end of its own."""
+        return self.end not in ("", str(EndReason.FAILURE))
 
     def found_ended(self, quanta: int, worker: str, end: str) -> None:
         """It was sent to a worker and had ended before: no quantum was run, and none is counted."""
-        self.reported, self.lost, self.ended, self.quanta = True, 0, True, quanta
+        self.reported, self.lost, self.ended, self.quanta, self.end = True, 0, True, quanta, end
         self.run.emit("trajectory_found_ended", key=self.key, quanta=quanta, worker=worker, end=end)
 
 
@@ -61,6 +68,7 @@ class RunState:
     admission: Admission
     policy: Ordering
     log: EventLog | None
+    family: str = ""  # of all its trajectories: the name of their environment
     started_s: float = field(default_factory=time.time)
     iteration: int = -1
     gates: dict[int, str] = field(default_factory=dict)
@@ -79,6 +87,8 @@ class RunState:
     guard: StallGuard | None = None
     last_event: dict[str, Any] = field(default_factory=dict)
     num_events: int = 0
+    num_ended: int = 0  # trajectories that are over
+    learned_ended: int = 0  # of those, how many when the policy last learned
     next_snapshot: int = 0  # number of events from which on one is due
 
     @property
@@ -101,6 +111,14 @@ class RunState:
         if self.log is not None:
             self.num_events += 1
             self.log.write(event)
+
+    def learn(self) -> None:
+        """Have the policy do the dear part of its learning, where something has finished since the last time."""
+        if self.num_ended > self.learned_ended and isinstance(self.policy, Learns):
+            self.learned_ended = self.num_ended
+            began_s = time.perf_counter()
+            self.policy.learn()
+            self.emit("policy_learned", seconds=round(time.perf_counter() - began_s, 6))
 
     def progressed(self) -> None:
         """Something of the run went on: the watchdog, where there is one, is at ease."""
@@ -134,7 +152,7 @@ class RunState:
         if self.log is None:
             return
         t_s, order, admission = round(self.uptime_s, 6), self.policy.snapshot(), self.admission.snapshot()
-        line = to_json(PolicySnapshot(self.run, t_s, self.policy.name, order, admission))
+        line = to_json(PolicySnapshot(self.run, t_s, self.policy.name, self.family, order, admission))
         self.log.write_line(line)
         self.num_events += 1
         self.next_snapshot = self.num_events + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from libra.policy import (
     CommittedGroup,
     Dispatcher,
     Event,
+    Learns,
     OpenBatch,
     OpenGate,
     Ordering,
@@ -47,13 +48,6 @@ TOOLS = "tools"
 """Name of the one worker that runs all tools."""
 LEARNS_EVERY = 8
 """Trajectories that end between two calls of an ordering's ``learn``; live, a timer calls it."""
-
-
-@runtime_checkable
-class Learns(Protocol):
-    """An ordering that learns off the critical path."""
-
-    def learn(self) -> None: ...
 
 
 class Loss(NamedTuple):

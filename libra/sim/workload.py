@@ -107,10 +107,14 @@ def checked(workload: Workload, where: str) -> Workload:
             raise ConfigError(f"{where}: two trajectories at (iteration, group, sample) = {place}; number them apart")
         seen.add(place)
         if not plan.turns or min(*place, plan.prompt_tokens) < 0:
-            raise ConfigError(f"{where}: trajectory {place} has {len(plan.turns)} turns and {plan.prompt_tokens} prompt tokens")
+            raise ConfigError(
+                f"{where}: trajectory {place} has {len(plan.turns)} turns and {plan.prompt_tokens} prompt tokens"
+            )
         for index, turn in enumerate(plan.turns):
             if turn.new_tokens < 1 or turn.payload_tokens < 0 or not 0.0 <= turn.tool_s < float("inf"):
-                raise ConfigError(f"{where}: turn {index} of trajectory {place}: {turn}; tokens are >= 1, seconds finite")
+                raise ConfigError(
+                    f"{where}: turn {index} of trajectory {place}: {turn}; tokens are >= 1, seconds finite"
+                )
     return workload
 
 
@@ -178,7 +182,9 @@ def draw(
     return Workload(name, tuple(plans))
 
 
-def synthetic(num: int, *, turns: int, seed: int, iterations: int = 1, group_size: int = 8, name: str = "sim") -> Workload:
+def synthetic(
+    num: int, *, turns: int, seed: int, iterations: int = 1, group_size: int = 8, name: str = "sim"
+) -> Workload:
     """A workload made up from distributions: lognormal turn lengths, geometric numbers of turns, bimodal tool times.
 
     Parameters
@@ -199,7 +205,13 @@ def synthetic(num: int, *, turns: int, seed: int, iterations: int = 1, group_siz
         payloads = rng.lognormal(5.0, 1.2, count).astype(int)
         seconds = np.where(rng.random(count) < 0.75, 0.04, rng.gamma(2.0, 5.0, count))
         rows = [
-            TurnPlan(int(lengths[i]), "tool" if i + 1 < count else "", "ok", int(payloads[i]) if i + 1 < count else 0, float(seconds[i]))
+            TurnPlan(
+                int(lengths[i]),
+                "tool" if i + 1 < count else "",
+                "ok",
+                int(payloads[i]) if i + 1 < count else 0,
+                float(seconds[i]),
+            )
             for i in range(count)
         ]
         plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))

@@ -61,10 +61,10 @@ def small_run() -> list[Event]:
     def park(sample: int, phase: Phase, quanta: int) -> None:
         key = KEY.format(sample)
         (command,) = fifo.handle(Parked(key, 0, phase, quanta))
-        note(TrajectoryParked, key, str(phase), quanta, tuple(command.priority), command.reason)
+        note(TrajectoryParked, key, str(phase), quanta, 0, tuple(command.priority), command.reason)
 
-    note(RunStarted, 0, 0, 1, 1, "fifo")
-    note(PolicySnapshot, "fifo", fifo.snapshot(), admission.snapshot())
+    note(RunStarted, 0, 0, 1, 1, "fifo", "tool_arithmetic")
+    note(PolicySnapshot, "fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot())
     admission.version_published(0)
     note(VersionPublished, 0, "d0", 1)
     note(GateParked, 0)
@@ -74,16 +74,16 @@ def small_run() -> list[Event]:
         park(sample, Phase.ROLLOUT, 0)
     for sample in range(2):
         admission.generation_started(0, 0, 0)
-        note(QuantumDispatched, KEY.format(sample), "ROLLOUT", 0, "rollout-0", (0, 0, sample))
+        note(QuantumDispatched, KEY.format(sample), "ROLLOUT", 0, "rollout-0", (0, 0, sample), "first home", False)
         note(QuantumFinished, KEY.format(sample), "ROLLOUT", 0, 7, "", "", 0, 0.5, "rollout-0", 0, "")
-    note(PolicySnapshot, "fifo", fifo.snapshot(), admission.snapshot())
+    note(PolicySnapshot, "fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot())
     park(1, Phase.TOOL, 1)
     admission.batch_parked(0)
     note(BatchParked, 0)
     (batch,) = admission.group_committed(CommittedGroup(0, 0, 0))
     note(GroupCommitted, "train", 0, 0, 0, 0.5, {})
     note(BatchOpened, 0, batch.members, batch.reason)
-    note(TrajectoryEnded, KEY.format(0))
+    note(TrajectoryEnded, KEY.format(0), True)
     return log
 
 

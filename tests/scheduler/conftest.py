@@ -28,8 +28,8 @@ def report(key: str, run: str, quantum: int, *, following: Phase | None, goes_on
     message = {
         "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": quantum,
         "end": "" if following else "answered", "next": str(following or ""), "goes_on": goes_on, "failure": "none",
-        "detail": "", "tokens": 1, "version": 0, "tool": "", "status": "", "payload_tokens": 0, "start_s": 1.0,
-        "stop_s": 2.0,
+        "detail": "", "tokens": 1, "version": 0, "tool": "", "status": "", "payload_tokens": 0,
+        "context_tokens": quantum + 1, "start_s": 1.0, "stop_s": 2.0,
     }  # fmt: skip
     get_worker().log_event("libra", message)
 

@@ -47,7 +47,8 @@ def quantum(blocks: str) -> Callable[[str], Any]:
             message = {
                 "kind": "quantum", "run": "demo", "epoch": 0, "key": "trajectory-train-0-0-0-e0-demo", "quantum": 0,
                 "end": "answered", "next": "", "goes_on": False, "failure": "none", "detail": "", "tokens": 1,
-                "version": 0, "tool": "", "status": "", "payload_tokens": 0, "start_s": 1.0, "stop_s": 2.0,
+                "version": 0, "tool": "", "status": "", "payload_tokens": 0, "context_tokens": 1,
+                "start_s": 1.0, "stop_s": 2.0,
             }  # fmt: skip
             get_worker().log_event("libra", message)
             return "answered"

@@ -1,0 +1,69 @@
+"""The command applier: what policy objects answer becomes priorities, restrictions and opened tasks here, and nowhere else.
+
+Invariants
+----------
+1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its run's event log.
+2. A task that is not waiting keeps what it has: it is given its place anew when it parks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from libra import keys
+from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, Prefer, SetPriority
+from libra.scheduler import private
+from libra.scheduler.run_state import RunState
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler
+
+task_logger = logging.getLogger("libra.scheduler.tasks")
+
+
+class Applier:
+    """Carries out commands for all runs on a scheduler; ``kick`` is called where a dispatch may be due."""
+
+    def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
+        self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
+
+    def apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
+        """Carry out and log; every command gets a line, but ``on_the_line``, which is on that of its event already."""
+        for command in commands:
+            match command:
+                case SetPriority(key=key, priority=priority, reason=reason):
+                    if command is not on_the_line:
+                        state.emit("priority_set", key=key, priority=priority, reason=reason)
+                    ts = self._scheduler.tasks.get(key)
+                    if ts is not None:
+                        task_logger.debug("%s: %s: priority %s", reason, key, priority)
+                        private.set_priority(ts, priority)
+                        if ts.state == "no-worker":
+                            self._kick()
+                case Prefer(key=key, buckets=buckets, reason=reason):
+                    state.emit("buckets_preferred", key=key, buckets=buckets, reason=reason)
+                    self._kick()
+                case OpenGate(iteration=iteration, reason=reason):
+                    state.iteration = max(state.iteration, iteration)
+                    state.emit("gate_opened", iteration=iteration, reason=reason)
+                    logging.getLogger("libra.scheduler").info(
+                        "%s: iteration %d of %s begins", reason, iteration, state.run
+                    )
+                    self.open(state, state.gates.pop(iteration), keys.GRADE)
+                case OpenBatch(batch=batch, members=members, reason=reason):
+                    state.emit("batch_opened", batch=batch, members=[list(m) for m in members], reason=reason)
+                    logging.getLogger("libra.scheduler").info("%s: batch %d of %s opens", reason, batch, state.run)
+                    self.open(state, state.batches.pop(batch), keys.COMMIT)
+        self._dispatcher.apply(commands)
+
+    def open(self, state: RunState, key: str, resource: str) -> None:
+        """Release a gate or a batch, outside of the transition that brought us here."""
+        task_logger.debug("%s: %s opens", state.run, key)
+        release = private.Release(key, {resource: 1}, None)
+        self._scheduler.loop.add_callback(private.release, self._scheduler, [release], f"libra-open-{key}")
+
+    def release(self, releases: Iterable[private.Release], stimulus_id: str) -> None:
+        """Send trajectories to the workers that were chosen for them."""
+        private.release(self._scheduler, releases, stimulus_id)
