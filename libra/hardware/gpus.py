@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -74,10 +75,10 @@ def read_gpu(path: str | Path) -> GPU:
     if not isinstance(values, dict) or set(values) != names:
         got = sorted(values) if isinstance(values, dict) else values
         raise ConfigError(f"{path}: got fields {got}; a GPU file has exactly {', '.join(sorted(names))}")
-    text = {"name", "full_name"}
-    whole = {"num_sms", "gpus_per_node"}
+    kinds: dict[str, type] = {"name": str, "full_name": str, "num_sms": int, "gpus_per_node": int}
     try:
-        return GPU(**{k: v if k in text else int(v) if k in whole else float(v) for k, v in values.items()})
+        numbers: dict[str, Any] = {key: kinds.get(key, float)(value) for key, value in values.items()}
+        return GPU(**numbers)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
