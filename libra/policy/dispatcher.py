@@ -7,7 +7,7 @@ Invariants
 ----------
 1. A worker never holds more quanta of a phase than it has slots.
 2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
-   at home there; whoever prefers its bucket; whoever is overdue (level 0); and, where a slot would stay free otherwise,
+   at home there; whoever prefers its bucket; whoever is overdue (level -1); and, where a slot would stay free otherwise,
    whoever waits elsewhere so long that computing its context again pays (`_pays`).
 3. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
    under way (`_fits`), and no move pays.
@@ -34,12 +34,13 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.patience import OVERDUE
 from libra.types import Phase
 
-OVERDUE = 0
-"""The level of those that have waited for too long; see `libra.policy.patience`."""
 SCANNED_FOR_A_MOVE = 8
 """How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
+GROWTH_HELD_FREE = 0.6
+"""Share of the growth of contexts that KV memory is held free for: those of one engine do not all end at once."""
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
@@ -138,6 +139,9 @@ class Dispatcher:
         self._phase_of: dict[str, Phase] = {}
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
+        self._believed_tokens: dict[str, int] = {}  # context that a trajectory is believed to reach
+        self._reserved: dict[str, tuple[str, float]] = {}  # home and KV held free for each that has one
+        self._held: dict[str, float] = {}  # the sum of it by worker
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
         self._final_tokens = 0.0
@@ -177,8 +181,12 @@ class Dispatcher:
                 case SetPriority(key=key, priority=priority):
                     if key in self._phase_of:
                         self._push(key, priority)
-                case Prefer(key=key, buckets=buckets):
+                case Prefer(key=key, buckets=buckets, final_tokens=final_tokens):
                     if key in self._phase_of:
+                        if final_tokens:
+                            self._believed_tokens[key] = final_tokens
+                        if not buckets:
+                            continue
                         self._buckets[key] = buckets
                         held = self._phases[self._phase_of[key]].waiting.get(key)
                         if held is not None:
@@ -197,14 +205,17 @@ class Dispatcher:
         if final:
             self._num_final += 1
             self._final_tokens += (final - self._final_tokens) / self._num_final
-        self._phase_of.pop(key, None)
-        self._buckets.pop(key, None)
-        self._tool_home.pop(key, None)
+        self._reserve(key, None)
+        for table in (self._phase_of, self._buckets, self._tool_home, self._believed_tokens):
+            table.pop(key, None)
 
     def _worker_left(self, event: WorkerLeft) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
         self._quantum_s.pop(event.worker, None)
+        self._held.pop(event.worker, None)
+        for key in [key for key, (home, _) in self._reserved.items() if home == event.worker]:
+            del self._reserved[key]
         self._fleet.handle(event)
         queue = self._phases[Phase.ROLLOUT]
         for key in [key for key, home in queue.home_of.items() if home == event.worker]:
@@ -254,6 +265,8 @@ class Dispatcher:
             queue.take(place.key, place.worker)
             if phase is Phase.TOOL:
                 self._tool_home[place.key] = place.worker
+            else:
+                self._reserve(place.key, place.worker)
             self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
             places.append(place)
         return tuple(places)
@@ -288,7 +301,7 @@ class Dispatcher:
         if entry is not None and (best is None or entry < best):
             target = self._first_home(queue, entry)
             if target is not None:
-                best, worker, reason = entry, target, "first home" if entry[0].level else "overdue"
+                best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
         return None if best is None else Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
@@ -317,13 +330,27 @@ class Dispatcher:
         return best
 
     def _fits(self, worker: str, key: str) -> bool:
-        """Whether the KV of ``key`` fits beside that of all who are at home there, each at the mean of final contexts at least."""
+        """Whether the KV of ``key`` fits beside that of all who are at home there, with what they have yet to grow by."""
         host = self._fleet.hosts[worker]
         if not host.spec.kv_tokens or not host.residents or self._fleet.home.get(key) == worker:
             return True
-        held = max(host.context_tokens, int(host.residents * self._final_tokens))
-        own = max(self._fleet.context_tokens.get(key, 0), int(self._final_tokens))
-        return held + own <= host.spec.kv_tokens
+        return self._held.get(worker, 0.0) + self._room_for(key) <= host.spec.kv_tokens
+
+    def _room_for(self, key: str) -> float:
+        """KV to be held free for ``key``: its context, and part of what it is believed, or ended ones show, to grow by."""
+        tokens = self._fleet.context_tokens.get(key, 0)
+        final = self._believed_tokens.get(key) or self._final_tokens
+        return tokens + GROWTH_HELD_FREE * max(0.0, final - tokens)
+
+    def _reserve(self, key: str, worker: str | None) -> None:
+        home, tokens = self._reserved.pop(key, ("", 0.0))
+        if home:
+            self._held[home] -= tokens
+        if worker in self._fleet.hosts:
+            assert worker is not None
+            room = self._room_for(key)
+            self._reserved[key] = (worker, room)
+            self._held[worker] = self._held.get(worker, 0.0) + room
 
     def _move(self, queue: _Phase) -> Place | None:
         """The first in order for whom a slot that would stay free is worth computing its context again."""

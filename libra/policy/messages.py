@@ -12,7 +12,7 @@ class Priority(NamedTuple):
     """Order of parked tasks, compared left to right, smaller first. It is what ``ts.priority`` holds in the scheduler."""
 
     deadline: int  # iteration that must not wait for later ones
-    level: int  # MLFQ level, 0 first
+    level: int  # MLFQ level, 0 first; -1 is overdue
     order: int  # within a level
 
 
@@ -124,11 +124,15 @@ class SetPriority:
 
 @dataclass(frozen=True, slots=True)
 class Prefer:
-    """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none."""
+    """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none.
+
+    ``final_tokens`` of context it is believed to reach; 0: nothing is believed.
+    """
 
     key: str
     buckets: tuple[str, ...]
     reason: str
+    final_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
