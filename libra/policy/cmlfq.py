@@ -132,7 +132,7 @@ class CMLFQ:
         if not buckets and length <= self._told.get(key, 0):
             return []
         self._told[key] = max(length, self._told.get(key, 0))
-        return [Prefer(key, buckets, f"cmlfq: {int(mean_tokens)} tokens left", final)]
+        return [Prefer(key, buckets, f"cmlfq: {int(mean_tokens)} tokens left", int(mean_tokens), final)]
 
     def _level(self, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
         begun = life.generated_tokens > 0

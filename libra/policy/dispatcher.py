@@ -10,7 +10,7 @@ Invariants
    at home there; whoever prefers its bucket; whoever is overdue (level -1); and, where a slot would stay free otherwise,
    whoever waits elsewhere so long that computing its context again pays (`_pays`).
 3. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
-   under way (`_fits`), and no move pays.
+   under way (`Loads.fits`), and no move pays.
 4. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 """
 
@@ -20,6 +20,7 @@ import heapq
 from collections.abc import Iterable
 
 from libra.policy.fleet import Fleet
+from libra.policy.loads import Loads
 from libra.policy.messages import (
     Command,
     Event,
@@ -39,8 +40,6 @@ from libra.types import Phase
 
 SCANNED_FOR_A_MOVE = 8
 """How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
-GROWTH_HELD_FREE = 0.6
-"""Share of the growth of contexts that KV memory is held free for: those of one engine do not all end at once."""
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
@@ -139,13 +138,9 @@ class Dispatcher:
         self._phase_of: dict[str, Phase] = {}
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
-        self._believed_tokens: dict[str, int] = {}  # context that a trajectory is believed to reach
-        self._reserved: dict[str, tuple[str, float]] = {}  # home and KV held free for each that has one
-        self._held: dict[str, float] = {}  # the sum of it by worker
+        self._loads = Loads(self._fleet)
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
-        self._final_tokens = 0.0
-        self._num_final = 0
 
     # ---------------------------------------------------------------- what it is told
 
@@ -158,12 +153,13 @@ class Dispatcher:
                     queue.leave(key)
                 self._phase_of[key] = phase
                 self._buckets.pop(key, None)
-            case QuantumFinished(key=key, phase=phase, latency_s=latency_s):
+            case QuantumFinished(key=key, phase=phase, tokens=tokens, latency_s=latency_s):
                 worker = self._phases[phase].running.get(key)
                 if phase is Phase.ROLLOUT and worker is not None:
                     mean = self._quantum_s.get(worker, latency_s)
                     self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
                 self.stopped(key)
+                self._loads.generated(key, tokens)
             case TrajectoryEnded(key=key):
                 self._ended(key)
             case WorkerJoined(worker=worker):
@@ -181,10 +177,10 @@ class Dispatcher:
                 case SetPriority(key=key, priority=priority):
                     if key in self._phase_of:
                         self._push(key, priority)
-                case Prefer(key=key, buckets=buckets, final_tokens=final_tokens):
+                case Prefer(key=key, buckets=buckets):
                     if key in self._phase_of:
-                        if final_tokens:
-                            self._believed_tokens[key] = final_tokens
+                        if command.final_tokens:
+                            self._loads.believe(key, command.left_tokens, command.final_tokens)
                         if not buckets:
                             continue
                         self._buckets[key] = buckets
@@ -201,21 +197,15 @@ class Dispatcher:
         self.stopped(key)
         for queue in self._phases.values():
             queue.leave(key)
-        final = self._fleet.context_tokens.get(key, 0)
-        if final:
-            self._num_final += 1
-            self._final_tokens += (final - self._final_tokens) / self._num_final
-        self._reserve(key, None)
-        for table in (self._phase_of, self._buckets, self._tool_home, self._believed_tokens):
+        self._loads.end(key)
+        for table in (self._phase_of, self._buckets, self._tool_home):
             table.pop(key, None)
 
     def _worker_left(self, event: WorkerLeft) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
         self._quantum_s.pop(event.worker, None)
-        self._held.pop(event.worker, None)
-        for key in [key for key, (home, _) in self._reserved.items() if home == event.worker]:
-            del self._reserved[key]
+        self._loads.lose(event.worker)
         self._fleet.handle(event)
         queue = self._phases[Phase.ROLLOUT]
         for key in [key for key, home in queue.home_of.items() if home == event.worker]:
@@ -266,7 +256,7 @@ class Dispatcher:
             if phase is Phase.TOOL:
                 self._tool_home[place.key] = place.worker
             else:
-                self._reserve(place.key, place.worker)
+                self._loads.settle(place.key, place.worker)
             self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
             places.append(place)
         return tuple(places)
@@ -309,7 +299,7 @@ class Dispatcher:
         priority, _, key = entry
         if priority.level == OVERDUE:
             home = self._fleet.home.get(key)
-            return home if home in queue.free else self._fastest(queue, queue.free)
+            return home if home in queue.free else self._fastest(queue, key, queue.free)
         for bucket in self._buckets.get(key, ()):
             target = self._roomiest(queue, key, self._fleet.buckets.get(bucket, ()))
             if target is not None:
@@ -318,39 +308,15 @@ class Dispatcher:
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
         """The fastest of ``workers`` that has a free slot and KV memory for ``key``."""
-        return self._fastest(queue, [w for w in workers if w in queue.free and self._fits(w, key)])
+        return self._fastest(queue, key, [w for w in workers if w in queue.free and self._loads.fits(key, w)])
 
-    def _fastest(self, queue: _Phase, workers: Iterable[str]) -> str | None:
-        hosts, free, best, least = self._fleet.hosts, queue.free, None, None
+    def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+        best, least = None, None
         for worker in workers:
-            host = hosts[worker]
-            rank = (host.token_s(host.running + 1), -free[worker], worker)
+            rank = (self._loads.finish_s(key, worker), -queue.free[worker], worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best
-
-    def _fits(self, worker: str, key: str) -> bool:
-        """Whether the KV of ``key`` fits beside that of all who are at home there, with what they have yet to grow by."""
-        host = self._fleet.hosts[worker]
-        if not host.spec.kv_tokens or not host.residents or self._fleet.home.get(key) == worker:
-            return True
-        return self._held.get(worker, 0.0) + self._room_for(key) <= host.spec.kv_tokens
-
-    def _room_for(self, key: str) -> float:
-        """KV to be held free for ``key``: its context, and part of what it is believed, or ended ones show, to grow by."""
-        tokens = self._fleet.context_tokens.get(key, 0)
-        final = self._believed_tokens.get(key) or self._final_tokens
-        return tokens + GROWTH_HELD_FREE * max(0.0, final - tokens)
-
-    def _reserve(self, key: str, worker: str | None) -> None:
-        home, tokens = self._reserved.pop(key, ("", 0.0))
-        if home:
-            self._held[home] -= tokens
-        if worker in self._fleet.hosts:
-            assert worker is not None
-            room = self._room_for(key)
-            self._reserved[key] = (worker, room)
-            self._held[worker] = self._held.get(worker, 0.0) + room
 
     def _move(self, queue: _Phase) -> Place | None:
         """The first in order for whom a slot that would stay free is worth computing its context again."""

@@ -90,8 +90,8 @@ class WorkerJoined:
     kv_tokens : int
         Tokens of KV that its engine holds; 0: not known.
     token_s, token_full_s : float
-        Seconds per generated token of a trajectory that is alone in the engine, and of one among ``rollout_slots``; 0: not
-        known.
+        Seconds per generated token of a trajectory that is alone in the engine, and of one when its KV memory is full (or
+        its slots, where ``kv_tokens`` is not known); 0: not known.
     prefill_token_s : float
         Seconds to compute the KV of one token of context again; 0: not known.
     """
@@ -126,12 +126,13 @@ class SetPriority:
 class Prefer:
     """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none.
 
-    ``final_tokens`` of context it is believed to reach; 0: nothing is believed.
+    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed.
     """
 
     key: str
     buckets: tuple[str, ...]
     reason: str
+    left_tokens: int = 0
     final_tokens: int = 0
 
 
