@@ -107,12 +107,17 @@ class PrioritySet(Event):
 
 @dataclass(frozen=True, slots=True)
 class BucketsPreferred(Event):
-    """A trajectory may take slots of these buckets beside those of its home, by what the line before told."""
+    """A trajectory may take slots of these buckets beside those of its home, by what the line before told.
+
+    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed.
+    """
 
     name: ClassVar[str] = "buckets_preferred"
     key: str
     buckets: tuple[str, ...]
     reason: str
+    left_tokens: int
+    final_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

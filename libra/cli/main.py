@@ -197,6 +197,35 @@ def replay(run_dir: Path, **choice: Any) -> None:
 
 
 @cli.command()
+@_CONFIG
+@_OVERRIDES
+@click.option(
+    "--from-run",
+    "from_run",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Simulate the trajectories that this run generated, instead of drawn ones.",
+)
+@click.option(
+    "--workload", type=click.Path(path_type=Path), metavar="FILE", help="Simulate a workload that was saved before."
+)
+@click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Write down what is simulated.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
+    """Run CONFIG's `simulation` in virtual time: engines, tools and training take the seconds that the hardware model says.
+
+    \b
+    libra simulate libra/quickstart
+    libra simulate libra/quickstart simulation.policy=fifo 'simulation.layout={tp4: 4}'
+    libra simulate libra/quickstart --from-run runs/NAME --json
+    """
+    from libra.cli.simulate import simulate_run
+    from libra.config import load_config
+
+    simulate_run(load_config(config, overrides), **choice)
+
+
+@cli.command()
 @click.argument("config", metavar="[CONFIG]", required=False)
 @_OVERRIDES
 @_SCHEDULER

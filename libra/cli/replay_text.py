@@ -72,7 +72,8 @@ def event_text(event: events.Event) -> str:
                 f"{event.reason}"
             )
         case events.BucketsPreferred():
-            return f"{event.key} may take slots of {', '.join(event.buckets)}: {event.reason}"
+            buckets = f"may take slots of {', '.join(event.buckets)} too" if event.buckets else "stays in its bucket"
+            return f"{event.key} {buckets}: {event.reason}, {event.final_tokens} of context in the end"
         case events.HomeForgotten():
             return f"{event.key} goes on wherever there is room: its last attempt failed"
         case events.QuantumContinued():

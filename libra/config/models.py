@@ -31,6 +31,9 @@ from libra.config.section import AtLeastOne, AtLeastZero, Section
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
 from libra.keys import check_run_name
 
+PolicyName = Literal["cmlfq", "paper", "fifo", "mlfq", "completed_calls", "predictor", "oracle"]
+"""Every ordering of `libra.policy.ORDERINGS`."""
+
 
 class RunSection(Section):
     """The run as a whole: where it lives, how long it is, and how stale its data may be."""
@@ -285,6 +288,41 @@ class WatchdogSection(Section):
     """Restart the worker to blame. What its trajectories had committed is kept; the quantum in flight runs again."""
 
 
+class SimulationSection(Section):
+    """What `libra simulate` runs in virtual time: engines, a workload, and a policy. Sizes of groups and batches are those of
+    `trainer`, staleness and seed those of `run`."""
+
+    gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
+    """GPU of the engines: a name of `libra/hardware/gpus`, or a file of that form."""
+    model: Annotated[str, Field(min_length=1)] = "Qwen3-14B"
+    """Model whose seconds are simulated: a name of `libra/hardware/models`, or a directory or config.json in Hugging Face layout."""
+    layout: dict[Literal["tp1", "tp2", "tp4", "tp8"], AtLeastOne] = {"tp2": 8}
+    """Engines by tensor-parallel degree, e.g. {"tp2": 8, "tp8": 1}: eight engines of two GPUs and one of eight."""
+    slots: AtLeastOne | None = None
+    """Generations at once on each engine. None: as many as have room in its KV memory at their mean length, 256 at most."""
+    policy: PolicyName = "cmlfq"
+    """Who goes first, and where: cmlfq (forecasts of what is left), paper (the published rule), fifo, mlfq (least attained service),
+    completed_calls (DynaRL), predictor (lengths foreseen with `accuracy`), oracle (the true lengths)."""
+    objective: Literal["makespan", "stream"] = "makespan"
+    """Of cmlfq, predictor and oracle: the iteration ends soon, or groups are complete soon, one after the other."""
+    accuracy: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Of predictor: correlation of the logarithm of foreseen and true lengths."""
+    traces: Annotated[Path, Field(strict=False)] | None = None
+    """File of agent turns (CSV, one row a turn) that trajectories are drawn from. None: they are made up, of `turns` turns."""
+    turns: AtLeastOne = 36
+    """Mean number of turns of made-up trajectories."""
+    iterations: AtLeastOne = 1
+    """Iterations to simulate."""
+    train_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds of an optimizer step with its weight update."""
+    load_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds in which an engine takes new weights; running requests then compute their context again."""
+    tool_slots: AtLeastOne | None = None
+    """Actions at once. None: as many as are asked for."""
+    noise_frac: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Standard deviation of the logarithm of an engine's seconds between two changes of its batch. 0: exact seconds."""
+
+
 class RunConfig(Section):
     """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are Libra's own."""
 
@@ -304,6 +342,7 @@ class RunConfig(Section):
     slurm_rollout: SlurmRolloutJobs = SlurmRolloutJobs()
     slurm_train: SlurmTrainJobs = SlurmTrainJobs()
     slurm_tool: SlurmToolJobs = SlurmToolJobs()
+    simulation: SimulationSection = SimulationSection()
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from libra.policy.lives import Life, Lives, length_class
 from libra.policy.messages import Event, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
-from libra.policy.patience import Patience
+from libra.policy.patience import OVERDUE, Patience
 
 PATIENCE = 16
 """Default of ``patience``: parkings, per waiting trajectory, after which one goes first."""
@@ -79,8 +79,8 @@ MOST_CALLS = 10_000
 
 
 def overdue_first(overdue: list[tuple[str, int]], lives: Lives) -> tuple[SetPriority, ...]:
-    """Level 0 for those who have waited for too long, in the order in which they parked."""
+    """Level -1 for those who have waited for too long, in the order in which they parked."""
     return tuple(
-        SetPriority(key, Priority(lives.by_key[key].iteration, 0, number), "overdue: passed over for too long")
+        SetPriority(key, Priority(lives.by_key[key].iteration, OVERDUE, number), "overdue: passed over for too long")
         for key, number in overdue
     )

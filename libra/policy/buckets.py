@@ -17,7 +17,7 @@ from libra.policy.lives import NUM_CLASSES, length_class
 
 PAYS_FACTOR = 2.0
 """A move must save this many times the seconds it costs: forecasts err, and two moves that cancel out must not pay."""
-FASTER_FACTOR = 0.95
+FASTER_FACTOR = 0.9
 """A bucket is faster than another where its seconds per token are below this share of the other's."""
 REBALANCED_EVERY = 64
 """Changes of forecasts between two computations of the boundaries."""
@@ -65,28 +65,20 @@ class Buckets:
 
     def suited(self, key: str, remaining_tokens: float) -> tuple[str, ...]:
         """Buckets that ``key`` should take slots of besides those of its home; before others where it has no home yet."""
-        if len(self._fleet.buckets) < 2 or not self._edges:
-            return ()
-        length = length_class(remaining_tokens)
         home = self._fleet.home.get(key)
         if home is None:
-            # Within the class of an edge everybody looks alike, and the load decides.
-            return tuple(bucket for bucket, edge in self._edges.items() if length > edge)[:1]
+            return ()
         host = self._fleet.hosts[home]
         context = self._fleet.context_tokens.get(key, 0)
-        return tuple(
-            bucket
-            for bucket, edge in self._edges.items()
-            if bucket != host.spec.bucket and length >= edge and self._pays(host, bucket, remaining_tokens, context)
-        )
+        return tuple(bucket for bucket in self._edges if self._pays(host, bucket, remaining_tokens, context))
 
     def _pays(self, host: Host, bucket: str, remaining_tokens: float, context_tokens: int) -> bool:
-        """Whether the rest would be generated so much sooner in ``bucket`` that computing the context again pays."""
-        names = self._fleet.buckets.get(bucket)
-        if not names:
+        """Whether the rest would be generated so much sooner on some engine of ``bucket`` that computing the context again pays."""
+        hosts = self._fleet.hosts
+        target = min((hosts[name] for name in self._fleet.buckets.get(bucket, ())), key=_token_s, default=host)
+        if target is host:
             return False
-        target = min((self._fleet.hosts[name] for name in names), key=lambda other: other.running)
-        there_s, here_s = target.token_s(target.running + 1), host.token_s(max(1, host.running))
+        there_s, here_s = target.token_s(context_tokens), host.token_s()
         if there_s >= FASTER_FACTOR * here_s:
             return False
         return remaining_tokens * (here_s - there_s) > PAYS_FACTOR * context_tokens * target.spec.prefill_token_s
@@ -109,3 +101,7 @@ class Buckets:
         self._load = [float(load) for load in snapshot["load"]]
         self._changes = int(snapshot["changes"])
         self._edges = {str(bucket): int(edge) for bucket, edge in snapshot["edges"]}
+
+
+def _token_s(host: Host) -> float:
+    return host.token_s()

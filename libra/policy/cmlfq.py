@@ -37,6 +37,7 @@ from libra.policy.messages import (
     Event,
     Prefer,
     Priority,
+    QuantumFinished,
     QuantumStarted,
     SetPriority,
     TrajectoryEnded,
@@ -45,6 +46,7 @@ from libra.policy.messages import (
     WorkerLeft,
 )
 from libra.policy.patience import Patience
+from libra.policy.posterior import Posterior
 from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
@@ -58,7 +60,7 @@ class CMLFQ:
     Parameters
     ----------
     forecaster : Forecaster, optional
-        Hears every event before it is asked. None: nothing is believed, and the order is that of attained service.
+        Hears every event before it is asked. None: `Posterior`.
     objective : "makespan" or "stream"
     patience : int
         Parkings, per waiting trajectory, after which one goes first; see `libra.policy.patience`.
@@ -71,13 +73,15 @@ class CMLFQ:
     ) -> None:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
-        self.forecaster: Forecaster = KnownLengths() if forecaster is None else forecaster
+        self.forecaster: Forecaster = Posterior() if forecaster is None else forecaster
         self.objective: Objective = objective
         self._lives = Lives()
         self._patience = Patience(patience)
         self._fleet = Fleet()
         self._buckets = Buckets(self._fleet)
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
+        self._told: dict[str, int] = {}  # length class of the context that the dispatcher was told to expect
+        self._sampled_tokens = self._read_tokens = 0
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
@@ -90,8 +94,12 @@ class CMLFQ:
                 return self._parked(key, life, self._patience.parked(key, phase))
             case QuantumStarted(key=key):
                 self._patience.left(key)
+            case QuantumFinished(tokens=tokens, payload_tokens=payload):
+                self._sampled_tokens += tokens
+                self._read_tokens += payload
             case TrajectoryEnded(key=key):
                 self._patience.left(key)
+                self._told.pop(key, None)
                 if life is not None:
                     self._ended(life)
             case WorkerJoined() | WorkerLeft():
@@ -112,10 +120,19 @@ class CMLFQ:
             place = int(self._groups[life.group][0])
         answers: list[SetPriority | Prefer] = [SetPriority(key, Priority(life.iteration, level, place), reason)]
         if life.phase is Phase.ROLLOUT:
-            buckets = self._buckets.suited(key, mean)
-            if buckets:
-                answers.append(Prefer(key, buckets, f"cmlfq: {int(mean)} tokens left are worth the move"))
+            answers += self._prefer(key, mean)
         return (*answers, *overdue_first(overdue, self._lives))
+
+    def _prefer(self, key: str, mean_tokens: float) -> list[Prefer]:
+        """Buckets that suit it, where there are any, and the context it will reach, whenever that has become longer by a class."""
+        buckets = self._buckets.suited(key, mean_tokens)
+        growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
+        final = self._fleet.context_tokens.get(key, 0) + int(mean_tokens * growth)
+        length = length_class(final)
+        if not buckets and length <= self._told.get(key, 0):
+            return []
+        self._told[key] = max(length, self._told.get(key, 0))
+        return [Prefer(key, buckets, f"cmlfq: {int(mean_tokens)} tokens left", int(mean_tokens), final)]
 
     def _level(self, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
         begun = life.generated_tokens > 0
@@ -161,6 +178,8 @@ class CMLFQ:
             "fleet": self._fleet.snapshot(),
             "buckets": self._buckets.snapshot(),
             "groups": {group: list(state) for group, state in sorted(self._groups.items())},
+            "told": dict(sorted(self._told.items())),
+            "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
         }
 
@@ -173,6 +192,8 @@ class CMLFQ:
         self._fleet.restore(snapshot["fleet"])
         self._buckets.restore(snapshot["buckets"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
+        self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
+        self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self.forecaster.restore(snapshot["forecaster"])
 
 

@@ -7,10 +7,10 @@ Invariants
 ----------
 1. A worker never holds more quanta of a phase than it has slots.
 2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
-   at home there; whoever prefers its bucket; whoever is overdue (level 0); and, where a slot would stay free otherwise,
+   at home there; whoever prefers its bucket; whoever is overdue (level -1); and, where a slot would stay free otherwise,
    whoever waits elsewhere so long that computing its context again pays (`_pays`).
 3. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
-   under way (`_fits`), and no move pays.
+   under way (`Loads.fits`), and no move pays.
 4. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 """
 
@@ -20,6 +20,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 
 from libra.policy.fleet import Fleet
+from libra.policy.loads import Loads
 from libra.policy.messages import (
     Command,
     Event,
@@ -35,10 +36,9 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.patience import OVERDUE
 from libra.types import Phase
 
-OVERDUE = 0
-"""The level of those that have waited for too long; see `libra.policy.patience`."""
 SCANNED_FOR_A_MOVE = 8
 """How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
 FORGETTING = 0.05
@@ -145,10 +145,9 @@ class Dispatcher:
         self._unplaced: set[str] = set()  # parked, and not given a place yet
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
+        self._loads = Loads(self._fleet)
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
-        self._final_tokens = 0.0
-        self._num_final = 0
 
     # ---------------------------------------------------------------- what it is told
 
@@ -162,12 +161,13 @@ class Dispatcher:
                 self._phase_of[key] = phase
                 self._unplaced.add(key)
                 self._buckets.pop(key, None)
-            case QuantumFinished(key=key, phase=phase, latency_s=latency_s):
+            case QuantumFinished(key=key, phase=phase, tokens=tokens, latency_s=latency_s):
                 worker = self._phases[phase].running.get(key)
                 if phase is Phase.ROLLOUT and worker is not None:
                     mean = self._quantum_s.get(worker, latency_s)
                     self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
                 self.stopped(key)
+                self._loads.generated(key, tokens)
             case QuantumStarted(key=key, phase=phase, worker=worker):
                 queue = self._phases[phase]
                 if key not in queue.running and worker in queue.slots:  # it goes on in the slot it has
@@ -196,6 +196,10 @@ class Dispatcher:
                         self._push(key, priority)
                 case Prefer(key=key, buckets=buckets):
                     if key in self._phase_of:
+                        if command.final_tokens:
+                            self._loads.believe(key, command.left_tokens, command.final_tokens)
+                        if not buckets:
+                            continue
                         self._buckets[key] = buckets
                         held = self._phases[self._phase_of[key]].waiting.get(key)
                         if held is not None:
@@ -210,19 +214,16 @@ class Dispatcher:
         self.stopped(key)
         for queue in self._phases.values():
             queue.leave(key)
-        final = self._fleet.context_tokens.get(key, 0)
-        if final:
-            self._num_final += 1
-            self._final_tokens += (final - self._final_tokens) / self._num_final
-        self._phase_of.pop(key, None)
+        self._loads.end(key)
         self._unplaced.discard(key)
-        self._buckets.pop(key, None)
-        self._tool_home.pop(key, None)
+        for table in (self._phase_of, self._buckets, self._tool_home):
+            table.pop(key, None)
 
     def _worker_left(self, event: WorkerLeft) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
         self._quantum_s.pop(event.worker, None)
+        self._loads.lose(event.worker)
         self._fleet.handle(event)
         queue = self._phases[Phase.ROLLOUT]
         for key in [key for key, home in queue.home_of.items() if home == event.worker]:
@@ -280,6 +281,8 @@ class Dispatcher:
             queue.take(place.key, place.worker)
             if phase is Phase.TOOL:
                 self._tool_home[place.key] = place.worker
+            else:
+                self._loads.settle(place.key, place.worker)
             self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
             places.append(place)
         return tuple(places)
@@ -314,7 +317,7 @@ class Dispatcher:
         if entry is not None and (best is None or entry < best):
             target = self._first_home(queue, entry)
             if target is not None:
-                best, worker, reason = entry, target, "first home" if entry[0].level else "overdue"
+                best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
         return None if best is None else Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
@@ -322,7 +325,7 @@ class Dispatcher:
         priority, _, key = entry
         if priority.level == OVERDUE:
             home = self._fleet.home.get(key)
-            return home if home in queue.free else self._fastest(queue, queue.free)
+            return home if home in queue.free else self._fastest(queue, key, queue.free)
         for bucket in self._buckets.get(key, ()):
             target = self._roomiest(queue, key, self._fleet.buckets.get(bucket, ()))
             if target is not None:
@@ -331,25 +334,15 @@ class Dispatcher:
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
         """The fastest of ``workers`` that has a free slot and KV memory for ``key``."""
-        return self._fastest(queue, [w for w in workers if w in queue.free and self._fits(w, key)])
+        return self._fastest(queue, key, [w for w in workers if w in queue.free and self._loads.fits(key, w)])
 
-    def _fastest(self, queue: _Phase, workers: Iterable[str]) -> str | None:
-        hosts, free, best, least = self._fleet.hosts, queue.free, None, None
+    def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+        best, least = None, None
         for worker in workers:
-            host = hosts[worker]
-            rank = (host.token_s(host.running + 1), -free[worker], worker)
+            rank = (self._loads.finish_s(key, worker), -queue.free[worker], worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best
-
-    def _fits(self, worker: str, key: str) -> bool:
-        """Whether the KV of ``key`` fits beside that of all who are at home there, each at the mean of final contexts at least."""
-        host = self._fleet.hosts[worker]
-        if not host.spec.kv_tokens or not host.residents or self._fleet.home.get(key) == worker:
-            return True
-        held = max(host.context_tokens, int(host.residents * self._final_tokens))
-        own = max(self._fleet.context_tokens.get(key, 0), int(self._final_tokens))
-        return held + own <= host.spec.kv_tokens
 
     def _move(self, queue: _Phase) -> Place | None:
         """The first in order for whom a slot that would stay free is worth computing its context again."""

@@ -46,12 +46,18 @@ class Host:
     context_tokens: int = 0
     residents: int = 0
 
-    def token_s(self, running: int) -> float:
-        """Seconds per token with so many generations at once: linear between alone and full."""
+    def token_s(self, more_tokens: float = 0.0, held_tokens: float | None = None) -> float:
+        """Seconds per token with ``more_tokens`` of context beside those at home there: linear between alone and full.
+
+        ``held_tokens`` stands for the contexts at home there, where somebody knows better what they grow to.
+        """
         spec = self.spec
-        if spec.rollout_slots <= 1:
-            return spec.token_s
-        return spec.token_s + (spec.token_full_s - spec.token_s) * (running - 1) / (spec.rollout_slots - 1)
+        if spec.kv_tokens:
+            held = self.context_tokens if held_tokens is None else held_tokens
+            load = (held + more_tokens) / spec.kv_tokens
+        else:
+            load = self.running / max(1, spec.rollout_slots)
+        return spec.token_s + (spec.token_full_s - spec.token_s) * load
 
 
 class Fleet:

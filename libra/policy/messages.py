@@ -12,7 +12,7 @@ class Priority(NamedTuple):
     """Order of parked tasks, compared left to right, smaller first. It is what ``ts.priority`` holds in the scheduler."""
 
     deadline: int  # iteration that must not wait for later ones
-    level: int  # MLFQ level, 0 first
+    level: int  # MLFQ level, 0 first; -1 is overdue
     order: int  # within a level
 
 
@@ -97,8 +97,8 @@ class WorkerJoined:
     kv_tokens : int
         Tokens of KV that its engine holds; 0: not known.
     token_s, token_full_s : float
-        Seconds per generated token of a trajectory that is alone in the engine, and of one among ``rollout_slots``; 0: not
-        known.
+        Seconds per generated token of a trajectory that is alone in the engine, and of one when its KV memory is full (or
+        its slots, where ``kv_tokens`` is not known); 0: not known.
     prefill_token_s : float
         Seconds to compute the KV of one token of context again; 0: not known.
     """
@@ -131,11 +131,16 @@ class SetPriority:
 
 @dataclass(frozen=True, slots=True)
 class Prefer:
-    """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none."""
+    """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none.
+
+    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed.
+    """
 
     key: str
     buckets: tuple[str, ...]
     reason: str
+    left_tokens: int = 0
+    final_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 from libra.types import Phase
 
+OVERDUE = -1
+"""The level of those that have waited for too long: before everybody else of their iteration."""
 FLOOR = 16
 """Least number of waiting trajectories that patience is measured in: with fewer, order changes little."""
 

@@ -111,14 +111,6 @@ class _Objects:
     def tell(self, line: int, event: events.Event) -> tuple[Command, ...] | None:
         """Their answers to an event; None where they are not told of this kind."""
         match event:
-            case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
-                return (
-                    self.admission.group_committed(CommittedGroup(iteration, group, oldest)) if split == "train" else ()
-                )
-            case events.GateParked(iteration=iteration):
-                return self.admission.gate_parked(iteration)
-            case events.BatchParked(batch=batch):
-                return self.admission.batch_parked(batch)
             case events.VersionPublished(version=version):
                 return (*self._told(VersionPublished(version)), *self.admission.version_published(version))
             case events.PolicyLearned():
@@ -147,7 +139,20 @@ class _Objects:
                     self.dispatcher.apply(answers)
                 return answers
         told = self._translated(line, event)
-        return None if told is None else self._told(told)
+        return self._admitted(event) if told is None else self._told(told)
+
+    def _admitted(self, event: events.Event) -> tuple[Command, ...] | None:
+        """Answers about gates and batches; None where the event is about neither."""
+        match event:
+            case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
+                return (
+                    self.admission.group_committed(CommittedGroup(iteration, group, oldest)) if split == "train" else ()
+                )
+            case events.GateParked(iteration=iteration):
+                return self.admission.gate_parked(iteration)
+            case events.BatchParked(batch=batch):
+                return self.admission.batch_parked(batch)
+        return None
 
     def _told(self, event: Event) -> tuple[Command, ...]:
         if self.dispatcher is not None:
@@ -314,7 +319,7 @@ def _command(line: int, event: events.Event) -> Command:
         case events.PrioritySet(key=key, priority=priority, reason=reason):
             return SetPriority(key, _priority(line, priority), reason)
         case events.BucketsPreferred(key=key, buckets=buckets, reason=reason):
-            return Prefer(key, buckets, reason)
+            return Prefer(key, buckets, reason, event.left_tokens, event.final_tokens)
         case events.GateOpened(iteration=iteration, reason=reason):
             return OpenGate(iteration, reason)
         case events.BatchOpened(batch=batch, members=members, reason=reason):

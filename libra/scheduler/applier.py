@@ -42,8 +42,15 @@ class Applier:
                         private.set_priority(ts, priority)
                         if ts.state == "no-worker":
                             self._kick()
-                case Prefer(key=key, buckets=buckets, reason=reason):
-                    state.emit("buckets_preferred", key=key, buckets=buckets, reason=reason)
+                case Prefer():
+                    state.emit(
+                        "buckets_preferred",
+                        key=command.key,
+                        buckets=command.buckets,
+                        reason=command.reason,
+                        left_tokens=command.left_tokens,
+                        final_tokens=command.final_tokens,
+                    )
                     self._kick()
                 case OpenGate(iteration=iteration, reason=reason):
                     state.iteration = max(state.iteration, iteration)

@@ -36,7 +36,7 @@ class EngineSpec(NamedTuple):
             rollout_slots=slots,
             kv_tokens=tables.kv_capacity_tokens,
             token_s=tables.step_s(1, context_tokens),
-            token_full_s=tables.step_s(slots, slots * context_tokens),
+            token_full_s=tables.step_s(slots, tables.kv_capacity_tokens),
             prefill_token_s=tables.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens),
         )
 

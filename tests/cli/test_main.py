@@ -84,7 +84,7 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
 def test_help_lists_every_command(libra: Libra) -> None:
     code, out, _ = libra("--help")
     assert code == 0
-    for command in ("run", "config", "inspect", "replay", "doctor"):
+    for command in ("run", "config", "inspect", "replay", "simulate", "doctor"):
         assert f"\n  {command} " in out
         assert libra(command, "--help")[0] == 0
 

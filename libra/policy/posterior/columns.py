@@ -1,0 +1,157 @@
+"""The columns that forecasts are linear in, once for a return that has just come and once for a whole trajectory.
+
+Invariants
+----------
+1. `Posterior._forecast` and `matrix` give the same columns for the same return, up to the 16 bits of what is stored.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from libra.policy.posterior.rows import START, Floats, Table
+
+SIGNALS = ("last", "tree", "siblings", "family", "tools")
+"""What a forecast may rest on beside progress, in the order of their columns."""
+
+PROGRESS = 7
+TOOL_SLOTS = 24
+"""Tools counted by name, the last slot for all others."""
+DECAY = 0.88
+"""A tool's count after each later return; half-life 5 returns."""
+TOKEN_SCALE = 1e-3
+
+_COUNTED = TOOL_SLOTS + 3  # failures, other statuses, payload
+_WIDTHS = {"tools": _COUNTED, "last": 2, "tree": 2, "siblings": 4, "family": 1}
+
+OFFSETS: dict[str, slice] = {}
+_next = PROGRESS
+for _signal in SIGNALS:
+    OFFSETS[_signal] = slice(_next, _next + _WIDTHS[_signal])
+    _next += _WIDTHS[_signal]
+WIDTH = _next
+"""Number of columns."""
+_SIBLINGS, _FAMILY, _TOOLS = (OFFSETS[name].start for name in SIGNALS[2:])
+NUM_FEW = _TOOLS
+"""Columns before the tools' counts."""
+
+STATUSES = 3
+PAYLOADS = 3
+PAYLOAD_TOKENS = (125, 1250)
+"""Bounds of the payload classes: 500 and 5,000 characters at four to a token, as in the paper's published code."""
+TOOLS = 64
+"""Tools told apart in states, the last for all others."""
+
+
+def state_of(tool: int, status: str, payload_tokens: int) -> int:
+    """Number of the tool-return state (tool, status, payload class); 0 is the start, so never that."""
+    outcome = 0 if status == "success" else 1 if status == "failure" else 2
+    size = 0 if payload_tokens <= PAYLOAD_TOKENS[0] else 1 if payload_tokens <= PAYLOAD_TOKENS[1] else 2
+    return 1 + (tool * STATUSES + outcome) * PAYLOADS + size
+
+
+def tool_of(state: int) -> int:
+    """Number of the tool of a state that is not the start."""
+    return (state - 1) // (STATUSES * PAYLOADS)
+
+
+def _contributions() -> Floats:
+    """What each state adds to the decayed counts, (states, counted)."""
+    states = 1 + TOOLS * STATUSES * PAYLOADS
+    adds = np.zeros((states, _COUNTED))
+    for state in range(1, states):
+        outcome, size = (state - 1) // PAYLOADS % STATUSES, (state - 1) % PAYLOADS
+        adds[state, min(tool_of(state), TOOL_SLOTS - 1)] = 1.0
+        if outcome:
+            adds[state, TOOL_SLOTS + outcome - 1] = 1.0
+        adds[state, TOOL_SLOTS + 2] = size
+    return adds
+
+
+ADDS = _contributions()
+
+
+def progress(tokens: float, returns: int, last_tokens: float) -> tuple[float, ...]:
+    """The progress columns: constant, tokens and returns so far (logarithms, plain), tokens of the last turn."""
+    log_tokens = math.log1p(tokens)
+    return (
+        1.0,
+        log_tokens,
+        math.log1p(returns),
+        tokens * TOKEN_SCALE,
+        returns * 0.1,
+        log_tokens * log_tokens * 0.1,
+        math.log1p(last_tokens),
+    )
+
+
+def matrix(table: Table, last: Floats, tree: Floats) -> Floats:
+    """Columns of every row of a trajectory, (N, WIDTH).
+
+    Parameters
+    ----------
+    table : Table
+    last, tree : float array (N, 2)
+        What the last state and the path say beyond progress (order, mean), as known now.
+    """
+    state, tokens = table.state, table.tokens
+    num_rows = len(state)
+    returns = np.arange(num_rows, dtype=np.float64)
+    log_tokens = np.log1p(tokens)
+    x = np.empty((num_rows, WIDTH))
+    x[:, 0] = 1.0
+    x[:, 1] = log_tokens
+    x[:, 2] = np.log1p(returns)
+    x[:, 3] = tokens * TOKEN_SCALE
+    x[:, 4] = returns * 0.1
+    x[:, 5] = log_tokens * log_tokens * 0.1
+    x[:, 6] = np.log1p(np.diff(tokens, prepend=0.0))
+    x[:, OFFSETS["tools"]] = decays(num_rows) @ ADDS[state]
+    x[:, OFFSETS["last"]] = last
+    x[:, OFFSETS["tree"]] = tree
+    stored = table.stored
+    x[:, _SIBLINGS] = stored[:, 0]
+    x[:, _SIBLINGS + 1] = stored[:, 1]
+    x[:, _SIBLINGS + 2] = stored[:, 2] * (stored[:, 1] > 0)
+    x[:, _SIBLINGS + 3] = np.exp(stored[:, 2]) * TOKEN_SCALE * (stored[:, 1] > 0)
+    x[:, _FAMILY] = stored[:, 3]
+    assert state[0] == START
+    return x
+
+
+_DECAYS: dict[int, Floats] = {}
+
+
+def decays(num_rows: int) -> Floats:
+    """Weight of what happened at row j in the count at row i, (num_rows, num_rows)."""
+    known = _DECAYS.get(num_rows)
+    if known is None:
+        age = np.arange(num_rows)[:, None] - np.arange(num_rows)[None, :]
+        known = _DECAYS[num_rows] = np.where(age >= 0, DECAY ** np.maximum(age, 0), 0.0)
+    return known
+
+
+class Pool:
+    """The decayed counts of all live trajectories in one array, a row each; rows are used again.
+
+    A row is 108 bytes where an array of its own would be 220.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((64, _COUNTED), dtype=np.float32)
+        self._free = list(range(63, -1, -1))
+
+    def take(self) -> int:
+        """A row of zeros."""
+        if not self._free:
+            size = len(self.counts)
+            self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """The row is not needed any more."""
+        self.counts[slot] = 0.0
+        self._free.append(slot)

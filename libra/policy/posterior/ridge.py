@@ -1,0 +1,103 @@
+"""Linear forecasts learned from sums: one Gram matrix of all columns, solved for each signal's own and progress'.
+
+Two targets share it: the logarithm of the remaining tokens (what trajectories are ranked by) and the tokens themselves (what
+loads are summed from).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.policy.posterior.columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCALE, WIDTH
+from libra.policy.posterior.rows import Floats
+
+EXPERTS = ("progress", *SIGNALS, "joint")
+"""Forecasts that the solve gives: progress alone, progress and one signal, everything."""
+
+
+def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
+    chosen = signals if expert == "joint" else (expert,) if expert in signals else ()
+    parts = [np.arange(PROGRESS), *(np.arange(WIDTH)[OFFSETS[signal]] for signal in chosen)]
+    return np.concatenate(parts)
+
+
+class Sums:
+    """Weighted sums of a regression's normal equations; the constant is column 0."""
+
+    def __init__(self) -> None:
+        self.gram = np.zeros((WIDTH, WIDTH))
+        self.cross = np.zeros((WIDTH, 2))
+        self.trajectories = 0.0
+
+    def add(self, x: Floats, y: Floats, weight: float) -> None:
+        """Rows of one trajectory: ``x`` (N, WIDTH), ``y`` (N, 2) log and thousands of tokens."""
+        self.gram += weight * (x.T @ x)
+        self.cross += weight * (x.T @ y)
+        self.trajectories += weight
+
+    def scale(self, factor: float) -> None:
+        """Let everything so far weigh ``factor`` times as much."""
+        self.gram *= factor
+        self.cross *= factor
+        self.trajectories *= factor
+
+    def plus(self, other: Sums) -> Sums:
+        """Both together."""
+        both = Sums()
+        both.gram = self.gram + other.gram
+        both.cross = self.cross + other.cross
+        both.trajectories = self.trajectories + other.trajectories
+        return both
+
+
+def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> Floats:
+    """Coefficients of every expert, (WIDTH, 2 * experts): log target in the even, thousands of tokens in the odd columns.
+
+    Parameters
+    ----------
+    sums : Sums
+    shrink : (float, float)
+        Trajectories' worth of belief that a column says nothing: for progress columns, for all others.
+    signals : tuple of str
+        The ones allowed.
+    """
+    weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
+    rows = sums.gram[0, 0]
+    if rows <= 0.0:
+        return weights
+    mean = sums.gram[0] / rows
+    middle = sums.cross[:] - np.outer(mean, sums.cross[0])  # cross moments about the means
+    centred = sums.gram - rows * np.outer(mean, mean)
+    variance = np.maximum(np.diagonal(centred), 1e-9 * rows)
+    penalty = np.full(WIDTH, shrink[1])
+    penalty[:PROGRESS] = shrink[0]
+    ridged = centred + np.diag(penalty / max(sums.trajectories, 1.0) * variance + 1e-6 * rows)
+    for index, expert in enumerate(EXPERTS):
+        chosen = _columns(expert, signals)[1:]
+        slopes = np.linalg.solve(ridged[np.ix_(chosen, chosen)], middle[chosen])
+        weights[chosen, 2 * index : 2 * index + 2] = slopes
+        weights[0, 2 * index : 2 * index + 2] = sums.cross[0] / rows - mean[chosen] @ slopes
+    return weights
+
+
+def dump(sums: Sums) -> dict[str, Any]:
+    """As values that JSON can hold."""
+    return {"gram": sums.gram.tolist(), "cross": sums.cross.tolist(), "trajectories": sums.trajectories}
+
+
+def load(dumped: Mapping[str, Any]) -> Sums:
+    """What `dump` gave."""
+    sums = Sums()
+    sums.gram = np.array(dumped["gram"], dtype=np.float64).reshape(WIDTH, WIDTH)
+    sums.cross = np.array(dumped["cross"], dtype=np.float64).reshape(WIDTH, 2)
+    sums.trajectories = float(dumped["trajectories"])
+    return sums
+
+
+def targets(remaining: Floats) -> Floats:
+    """Both targets of remaining tokens (N,), all at least one: (N, 2)."""
+    return np.stack([np.log(remaining), remaining * TOKEN_SCALE], axis=1)

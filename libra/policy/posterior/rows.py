@@ -1,0 +1,109 @@
+"""What is kept of one trajectory until it is over: eleven 16-bit numbers per tool return, and what its next one needs.
+
+Invariants
+----------
+1. Row 0 is the start, before anything was generated; row i is the i-th tool return. At most ``MAX_ROWS`` are kept.
+2. The live side and the learning side see the same columns: both read the numbers as stored, in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+STRIDE = 11
+"""Numbers per row: state, tokens so far (low, high), siblings (shift, information, remaining), family's shift, and four
+forecasts as made then: progress-only (order, mean) and the unguarded mixture (order, mean)."""
+MAX_ROWS = 257
+"""Returns beyond are not learned from (24 bytes each would add up); forecasts go on."""
+LOG_STEPS = 4000.0
+"""Steps per unit of a stored logarithm: 0.025 % of a number of tokens, up to e**16."""
+SHIFT_STEPS = 4000.0
+SHIFT_ZERO = 32768
+LARGEST = 65535
+START = 0
+"""State of row 0."""
+
+
+class Live:
+    """A trajectory that is not over."""
+
+    __slots__ = (
+        "base_order",
+        "family",
+        "group",
+        "imputed",
+        "information",
+        "mean",
+        "missed",
+        "node",
+        "order",
+        "pending",
+        "returns",
+        "rows",
+        "slot",
+        "tokens",
+        "tree",
+    )
+
+    def __init__(self, group: str, family: str, slot: int) -> None:
+        self.group = group
+        self.family = family
+        self.slot = slot  # row of the pool of decayed counts
+        self.tokens = 0  # generated so far
+        self.pending = 0  # of these, since the last return
+        self.returns = 0
+        self.rows = array("H")
+        self.node = 0  # hash of the path of states
+        self.missed = 0  # returns since the tree knew the path
+        self.tree: tuple[float, float] = (0.0, 0.0)  # what it said then
+        self.imputed = 0.0  # logarithm of the expected total, as its cohorts count it
+        self.information = 0.0  # share of the total that is known, 0..1
+        self.mean = 0.0
+        self.order = 0.0
+        self.base_order = 0.0
+
+
+def stored_log(value: float) -> int:
+    """A logarithm of tokens in 16 bits."""
+    steps = int(value * LOG_STEPS + 0.5)
+    return 0 if steps < 0 else LARGEST if steps > LARGEST else steps
+
+
+def stored_shift(value: float) -> int:
+    """A signed logarithm in 16 bits, -8 to 8."""
+    steps = int(value * SHIFT_STEPS + 32768.5)
+    return 0 if steps < 0 else LARGEST if steps > LARGEST else steps
+
+
+def log_tokens(tokens: float) -> float:
+    """Logarithm of a number of tokens, of at least one."""
+    return math.log(tokens) if tokens > 1.0 else 0.0
+
+
+class Table:
+    """The rows of one trajectory as columns, for learning.
+
+    Attributes
+    ----------
+    state : int array (N,)
+    tokens : float array (N,)
+        Generated before the return.
+    stored : float array (N, 8)
+        Siblings' shift, information, log remaining; family's shift; log order and mean of progress-only and mixture.
+    """
+
+    __slots__ = ("state", "stored", "tokens")
+
+    def __init__(self, rows: array[int]) -> None:
+        numbers = np.frombuffer(rows, dtype=np.uint16).reshape(-1, STRIDE)
+        self.state = numbers[:, 0].astype(np.int64)
+        self.tokens = numbers[:, 1] + 65536.0 * numbers[:, 2]
+        self.stored: Floats = numbers[:, 3:].astype(np.float64)
+        self.stored[:, (0, 3)] = (self.stored[:, (0, 3)] - SHIFT_ZERO) / SHIFT_STEPS
+        self.stored[:, (1, 2, 4, 5, 6, 7)] /= LOG_STEPS
