@@ -30,11 +30,12 @@ from libra import keys
 from libra.cluster.checks import check_cluster
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
-from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError
+from libra.errors import ClusterError, ConfigError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
+from libra.graph.pausing import pause_reason
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec, loading_error
@@ -387,6 +388,9 @@ class Session:
             del end, saved, groups, self._held[k]
             self._write_metrics(k, values)
             yield values
+            reason = pause_reason(self.spec, {"step": k, **values}) if k + 1 < total else None
+            if reason is not None:
+                raise MismatchAlarm(reason)
 
     def _submit_left(self, k: int) -> None:
         """Groups of an iteration whose step is taken that no batch has consumed yet."""

@@ -1,11 +1,11 @@
-"""What the scheduler tells rollout workers, on the stream that also brings their tasks.
+"""What the scheduler tells rollout workers, on the stream that also brings their tasks, and what their engines tell it.
 
 Only workers whose host has said that it is there are told anything: elsewhere an unknown message would close the worker.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -28,3 +28,18 @@ def tell_contention(scheduler: Scheduler, address: str, contended: bool) -> None
     """Let a rollout worker know whether a trajectory that could go on at once must park instead."""
     if address in scheduler.workers:
         scheduler.worker_send(address, {"op": "libra-contended", "contended": contended})
+
+
+def engine_reported(state: RunState, msg: dict[str, Any]) -> None:
+    """An engine is there, serves a version that it has shown to hold, or was found not to hold it."""
+    name, address = msg["name"], msg["address"]
+    state.engines[name] = address
+    if msg["kind"] == "served":
+        state.quarantined.discard(address)
+        state.served[name] = msg["version"]
+        state.emit("version_served", version=msg["version"], worker=name, load_s=msg["load_s"])
+        state.emit("version_checked", version=msg["version"], worker=name, **msg["check"])
+    elif msg["kind"] == "quarantined":
+        state.quarantined.add(address)
+        fields = ("version", "layer", "method", "gap", "tolerance", "detail", "out")
+        state.emit("engine_quarantined", worker=name, **{field: msg[field] for field in fields})

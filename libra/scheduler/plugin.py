@@ -41,7 +41,7 @@ from libra.policy import (
     TrajectoryParked,
 )
 from libra.scheduler import private
-from libra.scheduler.announcements import announce_version, tell_contention
+from libra.scheduler.announcements import announce_version, engine_reported, tell_contention
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.queue import ParkedQueue
 from libra.scheduler.run_state import RunState, Tracked
@@ -189,20 +189,17 @@ class LibraPlugin(SchedulerPlugin):
             case "group":
                 self._group_reported(state, msg)
             case "published":
-                state.emit(
-                    "version_published", version=msg["version"], digest=msg["digest"], num_bytes=msg["num_bytes"]
-                )
+                state.emit("version_published", **{name: msg[name] for name in ("version", "digest", "num_bytes")})
                 self._apply(state, state.admission.version_published(msg["version"]))
                 for version in [v for v in state.eval_gates if v <= state.admission.version]:
                     for gate in state.eval_gates.pop(version):
                         self._open(state, gate, keys.GRADE)
                 announce_version(self._scheduler, state, msg["version"])
-            case "served":
-                state.served[msg["name"]] = msg["version"]
-                state.engines[msg["name"]] = msg["address"]
-                state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
+            case "joined" | "served" | "quarantined":
+                engine_reported(state, msg)
                 if self._contended:
                     tell_contention(self._scheduler, msg["address"], True)
+                self._kick()
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -331,13 +328,13 @@ class LibraPlugin(SchedulerPlugin):
         for phase, queue in self._queues.items():
             free = self._slots.free(phase, private.supply(scheduler, phase)) if len(queue) else {}
             while free:
-                key = queue.pop()
+                key = queue.pop(lambda key, phase=phase, free=free: self._fits(key, phase, free))
                 if key is None:
                     break
                 ts, tracked = scheduler.tasks.get(key), self._tracked.get(key)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     continue
-                address = choose(free, tracked.home.get(phase))
+                address = choose(free, tracked.home.get(phase), tracked.barred(phase))
                 free[address] -= 1
                 if not free[address]:
                     del free[address]
@@ -351,6 +348,11 @@ class LibraPlugin(SchedulerPlugin):
             self._contended = contended
             for address in {address for state in self.runs.values() for address in state.engines.values()}:
                 tell_contention(scheduler, address, contended)
+
+    def _fits(self, key: str, phase: Phase, free: dict[str, int]) -> bool:
+        """Whether one of the workers with room may run a trajectory."""
+        tracked = self._tracked.get(key)
+        return tracked is None or not tracked.barred(phase) >= free.keys()
 
     def _given(self, tracked: Tracked, phase: Phase, address: str) -> None:
         state = tracked.run
@@ -457,15 +459,8 @@ class LibraPlugin(SchedulerPlugin):
             state.groups += 1
         for failure, count in msg["failures"].items():
             state.failures[failure] += count
-        state.emit(
-            "group_committed",
-            split=msg["split"],
-            iteration=msg["iteration"],
-            group=msg["group"],
-            oldest_version=msg["oldest_version"],
-            reward=msg["reward"],
-            failures=msg["failures"],
-        )
+        said = ("split", "iteration", "group", "oldest_version", "reward", "failures")
+        state.emit("group_committed", **{name: msg[name] for name in said})
         if msg["split"] == "train":
             done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
             self._apply(state, state.admission.group_committed(done))

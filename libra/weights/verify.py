@@ -218,50 +218,35 @@ def as_first(check: VersionCheck) -> VersionCheck | None:
 
 def judge(check: VersionCheck, expected: Expected, answers: Answers, calibration: Calibration) -> Verdict:
     """Whether an engine holds the version that ``check`` describes, and what this comparison could have noticed."""
-    by_columns, by_projection = _worst_column(expected, answers), _worst_projection(check, answers)
+    columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
     gap_nats, moved = _probe_gap(check.logp, answers.logp), check.moved_nats
-    powerful = moved is not None and moved > POWERFUL * calibration.probe_nats
+    nats, frac = calibration.probe_nats, calibration.projection_frac
 
-    def verdict(passed: bool, method: str, layer: str, gap: float, tolerance: float, detail: str) -> Verdict:
-        smallest = {
-            "columns": 0.0,
-            "probe": calibration.probe_nats,
-            "projections": PROJECTION_POWER * calibration.projection_frac,
-        }
+    def verdict(passed: bool, method: str, layer: str, gap: float, detail: str) -> Verdict:
+        tolerance = {"columns": 0.0, "probe": nats, "projections": frac}[method]
+        smallest = PROJECTION_POWER * frac if method == "projections" else tolerance
         return Verdict(
-            passed,
-            method,
-            layer,
-            gap,
-            tolerance,
-            moved,
-            len(check.projections),
-            expected.num_changed,
-            smallest[method],
-            detail,
+            passed, method, layer, gap, tolerance, moved, len(check.projections), expected.num_changed, smallest, detail
         )
 
-    if by_columns is not None and by_columns[1] > 0:
-        name, gap, many = by_columns
-        detail = f"{many} layers differ from the file, {name} by up to {gap:.3g} where bits must be equal"
-        return verdict(False, "columns", name, gap, 0.0, detail)
-    if not by_projection[1] <= calibration.projection_frac:
-        name, gap = by_projection
-        detail = f"projections of {name} are {gap:.3g} of their size apart from the trainer's, allowed {calibration.projection_frac:.3g}"
-        return verdict(False, "projections", name, gap, calibration.projection_frac, detail)
-    if not gap_nats <= calibration.probe_nats:
-        detail = f"log-probabilities of the probe are {gap_nats:.3g} nats apart from the trainer's, allowed {calibration.probe_nats:.3g}"
-        return verdict(False, "probe", "(all)", gap_nats, calibration.probe_nats, detail)
+    if columns is not None and columns[2] > 0:
+        detail = f"{columns[2]} tensors are not those of the file; {columns[0]} is {columns[1]:.3g} off, where bits are compared"
+        return verdict(False, "columns", columns[0], columns[1], detail)
+    if not gap_frac <= frac:
+        detail = f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; allowed is {frac:.3g}"
+        return verdict(False, "projections", layer, gap_frac, detail)
+    if not gap_nats <= nats:
+        detail = f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; allowed is {nats:.3g}"
+        return verdict(False, "probe", "(all)", gap_nats, detail)
     detail = (
-        f"probe {gap_nats:.3g} of {calibration.probe_nats:.3g} nats, moved "
-        f"{'unknown' if moved is None else f'{moved:.3g}'}; projections {by_projection[1]:.3g} of "
-        f"{calibration.projection_frac:.3g}; {len(expected.columns)} tensors bit for bit"
+        f"probe {gap_nats:.3g} of {nats:.3g} nats, moved {'unknown' if moved is None else f'{moved:.3g}'}; projections "
+        f"{gap_frac:.3g} of {frac:.3g}; {len(expected.columns)} tensors bit for bit"
     )
-    if by_columns is not None and expected.num_changed is not None:
-        return verdict(True, "columns", "", 0.0, 0.0, detail)
-    if powerful:
-        return verdict(True, "probe", "", gap_nats, calibration.probe_nats, detail)
-    return verdict(True, "projections", "", by_projection[1], calibration.projection_frac, detail)
+    if columns is not None and expected.num_changed is not None:
+        return verdict(True, "columns", "", 0.0, detail)
+    if moved is not None and moved > POWERFUL * nats:
+        return verdict(True, "probe", "", gap_nats, detail)
+    return verdict(True, "projections", "", gap_frac, detail)
 
 
 def _flat(rows: Logps | tuple[NDArray[np.float32], ...]) -> NDArray[np.float64]:
