@@ -18,7 +18,7 @@ from torch import Tensor
 
 from libra.errors import EngineError
 from libra.projections import is_embedding, project_layer
-from libra.rollout.fused import FusedDecoder
+from libra.rollout.forward import Forward
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -31,13 +31,16 @@ class UsedLayer:
     apply: Apply
 
 
-def used_layers(model: Any, fused: FusedDecoder | None) -> dict[str, UsedLayer]:
-    """Every linear layer and embedding of ``model`` by the name of its weight; those that a fused pass holds, as held there."""
+def used_layers(forward: Forward) -> dict[str, UsedLayer]:
+    """Every linear layer and embedding by the name of its weight; those that a fused pass holds, as held there."""
     found: dict[str, UsedLayer] = {}
+    model, fused, stock_head = forward.model, forward.fused, forward.model.get_output_embeddings()
     for name, weight in model.named_parameters(remove_duplicate=False):
         if weight.ndim == 2 and name.endswith(".weight"):
             table = is_embedding(name)
             found[name] = UsedLayer(weight.shape[0 if table else 1], _lookup(weight) if table else _linear(weight))
+    head = next(name for name, module in model.named_modules() if module is stock_head)
+    found[f"{head}.weight"] = UsedLayer(stock_head.in_features, _linear(forward.head.weight))
     if fused is not None:
         prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)
         for index, layer in enumerate(fused.layers):
@@ -48,8 +51,9 @@ def used_layers(model: Any, fused: FusedDecoder | None) -> dict[str, UsedLayer]:
     return found
 
 
-def used_vectors(model: Any, fused: FusedDecoder | None) -> dict[str, Tensor]:
+def used_vectors(forward: Forward) -> dict[str, Tensor]:
     """Every norm and bias by name; head norms that a fused pass has folded into its scale, as they are there."""
+    model, fused = forward.model, forward.fused
     found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
     if fused is not None:
         prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)

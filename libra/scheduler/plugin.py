@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -328,7 +329,7 @@ class LibraPlugin(SchedulerPlugin):
         for phase, queue in self._queues.items():
             free = self._slots.free(phase, private.supply(scheduler, phase)) if len(queue) else {}
             while free:
-                key = queue.pop(lambda key, phase=phase, free=free: self._fits(key, phase, free))
+                key = queue.pop(partial(self._fits, phase, free))
                 if key is None:
                     break
                 ts, tracked = scheduler.tasks.get(key), self._tracked.get(key)
@@ -349,7 +350,7 @@ class LibraPlugin(SchedulerPlugin):
             for address in {address for state in self.runs.values() for address in state.engines.values()}:
                 tell_contention(scheduler, address, contended)
 
-    def _fits(self, key: str, phase: Phase, free: dict[str, int]) -> bool:
+    def _fits(self, phase: Phase, free: dict[str, int], key: str) -> bool:
         """Whether one of the workers with room may run a trajectory."""
         tracked = self._tracked.get(key)
         return tracked is None or not tracked.barred(phase) >= free.keys()
