@@ -35,7 +35,6 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
         *_checkpoint(config),
         *_evaluation(config),
         *_watchdog(config),
-        *_weights(config),
         *_mismatch(config),
     )
 
@@ -143,15 +142,6 @@ def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("trainer.log_ratio_coef", "trainer.loss"),
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
             "trainer.loss=dppo",
-        )
-
-
-def _weights(config: RunConfig) -> Iterator[CrossFieldProblem]:
-    if config.weights.host is not None and config.weights.transfer != "peer":
-        yield CrossFieldProblem(
-            ("weights.host", "weights.transfer"),
-            f"weights.host: nobody offers weights while weights.transfer={config.weights.transfer}; type weights.transfer=peer, "
-            "or weights.host=null",
         )
 
 

@@ -284,8 +284,6 @@ class WeightsSection(Section):
     transfer: Literal["shared", "peer"] = "shared"
     """"shared": engines read the run directory. "peer": each rollout worker fetches a version over the network from the nearest
     worker that has it, into a directory of its own; for workers that do not see the run directory's weights."""
-    host: Annotated[str, Field(min_length=1)] | None = None
-    """Of transfer peer: address at which workers offer weights to each other. None: that of their connection to the scheduler."""
 
 
 class WatchdogSection(Section):

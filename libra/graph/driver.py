@@ -49,6 +49,7 @@ from libra.store.trajectories import TrajectoryStore
 from libra.train.checkpoint import complete, newest, step_of
 from libra.train.kept_checkpoints import KeptCheckpoints
 from libra.train.start import checked_start
+from libra.weights.transfer import new_secret
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -159,7 +160,9 @@ class Session:
         if start is not None:
             start = checked_start(start, model_dir, config.model.dtype)
         # A wrong name or argument, a busy port, a directory that is taken: all told before anything starts.
-        self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment, start)
+        self.spec = RunSpec(
+            config.run.name or "", 0, self.directory, model_dir, config, environment, start, secret=new_secret()
+        )
         self.spec.make_environment()
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port

@@ -20,6 +20,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
 from libra.graph.failures import FAULTS, failure_of
+from libra.graph.fetching import weights_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
@@ -42,12 +44,13 @@ from libra.graph.trajectory import TrajectoryState, action_record, failure_recor
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
 from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
-from libra.weights import WeightStore, WeightVersion
+from libra.weights import WeightVersion
 
 if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
     from libra.store.trajectories import TrajectoryStore
     from libra.train import Replica
+    from libra.weights.transfer import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ class LibraHost(WorkerPlugin):
         self.replica: Replica | None = None
         self.checkpoints: CheckpointWriter | None = None
         self.store: TrajectoryStore | None = None
+        self.server: WeightServer | None = None
         self.paused: tuple[int, str] | None = None  # step after which none is taken, and why
 
     # ---------------------------------------------------------------- life
@@ -107,7 +111,7 @@ class LibraHost(WorkerPlugin):
         self.epoch = Epoch(self.spec.epochs_dir, self.spec.epoch)
         self.epoch.check()
         self.journal = Journal(self.spec.journal_dir)
-        self.weights = WeightStore(self.spec.weights_dir)
+        self.weights, self.fetching, self.server = weights_of(worker, self.spec)
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self.closing = False
         self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
@@ -134,6 +138,8 @@ class LibraHost(WorkerPlugin):
         self.closing = True
         if self.serving is not None:
             await self.serving.close()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
         if self.store is not None:
             self.store.close()
         self.journal.close()
@@ -168,7 +174,7 @@ class LibraHost(WorkerPlugin):
         await self.serving.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
         self.worker.stream_handlers.setdefault("libra-contended", self._contention_announced)
-        self._tell("joined")
+        self._tell("joined", weights=self.offered)
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -219,12 +225,22 @@ class LibraHost(WorkerPlugin):
 
     # ---------------------------------------------------------------- weights
 
-    def _version_announced(self, run: str, epoch: int, version: int, **extra: Any) -> None:
+    def _version_announced(
+        self,
+        run: str,
+        epoch: int,
+        version: int,
+        holders: Sequence[Sequence[Any]] = (),
+        digest: str | None = None,
+        **extra: Any,
+    ) -> None:
         """A version can be pulled. Runs on the worker's stream, where an exception would close the worker."""
         host = self.worker.plugins.get(host_name(run))
         if isinstance(host, LibraHost) and host.spec.epoch == epoch:
             assert host.serving is not None, "only a worker with an engine says that it joined"
             host.serving.announced = max(host.serving.announced, version)
+            if host.fetching is not None:
+                host.fetching.announced(version, holders, digest)
             task = asyncio.ensure_future(host._pull_announced())
             host._background.add(task)
             task.add_done_callback(host._background.discard)
@@ -246,7 +262,14 @@ class LibraHost(WorkerPlugin):
 
     async def _newest(self) -> WeightVersion | None:
         """The newest version published, where this worker can read it."""
+        if self.fetching is not None:
+            return await self.fetching.newest()
         return await asyncio.to_thread(self.weights.latest)
+
+    @property
+    def offered(self) -> tuple[str, int] | None:
+        """Host and port at which this worker passes on weights; None where it does not."""
+        return None if self.server is None else (self.server.holder.host, self.server.holder.port)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Report of this worker's engine; Dask puts the address into "worker"."""

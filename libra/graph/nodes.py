@@ -347,6 +347,8 @@ def _publish(host: LibraHost, version: int) -> dict[str, Any]:
         version=published.number,
         digest=published.digest,
         num_bytes=published.num_bytes,
+        address=host.worker.address,
+        weights=host.offered,
     )
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
 

@@ -42,7 +42,7 @@ from libra.policy import (
     TrajectoryParked,
 )
 from libra.scheduler import private
-from libra.scheduler.announcements import announce_version, engine_reported, tell_contention
+from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.queue import ParkedQueue
 from libra.scheduler.run_state import RunState, Tracked
@@ -87,6 +87,7 @@ class LibraPlugin(SchedulerPlugin):
             {
                 "libra_register_run": self.register_run,
                 "libra_members": self.members,
+                "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
                 "libra_end_run": self.end_run,
             },
@@ -190,7 +191,7 @@ class LibraPlugin(SchedulerPlugin):
             case "group":
                 self._group_reported(state, msg)
             case "published":
-                state.emit("version_published", **{name: msg[name] for name in ("version", "digest", "num_bytes")})
+                published(state, msg)
                 self._apply(state, state.admission.version_published(msg["version"]))
                 for version in [v for v in state.eval_gates if v <= state.admission.version]:
                     for gate in state.eval_gates.pop(version):
@@ -221,6 +222,7 @@ class LibraPlugin(SchedulerPlugin):
         """Its slots are gone; its tasks have already left ``processing``."""
         self._slots.lose(worker)
         for state in self.runs.values():
+            state.holders.lost(worker)
             state.emit("worker_lost", address=worker)
         self._kick()
 

@@ -9,7 +9,7 @@ from distributed import Client
 
 from libra.config import RunConfig
 from libra.errors import MismatchAlarm
-from libra.graph.driver import run
+from libra.graph.driver import Session, run
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
 from libra.weights import WeightStore
@@ -86,3 +86,28 @@ def test_stop_refuses_the_very_step(make_config: Config, cluster_client: Client)
     with pytest.raises(MismatchAlarm, match=r"step 0.*was not taken"):
         run(config, client=cluster_client)
     assert WeightStore(config.run.dir / "demo" / "weights").numbers() == [0]
+
+
+def test_weights_come_from_another_worker_where_the_registry_is_not_shared(
+    make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(run={"iterations": 3}, weights={"transfer": "peer"}, store={"keep_versions": 2})
+    address = rollout_address(cluster_client)
+    with Session(config, client=cluster_client) as session:
+        numbers = list(session.iterations())
+        held = cluster_client.run(fetched_versions, session.spec.run, workers=[address])[address]
+    assert [values["iteration"] for values in numbers] == [0, 1, 2]
+    assert all(values["mismatch_max_abs"] < 1e-3 for values in numbers)
+    root, versions = held
+    assert (not root.startswith(str(session.directory)) and versions == [1, 2]) or versions == [2, 3]
+    events = list(read_events(session.directory / "events.jsonl").events)
+    assert [event["version"] for event in events if event["name"] == "version_checked"][:3] == [0, 1, 2]
+
+
+def fetched_versions(run: str, dask_worker) -> tuple[str, list[int]]:
+    """On a worker: where its versions lie, and which there are."""
+    host = dask_worker.plugins[f"libra-{run}"]
+    return str(host.weights.root), host.weights.numbers()
+
+
+fetched_versions.__module__ = "__main__"
