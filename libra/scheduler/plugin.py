@@ -27,7 +27,7 @@ from libra import keys
 from libra.observe.page import attach_page
 from libra.policy import Admission, Command, CommittedGroup, Fifo, VersionPublished, make_ordering
 from libra.scheduler import private
-from libra.scheduler.announcements import announce_version, tell_contention
+from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
 from libra.scheduler.run_state import RunState
 from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.watchdog import StallGuard
@@ -62,6 +62,7 @@ class LibraPlugin(SchedulerPlugin):
             {
                 "libra_register_run": self.register_run,
                 "libra_members": self.members,
+                "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
                 "libra_end_run": self.end_run,
             },
@@ -169,21 +170,18 @@ class LibraPlugin(SchedulerPlugin):
             case "group":
                 self._group_reported(state, msg)
             case "published":
-                state.emit(
-                    "version_published", version=msg["version"], digest=msg["digest"], num_bytes=msg["num_bytes"]
-                )
+                published(state, msg)
                 self._apply(state, state.policy.handle(VersionPublished(msg["version"])))
                 self._apply(state, state.admission.version_published(msg["version"]))
                 for version in [v for v in state.eval_gates if v <= state.admission.version]:
                     for gate in state.eval_gates.pop(version):
                         self.trajectories.applier.open(state, gate, keys.GRADE)
                 announce_version(self._scheduler, state, msg["version"])
-            case "served":
-                state.served[msg["name"]] = msg["version"]
-                state.engines[msg["name"]] = msg["address"]
-                state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
+            case "joined" | "served" | "quarantined":
+                engine_reported(state, msg)
                 if self.trajectories.contended:
                     tell_contention(self._scheduler, msg["address"], True)
+                self.trajectories.kick()
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -203,6 +201,7 @@ class LibraPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Its slots are gone; its tasks have already left ``processing``."""
         for state in self.runs.values():
+            state.holders.lost(worker)
             state.emit("worker_lost", address=worker)
         self.trajectories.worker_gone(worker)
 
@@ -260,15 +259,8 @@ class LibraPlugin(SchedulerPlugin):
             state.groups += 1
         for failure, count in msg["failures"].items():
             state.failures[failure] += count
-        state.emit(
-            "group_committed",
-            split=msg["split"],
-            iteration=msg["iteration"],
-            group=msg["group"],
-            oldest_version=msg["oldest_version"],
-            reward=msg["reward"],
-            failures=msg["failures"],
-        )
+        said = ("split", "iteration", "group", "oldest_version", "reward", "failures")
+        state.emit("group_committed", **{name: msg[name] for name in said})
         if msg["split"] == "train":
             done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
             self._apply(state, state.admission.group_committed(done))

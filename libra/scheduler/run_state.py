@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
 from libra.policy import Admission, Learns, Ordering
+from libra.scheduler.holders import Holders
 from libra.store.event_log import EventLog
 from libra.types import EndReason, Phase
 
@@ -76,6 +77,8 @@ class RunState:
     batches: dict[int, str] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)  # address of each worker that has served a version, by name
+    holders: Holders = field(default_factory=Holders)
+    quarantined: set[str] = field(default_factory=set)  # addresses whose engine serves nothing now
     quanta: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     tokens: int = 0

@@ -156,7 +156,8 @@ class Trajectories:
         """Give free slots to parked trajectories, phase by phase."""
         self._kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        for event in self.workers.changes():
+        quarantined = {address for state in self._runs.values() for address in state.quarantined}
+        for event in self.workers.changes(quarantined):
             self._tell_all(event)
         releases: list[private.Release] = []
         alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))

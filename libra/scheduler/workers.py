@@ -5,7 +5,7 @@ Invariant: a worker is told of as joined before anything is placed on it, and as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,14 @@ class Workers:
         self.address: dict[str, str] = {}
         self._speed: dict[str, Speed] = {}
 
-    def changes(self) -> Iterator[WorkerJoined | WorkerLeft]:
-        """What has changed since the last call, to be told at once, in this order."""
+    def changes(self, quarantined: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
+        """What has changed since the last call, to be told at once, in this order.
+
+        ``quarantined`` are addresses of workers that are to generate nothing: an engine of one run there does not hold the
+        weights it should, and what made it so may have struck those of other runs.
+        """
         supply = {phase: private.supply(self._scheduler, phase) for phase in Phase}
+        supply[Phase.ROLLOUT] = {a: 0 if a in quarantined else n for a, n in supply[Phase.ROLLOUT].items()}
         present = {
             private.worker_name(self._scheduler, address): address
             for address in {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}
