@@ -57,22 +57,24 @@ class Core:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        core = None
         try:
             with _BUILDING, environment(settings):
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=current_platform.is_cpu()))
+            core = cls(llm, settings)
+            await llm.update_weight_version(str(version))
+            for temperature in (0.0, 1.0):  # kernels are made when they are first used, on both ways of sampling
+                await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
+            await llm.reset_prefix_cache()
         except LibraError:
             raise
-        except Exception as error:  # the boundary to vLLM: configuration, memory, a model it does not know
+        except Exception as error:  # the boundary to vLLM: configuration, memory, a model or a head size it does not know
+            if core is not None:
+                core.stop()
             raise ModelError(
                 f"{settings.model_dir}: vLLM cannot serve this ({type(error).__name__}: {error}); what its process said is in "
                 "this worker's log, more of it with VLLM_LOGGING_LEVEL=INFO"
             ) from error
-        core = cls(llm, settings)
-        with _errors("start"):
-            await llm.update_weight_version(str(version))
-            for _ in range(2):  # kernels are made when they are first used
-                await core._generate([1] * _WARM_UP_TOKENS, _WARM_UP_TOKENS)
-            await llm.reset_prefix_cache()
         core.steps = core.generated_tokens = 0
         return core
 
@@ -208,13 +210,13 @@ class Core:
         return found
 
     async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
-        """A probe: before everybody else, greedy, and outside of all books."""
+        """A probe: before everybody else, greedy unless said otherwise, and outside of all books."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
         prompt = {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
         async for final in self.llm.generate(
-            prompt, _sampling(max_tokens=new, temperature=0.0, **sampling), f"probe-{self._probes}", priority=PROBE
+            prompt, _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling), f"probe-{self._probes}", priority=PROBE
         ):
             pass
         if self.generated_tokens - tokens == new:  # nobody else was served meanwhile

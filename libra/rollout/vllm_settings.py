@@ -161,7 +161,7 @@ def environment(settings: VLLMSettings) -> Iterator[None]:
         {
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_OMP_THREADS_BIND": before.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-            "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
