@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _BUILDING = threading.Lock()
 """An engine is built under an environment of its own, which is that of the whole process."""
 _WARM_UP_TOKENS = 4
+SHUTDOWN_S = 1.0
+"""How long the process may take to end before it is killed; it keeps nothing that must be saved."""
 
 
 class EngineGone(EngineError):
@@ -239,7 +241,7 @@ class Core:
     def stop(self) -> None:
         """End the process; also after it died."""
         with contextlib.suppress(Exception):  # what is left of a dead engine may be anything
-            self.llm.shutdown()
+            self.llm.shutdown(timeout=SHUTDOWN_S)
 
     def _count_steps(self) -> None:
         """Count steps and tokens as they come out of the process: vLLM's own statistics would cost every token."""

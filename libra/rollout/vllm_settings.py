@@ -141,6 +141,7 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         worker_extension_cls="libra.rollout.vllm_worker.LibraWorker",
         scheduler_cls=f"libra.rollout.vllm_scheduler.{kind}",
         **given,
