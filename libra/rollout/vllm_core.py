@@ -61,8 +61,9 @@ class Core:
 
         core = None
         try:
-            with _BUILDING, environment(settings):
-                llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=current_platform.is_cpu()))
+            on_cpu = bool(current_platform.is_cpu())
+            with _BUILDING, environment(settings, on_cpu=on_cpu):
+                llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
             core = cls(llm, settings)
             await llm.update_weight_version(str(version))
             for temperature in (0.0, 1.0):  # kernels are made when they are first used, on both ways of sampling
@@ -70,7 +71,9 @@ class Core:
             await llm.reset_prefix_cache()
         except LibraError:
             raise
-        except Exception as error:  # the boundary to vLLM: configuration, memory, a model or a head size it does not know
+        except (
+            Exception
+        ) as error:  # the boundary to vLLM: configuration, memory, a model or a head size it does not know
             if core is not None:
                 core.stop()
             raise ModelError(
@@ -88,7 +91,7 @@ class Core:
         context = request.context_ids.tolist()
         with _errors(job.name):
             final = None
-            async for final in self.llm.generate(
+            async for output in self.llm.generate(
                 self._prompt(context, job.version),
                 _sampling(
                     max_tokens=request.max_new_tokens,
@@ -101,7 +104,7 @@ class Core:
                 job.handle,
                 priority=packed_priority(request.priority),
             ):
-                pass
+                final = output
         assert final is not None and final.finished, f"{job.name}: vLLM ended a request without saying so"
         return self._output(job, final, now())
 
@@ -207,8 +210,8 @@ class Core:
                 part = Part(*given)
                 if name not in found:
                     found[name] = np.zeros((part.num_rows, part.whole)), part.inputs
-                rows = np.frombuffer(part.data, np.float32).reshape(part.num_rows, part.count)
-                found[name][0][:, part.offset : part.offset + part.count] += rows
+                rows = np.frombuffer(part.data, np.float32).reshape(part.num_rows, part.num_here)
+                found[name][0][:, part.offset : part.offset + part.num_here] += rows
         return found
 
     async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
@@ -217,10 +220,9 @@ class Core:
         steps, tokens = self.steps, self.generated_tokens
         final = None
         prompt = {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
-        async for final in self.llm.generate(
-            prompt, _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling), f"probe-{self._probes}", priority=PROBE
-        ):
-            pass
+        sampled = _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling)
+        async for output in self.llm.generate(prompt, sampled, f"probe-{self._probes}", priority=PROBE):
+            final = output
         if self.generated_tokens - tokens == new:  # nobody else was served meanwhile
             self.steps, self.generated_tokens = steps, tokens
         return final

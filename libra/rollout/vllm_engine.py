@@ -167,7 +167,9 @@ class VLLMEngine:
 
     def _check_open(self) -> None:
         if self._thread is None or self._closing:
-            raise EngineError(f"{self.settings.model_dir}: the engine is {'closed' if self._closing else 'not started'}")
+            raise EngineError(
+                f"{self.settings.model_dir}: the engine is {'closed' if self._closing else 'not started'}"
+            )
 
     def _check(self, request: TurnRequest) -> None:
         self._check_open()
@@ -292,9 +294,7 @@ class VLLMEngine:
             waited_s = time.perf_counter() - job.arrived_s
             self._leave(
                 job,
-                TurnOutput(
-                    nothing, nothing.astype(np.float32), nothing, nothing, StopReason.ABORT, queued_s=waited_s
-                ),
+                TurnOutput(nothing, nothing.astype(np.float32), nothing, nothing, StopReason.ABORT, queued_s=waited_s),
             )
             return
         core = self._core

@@ -27,7 +27,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Probing:
-    """What `ProbeScheduler` adds to a scheduler of vLLM."""
+    """What `ProbeScheduler` adds to a scheduler of vLLM, whose attributes these are."""
+
+    running: list[Any]
+    waiting: Any
+    policy: Any
+    _pause_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,12 +47,12 @@ class _Probing:
         """What keeps the engine stepping: while paused, the probes."""
         if self._pause_state is PauseState.PAUSED_ALL:
             return sum(request.priority == PROBE for request in (*self.running, *self.waiting))
-        return super().get_num_unfinished_requests()
+        return super().get_num_unfinished_requests()  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step; see the invariants."""
         if not self._probing():
-            return super().schedule(*args, **kwargs)
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         held, held_waiting = [r for r in self.running if r.priority != PROBE], self.waiting
         probes = create_request_queue(self.policy)
         for request in [r for r in held_waiting if r.priority == PROBE]:
@@ -56,7 +61,7 @@ class _Probing:
         self.running = [r for r in self.running if r.priority == PROBE]
         self.waiting, self._pause_state = probes, PauseState.UNPAUSED
         try:
-            return super().schedule(*args, **kwargs)
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._pause_state = PauseState.PAUSED_ALL
             for request in list(self.waiting):

@@ -149,7 +149,7 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
 
 
 @contextmanager
-def environment(settings: VLLMSettings) -> Iterator[None]:
+def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
     """The environment an engine process is started with; that of this process is as before afterwards.
 
     A binding of threads to cores that somebody set (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept.
@@ -165,6 +165,8 @@ def environment(settings: VLLMSettings) -> Iterator[None]:
             "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # In eager mode nothing but a count of likelier tokens would be compiled, for 20 s and a compiler that must be there.
+            **({"TORCHDYNAMO_DISABLE": "1"} if settings.eager is not False and on_cpu else {}),
         }
     )
     try:

@@ -45,7 +45,9 @@ class ExpectedWeights:
         except (OSError, ValueError) as error:
             raise ModelError(f"{model_dir}: its weights cannot be read as safetensors: {error}") from error
         if not shapes:
-            raise ModelError(f"{model_dir}: no *.safetensors there; the vllm engine takes new versions in that format only")
+            raise ModelError(
+                f"{model_dir}: no *.safetensors there; the vllm engine takes new versions in that format only"
+            )
         found = [name for name in shapes if name.endswith(_EMBEDDINGS)]
         return cls(shapes, (found[0] if found else None) if tied else None)
 
@@ -88,7 +90,9 @@ class ExpectedWeights:
         assert self.tied_to is not None
         with safe_open(path, framework="pt") as file:
             if not torch.equal(file.get_tensor(HEAD), file.get_tensor(self.tied_to)):
-                raise WeightsError(f"{path}: {HEAD} and {self.tied_to} differ, but this model ties them into one tensor")
+                raise WeightsError(
+                    f"{path}: {HEAD} and {self.tied_to} differ, but this model ties them into one tensor"
+                )
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:

@@ -29,12 +29,12 @@ HEAD = "lm_head.weight"
 class Part(NamedTuple):
     """Rows of a layer's output that one rank computed; msgpack-able.
 
-    ``data`` is float32 (num_rows, count) as bytes: entries ``offset`` onwards of outputs with ``whole`` entries. ``inputs`` is
+    ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with ``whole`` entries. ``inputs`` is
     the layer's whole number of inputs, or of rows where it is an embedding.
     """
 
     num_rows: int
-    count: int
+    num_here: int
     offset: int
     whole: int
     inputs: int

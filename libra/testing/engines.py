@@ -17,7 +17,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ from numpy.typing import NDArray
 from libra.errors import ContextOverflow, EngineError, WeightsError
 from libra.projections import project_tensors
 from libra.rollout.engine import RolloutEngine
+from libra.testing.models import VOCAB, Models, ask
 from libra.types import StopReason, TurnOutput, TurnRequest
 
-VOCAB = 48
 SLOTS = 4
 MAX_CONTEXT_TOKENS = 512
 LONG = 400
@@ -40,66 +39,9 @@ TOLERANCE = 1e-3
 LIMIT_S = 300.0
 
 
-@dataclass
-class Models:
-    """Directories of random two-layer models in float32: two of one kind with the head tied to the embedding, and another kind."""
-
-    directory: Path
-    _loaded: dict[Path, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.first, self.second = self._save("first", 0), self._save("second", 1)
-        self.other = self._save("other", 2, hidden_size=96)
-
-    def _save(self, name: str, seed: int, **changed: Any) -> Path:
-        import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        torch.manual_seed(seed)
-        shape = {
-            "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None,
-            "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2, "tie_word_embeddings": True,
-        }  # fmt: skip
-        model = Qwen3ForCausalLM(Qwen3Config(**(shape | changed)))
-        for parameter_name, parameter in model.named_parameters():  # ones would hide a norm that is left out
-            if "norm" in parameter_name:
-                parameter.data.uniform_(0.5, 1.5)
-        model.save_pretrained(self.directory / name)
-        return self.directory / name
-
-    def logits(self, directory: Path, context: NDArray[np.int32], new: NDArray[np.int32]) -> Any:
-        """Logits (T, VOCAB) that plain transformers gives before each new token."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        if directory not in self._loaded:
-            self._loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
-        ids = torch.from_numpy(np.concatenate([context, new]).astype(np.int64))[None]
-        with torch.no_grad():
-            return self._loaded[directory](ids).logits[0, len(context) - 1 : -1].float()
-
-    def logprobs(
-        self, directory: Path, context: NDArray[np.int32], new: NDArray[np.int32], temperature: float = 1.0
-    ) -> NDArray[np.float32]:
-        """Log-probability (T,) that plain transformers gives each new token."""
-        import torch
-
-        table = torch.log_softmax(self.logits(directory, context, new) / temperature, -1)
-        found: NDArray[np.float32] = table.gather(1, torch.from_numpy(new.astype(np.int64))[:, None])[:, 0].numpy()
-        return found
-
-
-def ask(name: str, *, length: int = 40, new: int = 8, context: Any = None, **fields: Any) -> TurnRequest:
-    """A request of trajectory ``name``; its context is random, the same for the same name."""
-    if context is None:
-        context = np.random.default_rng([ord(letter) for letter in name]).integers(0, VOCAB, length)
-    return TurnRequest(name, fields.pop("turn", 0), np.asarray(context, np.int32), new, **fields)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     """Come back when the engine's counters say so."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110  the counters belong to the engine, which tells nobody when they change
         await asyncio.sleep(0.001)
 
 
@@ -117,14 +59,16 @@ class EngineContract:
     # -- the engine that the checks share ----------------------------------------------------------------------------
 
     @pytest.fixture(scope="class")
-    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    @classmethod
+    def models(cls, tmp_path_factory: pytest.TempPathFactory) -> Models:
         """The models that all checks share."""
         return Models(tmp_path_factory.mktemp("engines"))
 
     @pytest.fixture(scope="class")
-    def run(self, models: Models) -> Iterator[Callable[[Callable[[RolloutEngine], Awaitable[Any]]], Any]]:
+    @classmethod
+    def run(cls, models: Models) -> Iterator[Callable[[Callable[[RolloutEngine], Awaitable[Any]]], Any]]:
         """``run(body)``: await ``body(engine)`` with the one engine of this class."""
-        engine = self.make_engine(models.first, slots=SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS)
+        engine = cls().make_engine(models.first, slots=SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS)
         with asyncio.Runner() as runner:
             runner.run(asyncio.wait_for(_begin(engine), LIMIT_S))
             try:
@@ -143,9 +87,7 @@ class EngineContract:
         async def body(engine: RolloutEngine) -> list[tuple[TurnRequest, TurnOutput]]:
             await self.serve_first(engine, models)
             requests = [ask(f"g{n}", length=1 + 17 * n, new=20, temperature=0.0) for n in range(6)]
-            return list(
-                zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True)
-            )
+            return list(zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True))
 
         for request, output in run(body):
             logits = self.reference(models.first, request, output, models)
@@ -159,9 +101,7 @@ class EngineContract:
         async def body(engine: RolloutEngine) -> list[tuple[TurnRequest, TurnOutput]]:
             await self.serve_first(engine, models)
             requests = [ask(f"l{n}", new=30, seed=n, temperature=(1.0, 0.7)[n % 2]) for n in range(8)]
-            return list(
-                zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True)
-            )
+            return list(zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True))
 
         for request, output in run(body):
             expected = models.logprobs(models.first, request.context_ids, output.token_ids, request.temperature)
@@ -203,7 +143,9 @@ class EngineContract:
             return free, await engine.generate(ask("stop", new=24, seed=5, stop_ids=(stop, VOCAB - 1)))
 
         free, stopped = run(body)
-        first = min(free.token_ids.tolist().index(token) for token in (free.token_ids[6], VOCAB - 1) if token in free.token_ids)
+        first = min(
+            free.token_ids.tolist().index(token) for token in (free.token_ids[6], VOCAB - 1) if token in free.token_ids
+        )
         assert stopped.token_ids.tolist() == free.token_ids.tolist()[: first + 1]
         assert (free.stop_reason, stopped.stop_reason) == (StopReason.LENGTH, StopReason.STOP)
         assert len(free.token_ids) == 24

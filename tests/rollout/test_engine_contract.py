@@ -26,3 +26,14 @@ class TestVLLMEngine(EngineContract):
 
     def make_engine(self, model_dir, **options):
         return VLLMEngine(model_dir, threads=1, **options)
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+class TestTensorParallelVLLMEngine(EngineContract):
+    """Two ranks, which keep KV over an update."""
+
+    keeps_kv = True
+
+    def make_engine(self, model_dir, **options):
+        return VLLMEngine(model_dir, threads=1, tp=2, keep_kv=True, **options)
