@@ -15,6 +15,8 @@ PARK = "LIBRA_PARK"
 """Resource that no worker supplies: a task that asks for it waits in the scheduler until the plugin releases it."""
 ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMMIT"
 """Resources that workers supply: slots of an engine, actions at once, replicas, graders at once, and the one committer."""
+TP, THREADS = "TP", "THREADS"
+"""What a rollout worker says of its engine, as resources that no task takes: tensor-parallel degree, and torch threads per rank."""
 
 TP = "TP"
 """Resource by which a rollout worker declares its engine's tensor-parallel degree; nothing takes any of it."""

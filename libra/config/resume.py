@@ -11,12 +11,13 @@ from libra.config.models import RunConfig
 from libra.errors import ConfigError, RunDirectoryError
 
 RESOLVED_FILE = "config.resolved.yaml"
-FREE_SECTIONS = ("cluster", "observe", "checkpoint", "store", "weights", "watchdog")
+FREE_SECTIONS = ("vllm", "policy", "cluster", "observe", "checkpoint", "store", "weights", "watchdog", "simulation", "slurm", "slurm_rollout", "slurm_train", "slurm_tool")
 """Sections that say how a run is executed, watched and kept, and not what comes of it."""
 FREE_FIELDS = (
     "run.iterations",
     "run.dir",
     "run.name",
+    "rollout.tp",
     "trainer.max_row_tokens",
     "trainer.micro_batch_tokens",
     "trainer.mismatch_alarm",

@@ -33,6 +33,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
+from libra.graph.engines import EngineKind, counters, make_engine
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
 from libra.graph.private import cheap_reschedule, priority_here, still_wanted
@@ -120,7 +121,7 @@ class LibraHost(WorkerPlugin):
         supply = worker.state.total_resources
         async with _ONE_MODEL_AT_A_TIME:
             if supply.get(keys.ROLLOUT):
-                await self._start_engine(int(supply[keys.ROLLOUT]))
+                await self._start_engine(EngineKind.of(self.spec.config, supply))
             if supply.get(keys.TRAIN):
                 self.replica = await asyncio.to_thread(self._make_replica)
                 self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
@@ -145,22 +146,15 @@ class LibraHost(WorkerPlugin):
         self.journal.close()
         await self.environment.close()
 
-    async def _start_engine(self, slots: int) -> None:
-        from libra.rollout import TransformersEngine, load_chat_format
+    async def _start_engine(self, kind: EngineKind) -> None:
+        from libra.rollout import load_chat_format
 
-        config = self.spec.config
         self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
 
+        self.kind = kind
+
         def build(directory: Path, version: int) -> RolloutEngine:
-            return TransformersEngine(
-                directory,
-                slots=slots,
-                max_context_tokens=config.rollout.max_context_tokens,
-                dtype=config.model.dtype,
-                threads=config.cluster.threads,
-                version=version,
-                exact_logprobs=config.rollout.exact_logprobs,
-            )
+            return make_engine(config, kind, directory, version)
 
         self.serving = Serving(
             Path(self.spec.from_checkpoint or self.model_dir),
@@ -273,6 +267,8 @@ class LibraHost(WorkerPlugin):
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Report of this worker's engine; Dask puts the address into "worker"."""
+        if kind == "served":
+            fields |= {"tp": self.kind.tp, "bucket": self.kind.bucket, "stats": counters(self.engine)}
         report(self.worker, self.spec, kind, name=str(self.worker.name), address=self.worker.address, **fields)
 
     # ---------------------------------------------------------------- trajectories

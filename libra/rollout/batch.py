@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from libra.errors import ContextOverflow, EngineError
+from libra.errors import EngineError
 from libra.rollout import probing
 from libra.rollout.checkpoint import copy_weights
 from libra.rollout.engine import EngineStats
 from libra.rollout.forward import Forward
+from libra.rollout.requests import check_request
 from libra.rollout.sampling import draw_uniforms, sample
 from libra.rollout.slots import Chunk, SlotKV, Step
 from libra.types import StopReason, TurnOutput, TurnRequest
@@ -107,23 +108,7 @@ class SlotBatch:
 
     def check(self, request: TurnRequest) -> None:
         """Raise where a request cannot be served at all; touches no state, so any thread may call it."""
-        name, context, new = request.trajectory_id, len(request.context_ids), request.max_new_tokens
-        if context < 1 or new < 1:
-            raise EngineError(f"{name}: got {context} context tokens and max_new_tokens={new}; both must be at least 1")
-        if context + new > self.max_context_tokens:
-            raise ContextOverflow(
-                f"{name}: {context} context tokens + {new} new ones = {context + new}, more than the engine's "
-                f"{self.max_context_tokens}; ask for at most {self.max_context_tokens - context} new tokens, "
-                f"or type rollout.max_context_tokens={context + new}"
-            )
-        if not (request.temperature >= 0 and 0 < request.top_p <= 1 and request.seed >= 0):
-            raise EngineError(
-                f"{name}: got temperature={request.temperature}, top_p={request.top_p}, seed={request.seed}; "
-                "allowed: temperature >= 0, 0 < top_p <= 1, seed >= 0"
-            )
-        low, high = int(request.context_ids.min()), int(request.context_ids.max())
-        if low < 0 or high >= self.vocab_size:
-            raise EngineError(f"{name}: context ids from {low} to {high}; the model knows 0 to {self.vocab_size - 1}")
+        check_request(request, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size)
 
     def submit(self, job: Job) -> None:
         """Queue a checked request; EngineError where its trajectory already has one here."""
