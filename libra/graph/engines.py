@@ -70,6 +70,20 @@ def check_engine(config: RunConfig) -> None:
             raise ConfigError(str(error)) from error
 
 
+def counters(engine: RolloutEngine | None) -> dict[str, float]:
+    """What an engine has done so far, for an event: `libra.rollout.EngineStats` without what is only so at the moment."""
+    assert engine is not None, "only workers with an engine serve a version"
+    stats = engine.stats()
+    return {
+        "generated_tokens": stats.generated_tokens,
+        "prefilled_tokens": stats.prefilled_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "steps": stats.steps,
+        "busy_s": round(stats.busy_s, 6),
+        "restarts": getattr(engine, "restarts", 0),
+    }
+
+
 def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> RolloutEngine:
     """An engine of version 0, not started."""
     if kind.engine == "vllm":

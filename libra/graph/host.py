@@ -32,7 +32,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
-from libra.graph.engines import EngineKind, make_engine
+from libra.graph.engines import EngineKind, counters, make_engine
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
@@ -245,6 +245,7 @@ class LibraHost(WorkerPlugin):
             load_s=round(load_s, 6),
             tp=self.kind.tp,
             bucket=self.kind.bucket,
+            stats=counters(self.engine),
         )
 
     # ---------------------------------------------------------------- trajectories

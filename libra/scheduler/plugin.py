@@ -200,7 +200,7 @@ class LibraPlugin(SchedulerPlugin):
             case "served":
                 state.served[msg["name"]] = msg["version"]
                 state.engines[msg["name"]] = msg["address"]
-                served = {name: msg[name] for name in ("version", "load_s", "tp", "bucket")}
+                served = {name: msg[name] for name in ("version", "load_s", "tp", "bucket", "stats")}
                 state.emit("version_served", worker=msg["name"], **served)
                 if self._contended:
                     tell_contention(self._scheduler, msg["address"], True)
