@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -288,6 +288,8 @@ class VersionServed(Event):
     """The engine of ``worker`` generates with ``version`` from now on.
 
     ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of threads have the same.
+    ``stats`` is what the engine has done since it started: tokens generated, prefilled and reused, steps, busy seconds, and how
+    often its process was replaced.
     """
 
     name: ClassVar[str] = "version_served"
@@ -296,6 +298,7 @@ class VersionServed(Event):
     load_s: float
     tp: int = 1
     bucket: str = ""
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

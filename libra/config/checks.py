@@ -84,6 +84,12 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
                 (name, "rollout.engine"),
                 f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm",
             )
+    if rollout.engine == "vllm" and rollout.exact_logprobs:
+        yield CrossFieldProblem(
+            ("rollout.exact_logprobs", "rollout.engine"),
+            "rollout.exact_logprobs: only transformers engines score with the trainer's own code, and rollout.engine=vllm; type "
+            "rollout.engine=transformers, or rollout.exact_logprobs=false",
+        )
     if cluster.engines and cluster.rollout_workers != 1:
         count = sum(group.count for group in cluster.engines)
         yield CrossFieldProblem(

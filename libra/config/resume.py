@@ -11,7 +11,35 @@ from libra.config.models import RunConfig
 from libra.errors import ConfigError, RunDirectoryError
 
 RESOLVED_FILE = "config.resolved.yaml"
-FREE_SECTIONS = ("vllm", "policy", "cluster", "observe", "checkpoint", "store", "weights", "watchdog", "simulation", "slurm", "slurm_rollout", "slurm_train", "slurm_tool")
+FREE_SECTIONS = (
+    "vllm",
+    "policy",
+    "cluster",
+    "observe",
+    "checkpoint",
+    "store",
+    "weights",
+    "watchdog",
+    "simulation",
+    "slurm",
+    "slurm_rollout",
+    "slurm_train",
+    "slurm_tool",
+)
+    "vllm",
+    "policy",
+    "cluster",
+    "observe",
+    "checkpoint",
+    "store",
+    "weights",
+    "watchdog",
+    "simulation",
+    "slurm",
+    "slurm_rollout",
+    "slurm_train",
+    "slurm_tool",
+)
 """Sections that say how a run is executed, watched and kept, and not what comes of it."""
 FREE_FIELDS = (
     "run.iterations",

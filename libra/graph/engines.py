@@ -70,8 +70,21 @@ def check_engine(config: RunConfig) -> None:
             raise ConfigError(str(error)) from error
 
 
-def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> RolloutEngine:
-    """An engine of version 0, not started."""
+def counters(engine: RolloutEngine) -> dict[str, float]:
+    """What an engine has done so far, for an event: `libra.rollout.EngineStats` without what is only so at the moment."""
+    stats = engine.stats()
+    return {
+        "generated_tokens": stats.generated_tokens,
+        "prefilled_tokens": stats.prefilled_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "steps": stats.steps,
+        "busy_s": round(stats.busy_s, 6),
+        "restarts": getattr(engine, "restarts", 0),
+    }
+
+
+def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
+    """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
     if kind.engine == "vllm":
         from libra.rollout.vllm_engine import VLLMEngine
 
@@ -86,6 +99,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> Rollout
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_frac=config.vllm.gpu_memory_frac,
             eager=config.vllm.eager,
+            version=version,
         )
     from libra.rollout.transformers_engine import TransformersEngine
 
@@ -95,5 +109,6 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> Rollout
         max_context_tokens=config.rollout.max_context_tokens,
         dtype=config.model.dtype,
         threads=kind.threads,
-        version=0,
+        version=version,
+        exact_logprobs=config.rollout.exact_logprobs,
     )

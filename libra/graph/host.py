@@ -154,7 +154,7 @@ class LibraHost(WorkerPlugin):
         self.kind = kind
 
         def build(directory: Path, version: int) -> RolloutEngine:
-            return make_engine(config, kind, directory, version)
+            return make_engine(self.spec.config, kind, directory, version)
 
         self.serving = Serving(
             Path(self.spec.from_checkpoint or self.model_dir),
@@ -267,8 +267,8 @@ class LibraHost(WorkerPlugin):
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Report of this worker's engine; Dask puts the address into "worker"."""
-        if kind == "served":
-            fields |= {"tp": self.kind.tp, "bucket": self.kind.bucket, "stats": counters(self.engine)}
+        if kind == "served" and self.serving is not None:
+            fields |= {"tp": self.kind.tp, "bucket": self.kind.bucket, "stats": counters(self.serving.engine)}
         report(self.worker, self.spec, kind, name=str(self.worker.name), address=self.worker.address, **fields)
 
     # ---------------------------------------------------------------- trajectories

@@ -58,7 +58,8 @@ def engine_reported(state: RunState, msg: dict[str, Any]) -> None:
         state.quarantined.discard(address)
         state.served[name] = msg["version"]
         state.holders.has(address, msg["version"])
-        state.emit("version_served", version=msg["version"], worker=name, load_s=msg["load_s"])
+        served = {field: msg[field] for field in ("version", "load_s", "tp", "bucket", "stats")}
+        state.emit("version_served", worker=name, **served)
         state.emit("version_checked", version=msg["version"], worker=name, **msg["check"])
     elif msg["kind"] == "quarantined":
         state.quarantined.add(address)

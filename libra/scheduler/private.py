@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from libra.keys import PARK, TP
+from libra.keys import PARK, THREADS, TP
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -73,10 +73,10 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
 
 
 def bucket(scheduler: Scheduler, address: str) -> str:
-    """Rollout capacity class of a worker: ``tp<N>`` from its resource ``TP``, empty where it declares none."""
+    """Rollout capacity class of a worker: what it says of its engine (TP, THREADS); empty where it says nothing."""
     ws = scheduler.workers.get(address)
-    degree = int(ws.resources.get(TP, 0)) if ws is not None else 0
-    return f"tp{degree}" if degree else ""
+    said = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS)} if ws is not None else {}
+    return "-".join(f"{name.lower()}{count}" for name, count in said.items() if count)
 
 
 def forgive(ts: TaskState | None) -> None:
