@@ -138,10 +138,10 @@ class LibraHost(WorkerPlugin):
         await self.environment.close()
 
     async def _start_engine(self, slots: int) -> None:
-        from libra.rollout import TransformersEngine, load_chat_format
+        from libra.rollout import TransformersEngine
 
         config = self.spec.config
-        self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
+        self.chat = self._load_chat()
         self.engine = TransformersEngine(
             self.spec.from_checkpoint or self.model_dir,
             slots=slots,
@@ -394,10 +394,14 @@ class LibraHost(WorkerPlugin):
     def _chat(self) -> Any:
         """The chat format; a tool worker loads it at its first action."""
         if not hasattr(self, "chat"):
-            from libra.rollout import load_chat_format
-
-            self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
+            self.chat = self._load_chat()
         return self.chat
+
+    def _load_chat(self) -> Any:
+        from libra.rollout import load_chat_format
+
+        environment = self.environment
+        return load_chat_format(self.model_dir, environment.tool_schemas, tool_format=environment.tool_format)
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record; only then is it true. RecordExists or FencedOff means that another was first: stop here."""
