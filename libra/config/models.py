@@ -75,8 +75,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in engines and trainer."""
     master_dtype: Literal["float32"] | None = "float32"
-    """Number format of the weights that the optimizer updates, with its moments; the trainer's model and what is published are these,
-    rounded to `dtype`. None: `dtype`, which at learning rates below 1e-4 loses most updates where that is bfloat16."""
+    """Number format of the weights that the optimizer updates, and of its moments; the trainer's model and what is published are
+    these, rounded to `dtype`. None: `dtype`; where that is bfloat16, learning rates below 1e-4 then lose most updates."""
 
 
 class EnvironmentSection(Section):

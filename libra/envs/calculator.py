@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from itertools import pairwise
 
 MAX_CHARS = 200
 MAX_DIGITS = 60
@@ -51,7 +52,7 @@ def calculate(expression: str) -> str:
 def _as_python(expression: str) -> str:
     text = expression.strip().removesuffix("=").translate(_SPELLINGS)
     parts = text.split(",")
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in pairwise(parts):
         thousands = before[-1:].isdigit() and after[:3].isdigit() and len(after[:3]) == 3 and not after[3:4].isdigit()
         if not thousands:
             raise ValueError('a comma that does not part thousands; write e.g. "1,200 + 5"')

@@ -177,7 +177,9 @@ class ReasoningGym(Environment):
 def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Configuration, as JSON, by dataset; each is made once to see that it can be."""
     where = "environment.args.dataset"
-    named = {given: {}} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {n: {} for n in given}
+    named = (
+        {given: {}} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {n: {} for n in given}
+    )
     if not named:
         raise ConfigError(f"{where}: got none; name at least one, e.g. gsm_symbolic")
     try:
@@ -188,7 +190,9 @@ def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> d
         if name not in DATASETS:
             nearest = difflib.get_close_matches(str(name), list(DATASETS), n=1)
             meant = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-            raise ConfigError(f"{where}: reasoning-gym has no dataset {name!r}{meant}; it has {', '.join(sorted(DATASETS))}")
+            raise ConfigError(
+                f"{where}: reasoning-gym has no dataset {name!r}{meant}; it has {', '.join(sorted(DATASETS))}"
+            )
         taken = sorted({"seed", "size"} & set(config or {}))
         if taken:
             raise ConfigError(f"{where}.{name}: {taken[0]!r} is Libra's to set; environment.args.size counts questions")

@@ -168,7 +168,9 @@ def _found(source: Source, wheel: str | Path | None, scratch: Path) -> Path:
     if wheel is not None:
         given = Path(wheel).expanduser()
         if not given.is_file():
-            raise ModelError(f"model prepare: --wheel {str(wheel)!r} is no file; type the path of {source.requirement}'s wheel")
+            raise ModelError(
+                f"model prepare: --wheel {str(wheel)!r} is no file; type the path of {source.requirement}'s wheel"
+            )
         return given.absolute() if given.suffix == ".gguf" else _extracted(given, source, scratch)
     spec = importlib.util.find_spec(source.package)
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -198,9 +200,12 @@ def _downloaded(source: Source, scratch: Path) -> Path:
 def _extracted(wheel: Path, source: Source, scratch: Path) -> Path:
     target = scratch / source.file
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(f"{source.package}/{source.file}") as packed:
-            with target.open("wb") as file:
-                shutil.copyfileobj(packed, file)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{source.package}/{source.file}") as packed,
+            target.open("wb") as file,
+        ):
+            shutil.copyfileobj(packed, file)
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise ModelError(
             f"model prepare: {wheel} is no wheel of {source.requirement} that holds {source.file} ({error}); type --wheel FILE "
@@ -226,10 +231,13 @@ def _check_same(target: Path, wanted: str) -> None:
     from libra.tensors import digest
 
     try:
-        got = digest({key: tensor for path in sorted(target.glob("*.safetensors")) for key, tensor in load_file(path).items()})
+        got = digest(
+            {key: tensor for path in sorted(target.glob("*.safetensors")) for key, tensor in load_file(path).items()}
+        )
     except (OSError, SafetensorError) as error:
         got = f"unreadable ({error})"
     if got != wanted:
         raise ModelError(
-            f"model prepare: {target} holds a model with digest {got}, this one has {wanted}; type another directory, or move it away"
+            f"model prepare: {target} holds a model with digest {got}, this one has {wanted}; type another directory, or move it "
+            "away"
         )

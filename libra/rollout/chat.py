@@ -95,7 +95,9 @@ class ChatFormat:
                 f"{self.tokenizer.name_or_path}: its chat template shows the model no tools, and calls in the format "
                 f"{tool_format!r} cannot be explained to it; type rollout.tool_format=hermes"
             )
-        logger.info("%s: its template shows no tools; they are explained in the system message", self.tokenizer.name_or_path)
+        logger.info(
+            "%s: its template shows no tools; they are explained in the system message", self.tokenizer.name_or_path
+        )
         return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
@@ -168,7 +170,7 @@ def explanation(tool_schemas: Sequence[Mapping[str, Any]]) -> str:
     for schema in tool_schemas:
         function = schema["function"]
         parameters = function.get("parameters", {}).get("properties", {})
-        call = {"name": function["name"], "arguments": {name: "..." for name in parameters}}
+        call = {"name": function["name"], "arguments": dict.fromkeys(parameters, "...")}
         details = "".join(
             f" {name}: {' '.join(str(about.get('description', about.get('type', ''))).split())}"
             for name, about in parameters.items()

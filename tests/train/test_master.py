@@ -70,7 +70,9 @@ def test_gradients_of_micro_batches_are_summed_in_float32(narrow, batch):
         replica.optimizer.zero_grad()
         replica.micro_batch_loss(micro, Tally()).backward()
         assert all(parameter.grad is None for parameter in replica.parameters().values())
-        parts.append({name: tensor.grad.clone() for name, tensor in replica.optimized().items() if tensor.grad is not None})
+        parts.append(
+            {name: tensor.grad.clone() for name, tensor in replica.optimized().items() if tensor.grad is not None}
+        )
     replica.optimizer.zero_grad()
     for micro in pack(samples, logp_dtype=torch.float32, max_row_tokens=1, micro_batch_tokens=40):
         replica.micro_batch_loss(micro, Tally()).backward()
