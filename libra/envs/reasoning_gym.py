@@ -74,7 +74,7 @@ class ReasoningGym(Environment):
     def __init__(
         self,
         *,
-        dataset: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        dataset: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "chain_sum",
         calculator: bool = True,
         answer: str = "number",
         examples: int = 0,

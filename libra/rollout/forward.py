@@ -17,10 +17,10 @@ from libra.rollout.fused import FusedDecoder, can_fuse
 from libra.rollout.slots import SLOT_ATTENTION, Chunk, SlotKV, Step
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Allowed difference of log-probabilities between the two passes: in float32 the largest of all; in bfloat16, which rounds at 1
-part in 256, the median over positions of what a token drawn there would see. Its largest says nothing: over the 49,152 log-probabilities
-of SmolLM2-135M, transformers' own two attentions differ by 0.6 to 4 nats. There the median is 0.07, and above 0.5 with positions off by
-one or attention scores 1.2 times too high."""
+"""Allowed difference of log-probabilities between the two passes: in float32 the largest of all; in bfloat16, which rounds at
+1 part in 256, the median over positions of what a token drawn there would see. The largest says nothing then: over the 49,152
+tokens of SmolLM2-135M, transformers' own two attentions differ by 0.6 to 4 nats. The median there is 0.07, and above 0.5 with
+positions off by one or attention scores 1.2 times too high."""
 PROBE_TOKENS = 7
 
 
