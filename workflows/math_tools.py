@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,19 @@ def make_ready(model: str) -> None:
         print(f"{prepare(name).directory} is ready", flush=True)
 
 
-def report(summary: Any, seconds: float) -> str:
+def mixed_groups_frac(values: Mapping[str, Any], groups: int) -> float:
+    """Share of a batch's groups whose rewards differ: only those teach a group-relative algorithm anything."""
+    return 1 - float(values["groups_without_signal"]) / groups
+
+
+def report(summary: Any, groups: int, seconds: float) -> str:
     """What a reader wants to know of each iteration, as lines."""
     lines = [f"{'iteration':>9}{'reward':>9}{'mixed groups':>14}{'turns':>7}{'gap mean':>10}{'gap max':>9}{'step':>8}"]
     for number, values in enumerate(summary.iterations):
+        gaps = f"{values.get('mismatch_mean_abs', 0):>10.4f}{values.get('mismatch_max_abs', 0):>9.3f}"
+        mixed = f"{mixed_groups_frac(values, groups):>13.0%} "
         lines.append(
-            f"{number:>9}{values['reward']:>9.3f}{values['mixed_groups_frac']:>13.0%} {values['turns']:>7}"
-            f"{values.get('mismatch_mean_abs', 0):>10.4f}{values.get('mismatch_max_abs', 0):>9.3f}{values.get('total_s', 0):>6.0f} s"
+            f"{number:>9}{values['reward']:>9.3f}{mixed}{values['turns']:>7}{gaps}{values.get('total_s', 0):>6.0f} s"
         )
     lines.append(f"{seconds:.0f} s in all; {summary.directory}")
     return "\n".join(lines)
@@ -72,7 +79,9 @@ def main(arguments: list[str]) -> int:
     for override in options.override:
         name, _, value = override.partition("=")
         settings[name.replace(".", "__")] = yaml.safe_load(value)
-    model = settings.pop("model__path", None) or load_config(options.config).model.path
+    config = load_config(options.config)
+    model = settings.pop("model__path", config.model.path)
+    groups = settings.get("trainer__prompts", config.trainer.prompts)
     started_s = time.perf_counter()
     try:
         make_ready(model)
@@ -80,8 +89,8 @@ def main(arguments: list[str]) -> int:
     except LibraError as error:
         print(f"math_tools: {error}", file=sys.stderr)
         return 2
-    print(report(summary, time.perf_counter() - started_s))
-    return 0 if any(values["mixed_groups_frac"] > 0 for values in summary.iterations) else 1
+    print(report(summary, groups, time.perf_counter() - started_s))
+    return 0 if any(mixed_groups_frac(values, groups) > 0 for values in summary.iterations) else 1
 
 
 if __name__ == "__main__":

@@ -257,20 +257,10 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
         "tokens": int(sum(len(t.token_ids) for t in trajectories)),
         "turns": int(sum(len(t.turns) for t in trajectories)),
         "max_turns": max((len(t.turns) for t in trajectories), default=0),
-        "mixed_groups_frac": _mixed_groups_frac(trains),
         "length_ends_frac": float(np.mean([t.end_reason is EndReason.LENGTH for t in trajectories])),
         "lag": float(lag.mean()) if lag.size else 0.0,
         "lag_max": int(lag.max()) if lag.size else 0,
     }
-
-
-def _mixed_groups_frac(trains: list[Trajectory]) -> float:
-    """Share of groups whose rewards are not all equal: only those teach a group-relative algorithm anything."""
-    rewards: dict[tuple[int, int], set[float]] = {}
-    for trajectory in trains:
-        tid = trajectory.trajectory_id
-        rewards.setdefault((tid.iteration, tid.group), set()).add(trajectory.reward)
-    return sum(len(each) > 1 for each in rewards.values()) / len(rewards) if rewards else 0.0
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

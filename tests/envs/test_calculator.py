@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from fractions import Fraction
 
 import pytest
@@ -23,8 +25,6 @@ EXPRESSIONS = st.recursive(NUMBERS, _extended, max_leaves=5)
 
 @given(EXPRESSIONS)
 def test_agrees_with_exact_fractions(expression):
-    import re
-
     exact = re.sub(r"\d+", lambda match: f"Fraction({match[0]})", expression)
     try:
         expected = eval(exact, {"Fraction": Fraction})
@@ -73,7 +73,16 @@ def test_nothing_else_is_read(expression):
 
 @pytest.mark.parametrize(
     "expression",
-    ["9 ** 9 ** 9 ** 9", "10 ** 99", "1e999", "9" * (MAX_DIGITS + 1), "2 ** 0.5", "(10 ** 50) * (10 ** 50)", "1" * 300, "(" * 150],
+    [
+        "9 ** 9 ** 9 ** 9",
+        "10 ** 99",
+        "1e999",
+        "9" * (MAX_DIGITS + 1),
+        "2 ** 0.5",
+        "(10 ** 50) * (10 ** 50)",
+        "1" * 300,
+        "(" * 150,
+    ],
 )
 def test_work_is_bounded(expression):
     with pytest.raises(ValueError, match=r"digits|exponent|characters|arithmetic"):
@@ -82,7 +91,5 @@ def test_work_is_bounded(expression):
 
 @given(st.text(max_size=60))
 def test_any_text_is_a_value_or_a_value_error(text):
-    try:
+    with contextlib.suppress(ValueError):
         float(calculate(text))
-    except ValueError:
-        pass

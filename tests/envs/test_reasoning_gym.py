@@ -34,7 +34,9 @@ def test_questions_are_determined_by_seed_split_and_index():
 def test_no_question_is_in_both_splits_whatever_the_seed():
     train, held_out, examples = set(), set(), set()
     for seed in range(4):
-        environment = made(seed, dataset=SMALL, examples=3)  # some hundred different questions: they meet again and again
+        environment = made(
+            seed, dataset=SMALL, examples=3
+        )  # some hundred different questions: they meet again and again
         train |= {question(environment.prompt("train", index)) for index in range(60)}
         held_out |= {question(environment.prompt("eval", index)) for index in range(60)}
         examples |= {m["content"] for m in environment.prompt("train", 0).messages[1:-1] if m["role"] == "user"}
