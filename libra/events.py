@@ -235,12 +235,17 @@ class VersionPublished(Event):
 
 @dataclass(frozen=True, slots=True)
 class VersionServed(Event):
-    """The engine of ``worker`` generates with ``version`` from now on."""
+    """The engine of ``worker`` generates with ``version`` from now on.
+
+    ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of threads have the same.
+    """
 
     name: ClassVar[str] = "version_served"
     version: int
     worker: str
     load_s: float
+    tp: int = 1
+    bucket: str = ""
 
 
 @dataclass(frozen=True, slots=True)

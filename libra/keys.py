@@ -15,6 +15,8 @@ PARK = "LIBRA_PARK"
 """Resource that no worker supplies: a task that asks for it waits in the scheduler until the plugin releases it."""
 ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMMIT"
 """Resources that workers supply: slots of an engine, actions at once, replicas, graders at once, and the one committer."""
+TP, THREADS = "TP", "THREADS"
+"""What a rollout worker says of its engine, as resources that no task takes: tensor-parallel degree, and torch threads per rank."""
 
 _KEY = re.compile(r"(?P<node>[a-z_]+)-(?P<split>train|eval)(?P<indices>(?:-\d+)*)-e(?P<epoch>\d+)-(?P<run>.+)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")

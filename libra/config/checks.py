@@ -30,6 +30,7 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
     """Every contradiction between fields, in the order of the sections; empty where there is none."""
     return (
         *_rollout(config),
+        *_engines(config),
         *_trainer(config),
         *_algorithm(config),
         *_checkpoint(config),
@@ -53,6 +54,29 @@ def _rollout(config: RunConfig) -> Iterator[CrossFieldProblem]:
             f"trainer.micro_batch_tokens: a trajectory of rollout.max_context_tokens={rollout.max_context_tokens} does not "
             f"fit into a micro-batch of {trainer.micro_batch_tokens}; type "
             f"trainer.micro_batch_tokens={rollout.max_context_tokens}",
+        )
+
+
+def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    rollout, cluster = config.rollout, config.cluster
+    if rollout.engine != "vllm":
+        asked = [
+            *(["rollout.tp"] if rollout.tp > 1 else []),
+            *(["rollout.keep_kv"] if rollout.keep_kv else []),
+            *(["cluster.engines"] if any(group.tp > 1 for group in cluster.engines) else []),
+        ]
+        for name in asked:
+            what = "keep KV over an update" if name == "rollout.keep_kv" else "have a tensor-parallel degree above 1"
+            yield CrossFieldProblem(
+                (name, "rollout.engine"),
+                f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm",
+            )
+    if cluster.engines and cluster.rollout_workers != 1:
+        count = sum(group.count for group in cluster.engines)
+        yield CrossFieldProblem(
+            ("cluster.rollout_workers", "cluster.engines"),
+            f"cluster.rollout_workers: {cluster.rollout_workers} workers, but cluster.engines lists {count} by their kind; "
+            "leave cluster.rollout_workers out, or type cluster.engines=[]",
         )
 
 

@@ -112,12 +112,17 @@ def _type_words(annotation: Any) -> str:
         return f"one of {words}" if len(arguments) > 1 else f"only {words}"
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(_type_words(argument) for argument in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"a list, each {_type_words(arguments[0])}"
     if origin is tuple:
         inner = {_type_words(argument) for argument in arguments}
         assert len(inner) == 1, "a list field has items of one kind"
         return f"a list of {len(arguments)}, each {inner.pop()}"
     if origin is dict:
         return "a mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        keys = (f"{name} ({_allowed(field)})" for name, field in annotation.model_fields.items())
+        return f"a mapping of {', '.join(keys)}"
     return _WORDS[annotation]
 
 

@@ -91,8 +91,15 @@ class EnvironmentSection(Section):
 class RolloutSection(Section):
     """How trajectories are generated."""
 
-    engine: Literal["transformers"] = "transformers"
-    """Inference engine of a rollout worker."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Inference engine of a rollout worker: transformers in the worker's own process, or vLLM in processes of its own (`make
+    setup-vllm`). Its settings are in section `vllm`."""
+    tp: AtLeastOne = 1
+    """Tensor-parallel degree of an engine (vllm). A worker that supplies the resource TP, or an entry of `cluster.engines`, says so
+    for itself."""
+    keep_kv: bool = False
+    """When weights change while requests run, go on from the KV that older weights computed, which costs nothing and puts tokens
+    off policy by that (vllm). Each such token is recorded with its KV's version. false: running requests are computed anew."""
     slots: AtLeastOne = 64
     """Trajectories that generate at once on one engine."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
@@ -110,6 +117,19 @@ class RolloutSection(Section):
     """Probability mass that sampling keeps (nucleus); 1 keeps everything."""
     ignore_eos: bool = False
     """Every turn has exactly `max_new_tokens` tokens and is no end by itself: for benchmarks."""
+
+
+class VLLMSection(Section):
+    """Settings of `rollout.engine` vllm."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """KV cache per tensor-parallel rank, in GiB. None: on a CPU what `rollout.slots` requests of `rollout.max_context_tokens`
+    need; on a GPU what `gpu_memory_frac` leaves. With less than all slots need, late requests are computed twice."""
+    gpu_memory_frac: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that an engine takes for weights and KV cache."""
+    eager: bool | None = None
+    """Run the model as written. false: compiled and captured, which starts minutes later and runs faster. None: true on a CPU,
+    false on a GPU."""
 
 
 class TrainerSection(Section):
@@ -236,6 +256,19 @@ class EvaluationSection(Section):
     """Sampling temperature of the evaluation. None: that of `rollout`."""
 
 
+class EngineGroup(Section):
+    """Local rollout workers that are alike, and so one bucket."""
+
+    tp: AtLeastOne = 1
+    """Tensor-parallel degree of their engines."""
+    threads: AtLeastOne | None = None
+    """Torch threads per engine, or per tensor-parallel rank. None: `cluster.threads`."""
+    slots: AtLeastOne | None = None
+    """Trajectories that generate at once on one of them. None: `rollout.slots`."""
+    count: AtLeastOne = 1
+    """Number of such workers."""
+
+
 class ClusterSection(Section):
     """The Dask cluster: one that is there already, or local processes."""
 
@@ -243,6 +276,9 @@ class ClusterSection(Section):
     """Address of a running Dask scheduler, as tcp://HOST:PORT. None: a local cluster of processes is made for the run."""
     rollout_workers: AtLeastOne = 1
     """Local rollout workers, one engine each. A given scheduler brings its own workers."""
+    engines: Annotated[tuple[EngineGroup, ...], Field(strict=False)] = ()
+    """Local rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
+    bucket. Empty: `rollout_workers` alike, with `rollout.tp`."""
     tool_workers: AtLeastOne = 1
     """Local workers that run tools and graders. A given scheduler brings its own workers."""
     tool_slots: AtLeastOne = 64
@@ -290,6 +326,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
     rollout: RolloutSection = RolloutSection()
+    vllm: VLLMSection = VLLMSection()
     trainer: TrainerSection = TrainerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()

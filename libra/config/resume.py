@@ -11,9 +11,16 @@ from libra.config.models import RunConfig
 from libra.errors import ConfigError, RunDirectoryError
 
 RESOLVED_FILE = "config.resolved.yaml"
-FREE_SECTIONS = ("cluster", "observe", "checkpoint", "store", "watchdog")
+FREE_SECTIONS = ("vllm", "cluster", "observe", "checkpoint", "store", "watchdog")
 """Sections that say how a run is executed, watched and kept, and not what comes of it."""
-FREE_FIELDS = ("run.iterations", "run.dir", "run.name", "trainer.max_row_tokens", "trainer.micro_batch_tokens")
+FREE_FIELDS = (
+    "run.iterations",
+    "run.dir",
+    "run.name",
+    "rollout.tp",
+    "trainer.max_row_tokens",
+    "trainer.micro_batch_tokens",
+)
 """Further fields that may change."""
 
 

@@ -32,6 +32,7 @@ from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError
 from libra.graph import nodes
+from libra.graph.engines import check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
@@ -163,6 +164,7 @@ class Session:
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port
 
+            check_engine(config)
             check_port(config.cluster.dashboard_port)
         if self.resume:
             check_resumable(self.directory, environment, self.score)

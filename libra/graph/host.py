@@ -32,6 +32,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
+from libra.graph.engines import EngineKind, make_engine
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
@@ -116,7 +117,7 @@ class LibraHost(WorkerPlugin):
         supply = worker.state.total_resources
         async with _ONE_MODEL_AT_A_TIME:
             if supply.get(keys.ROLLOUT):
-                await self._start_engine(int(supply[keys.ROLLOUT]))
+                await self._start_engine(EngineKind.of(self.spec.config, supply))
             if supply.get(keys.TRAIN):
                 self.replica = await asyncio.to_thread(self._make_replica)
                 self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
@@ -137,19 +138,10 @@ class LibraHost(WorkerPlugin):
         self.journal.close()
         await self.environment.close()
 
-    async def _start_engine(self, slots: int) -> None:
-        from libra.rollout import TransformersEngine
-
-        config = self.spec.config
+    async def _start_engine(self, kind: EngineKind) -> None:
         self.chat = self._load_chat()
-        self.engine = TransformersEngine(
-            self.spec.from_checkpoint or self.model_dir,
-            slots=slots,
-            max_context_tokens=config.rollout.max_context_tokens,
-            dtype=config.model.dtype,
-            threads=config.cluster.threads,
-            version=0,
-        )
+        self.kind = kind
+        self.engine = make_engine(self.spec.config, kind, self.spec.from_checkpoint or self.model_dir)
         started_s = time.time()
         await self.engine.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
@@ -250,6 +242,8 @@ class LibraHost(WorkerPlugin):
             name=str(self.worker.name),  # Dask puts the address into "worker"
             address=self.worker.address,
             load_s=round(load_s, 6),
+            tp=self.kind.tp,
+            bucket=self.kind.bucket,
         )
 
     # ---------------------------------------------------------------- trajectories

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra.rollout.chat import ChatFormat, load_chat_format
-from libra.rollout.engine import EngineStats, RolloutEngine
+from libra.rollout.engine import EngineStats, ReadsColumns, RolloutEngine
 from libra.rollout.transformers_engine import TransformersEngine
 
-__all__ = ["ChatFormat", "EngineStats", "RolloutEngine", "TransformersEngine", "load_chat_format"]
+__all__ = ["ChatFormat", "EngineStats", "ReadsColumns", "RolloutEngine", "TransformersEngine", "load_chat_format"]

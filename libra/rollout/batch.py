@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from libra.errors import ContextOverflow, EngineError
+from libra.errors import EngineError
+from libra.rollout import probing
 from libra.rollout.checkpoint import copy_weights
 from libra.rollout.engine import EngineStats
 from libra.rollout.forward import Forward
+from libra.rollout.requests import check_request
 from libra.rollout.sampling import draw_uniforms, sample
 from libra.rollout.slots import Chunk, SlotKV, Step
 from libra.types import StopReason, TurnOutput, TurnRequest
@@ -58,16 +61,27 @@ class Job:
 class SlotBatch:
     """A model, its slots, and the requests in and before them."""
 
-    def __init__(self, model: Any, *, slots: int, max_context_tokens: int, version: int, fused: bool = True) -> None:
-        self.model, self.version = model, version
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_context_tokens: int,
+        version: int,
+        fused: bool = True,
+        exact_logprobs: bool = False,
+    ) -> None:
+        self.model, self.version, self.exact_logprobs = model, version, exact_logprobs
         self.vocab_size: int = model.config.vocab_size
-        self.kv = SlotKV(model.config, slots, max_context_tokens, model.get_output_embeddings().weight.dtype)
+        # One slot more than requests can have: that of `score`.
+        self.kv = SlotKV(model.config, slots + 1, max_context_tokens, model.get_output_embeddings().weight.dtype)
         self.forward = Forward(model, self.kv, fused=fused)
         self.max_context_tokens = max_context_tokens
         self.state = np.zeros(slots, np.int8)
         self.known = np.zeros(slots, np.int64)  # tokens of the slot's trajectory, in ``tokens``
         self.cached = np.zeros(slots, np.int64)  # of those, in the KV cache
         self.generated = np.zeros(slots, np.int64)  # of those, sampled for the running request
+        self.rescored = np.zeros(slots, np.int64)  # of those, scored alone (where exact_logprobs asks for it)
         self.limit = np.zeros(slots, np.int64)  # most tokens the running request may generate
         self.used_at = np.zeros(slots, np.int64)  # step in which the slot last ran
         self.tokens = np.zeros((slots, max_context_tokens), np.int64)
@@ -94,23 +108,7 @@ class SlotBatch:
 
     def check(self, request: TurnRequest) -> None:
         """Raise where a request cannot be served at all; touches no state, so any thread may call it."""
-        name, context, new = request.trajectory_id, len(request.context_ids), request.max_new_tokens
-        if context < 1 or new < 1:
-            raise EngineError(f"{name}: got {context} context tokens and max_new_tokens={new}; both must be at least 1")
-        if context + new > self.max_context_tokens:
-            raise ContextOverflow(
-                f"{name}: {context} context tokens + {new} new ones = {context + new}, more than the engine's "
-                f"{self.max_context_tokens}; ask for at most {self.max_context_tokens - context} new tokens, "
-                f"or type rollout.max_context_tokens={context + new}"
-            )
-        if not (request.temperature >= 0 and 0 < request.top_p <= 1 and request.seed >= 0):
-            raise EngineError(
-                f"{name}: got temperature={request.temperature}, top_p={request.top_p}, seed={request.seed}; "
-                "allowed: temperature >= 0, 0 < top_p <= 1, seed >= 0"
-            )
-        low, high = int(request.context_ids.min()), int(request.context_ids.max())
-        if low < 0 or high >= self.vocab_size:
-            raise EngineError(f"{name}: context ids from {low} to {high}; the model knows 0 to {self.vocab_size - 1}")
+        check_request(request, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size)
 
     def submit(self, job: Job) -> None:
         """Queue a checked request; EngineError where its trajectory already has one here."""
@@ -136,6 +134,7 @@ class SlotBatch:
             heapq.heapify(self.waiting)
             ended = job, self._output(job, StopReason.ABORT)
         elif job is not None:
+            self._rescore(job.slot)
             ended = job, self._output(job, StopReason.ABORT)
         if slot is not None:
             self._free(slot)
@@ -153,6 +152,8 @@ class SlotBatch:
 
     def load(self, version: int, directory: Path) -> None:
         """Copy new weights in, drop all KV they did not compute, and let running requests compute theirs again."""
+        for slot in np.flatnonzero(self.state == RUNNING):
+            self._rescore(int(slot))  # what was sampled so far can be scored under its weights only now
         copy_weights(self.model, directory)
         self.forward.weights_changed()
         self.version = version
@@ -162,6 +163,38 @@ class SlotBatch:
             self._running_job(int(slot)).versions.append((int(self.generated[slot]), version))
             self.cached[slot] = 0
         self.kv.resize(int(self.known[self.state == RUNNING].max(initial=1)))
+
+    @torch.inference_mode()
+    def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probability of every token but the first given those before it (T - 1,), prefilled through the served pass."""
+        ids, slot = torch.from_numpy(np.asarray(token_ids, np.int64)), len(self.jobs)
+        if not 2 <= len(ids) <= self.max_context_tokens:
+            raise EngineError(f"score: got {len(ids)} tokens; allowed: 2 to {self.max_context_tokens}")
+        self.kv.reserve(len(ids))
+        chunk = Chunk(0, len(ids), slot, 0, len(ids))
+        step = Step(self.kv, torch.full_like(ids, slot), torch.arange(len(ids)), 0, [chunk])
+        logits = self.forward.logits(self.forward.hidden(ids, step)[:-1]).float()
+        found: NDArray[np.float32] = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
+        return found
+
+    def project(self, seed: int) -> dict[str, tuple[float, ...]]:
+        """Random projections of every layer as the served pass uses it; see `libra.projections`."""
+        return probing.project(probing.used_layers(self.model, self.forward.fused), seed, self.kv.dtype)
+
+    def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+        """Columns of layers as the served pass uses them; see `libra.rollout.probing.columns`."""
+        layers = probing.used_layers(self.model, self.forward.fused)
+        return probing.columns(layers, probing.used_vectors(self.model, self.forward.fused), wanted, self.kv.dtype)
+
+    def _rescore(self, slot: int) -> None:
+        """Where exact log-probabilities are asked for: replace those of the tokens sampled under the weights in use."""
+        known, generated = int(self.known[slot]), int(self.generated[slot])
+        if not self.exact_logprobs or self.rescored[slot] == generated:
+            return
+        first = known - generated + int(self.rescored[slot])
+        scored = self.forward.score_alone(self.tokens[slot, :known], first, float(self.temperature[slot]) or 1.0)
+        self.logprobs[slot, self.rescored[slot] : generated] = scored
+        self.rescored[slot] = generated
 
     def drop_all(self) -> list[Job]:
         """Forget every request and all KV after a fault; returns the requests, none of which was answered."""
@@ -357,7 +390,7 @@ class SlotBatch:
         self.stops[slot] = -1
         self.stops[slot, : len(request.stop_ids)] = request.stop_ids
         self.tokens[slot, :length] = context
-        self.known[slot], self.cached[slot], self.generated[slot] = length, reuse, 0
+        self.known[slot], self.cached[slot], self.generated[slot], self.rescored[slot] = length, reuse, 0, 0
         self.limit[slot] = request.max_new_tokens
         self.uniforms[slot, : request.max_new_tokens] = draw_uniforms(request.seed, request.max_new_tokens)
         self.temperature[slot], self.top_p[slot] = request.temperature, request.top_p
@@ -377,6 +410,7 @@ class SlotBatch:
     def _finish(self, slot: int, stopped: bool) -> tuple[Job, TurnOutput]:
         """Answer a slot's request and keep its KV for the next turn."""
         job = self._running_job(slot)
+        self._rescore(slot)
         output = self._output(job, StopReason.STOP if stopped else StopReason.LENGTH)
         self.jobs[slot], self.state[slot], self.used_at[slot] = None, RETAINED, self.steps
         self.changed = True
@@ -396,8 +430,8 @@ class SlotBatch:
         self.kv.swap(one, other, int(max(self.cached[one], self.cached[other])))
         pair, swapped = [one, other], [other, one]
         for column in (
-            self.state, self.known, self.cached, self.generated, self.limit, self.used_at, self.tokens, self.logprobs,
-            self.uniforms, self.temperature, self.top_p, self.stops,
+            self.state, self.known, self.cached, self.generated, self.rescored, self.limit, self.used_at, self.tokens,
+            self.logprobs, self.uniforms, self.temperature, self.top_p, self.stops,
         ):  # fmt: skip
             column[pair] = column[swapped]
         self.jobs[one], self.jobs[other] = self.jobs[other], self.jobs[one]

@@ -12,9 +12,13 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from libra.types import TurnOutput, TurnRequest
 
@@ -82,8 +86,34 @@ class RolloutEngine(Protocol):
         are missing, unknown, of another shape or unreadable; the old version then stays.
         """
 
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probability in nats of each token but the first, given those before it (T - 1,), at temperature 1.
+
+        Under the weights as really served, by the pass that serves requests; may be asked while requests run.
+        """
+
+    async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
+        """Eight numbers for each linear layer and embedding, by the Hugging Face name of its weight.
+
+        Computed by the matrices as really used (packed, tied, joined), by the convention of `libra.projections`.
+        """
+
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
 
     async def close(self) -> None:
         """Fail what is pending with EngineError and release everything; may be called twice."""
+
+
+@runtime_checkable
+class ReadsColumns(Protocol):
+    """An engine that can also give back single columns of its layers exactly: the check then sees a change of one bit.
+
+    Only for engines that multiply with the weights as published: no quantisation, no TF32.
+    """
+
+    async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+        """Of each named matrix the wanted columns (K, outputs), as its layer answers one-hot inputs.
+
+        Of an embedding the wanted rows (K, width). Of a norm or bias the whole vector (1, n), whatever is wanted.
+        """

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import ModelError
 from libra.rollout.fused import FusedDecoder, can_fuse
 from libra.rollout.slots import SLOT_ATTENTION, Chunk, SlotKV, Step
+from libra.scoring import score_alone
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Allowed difference of log-probabilities between the two passes: in float32 the largest of all; in bfloat16, which rounds at
@@ -52,6 +54,14 @@ class Forward:
         """To be called after new weights were copied into the model."""
         if self.fused is not None:
             self.fused.refresh()
+
+    def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
+        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules, no slots, no batch."""
+        self.model.set_attn_implementation("sdpa")
+        try:
+            return score_alone(self.model, token_ids, first, temperature)
+        finally:
+            self.model.set_attn_implementation(SLOT_ATTENTION)
 
     @torch.inference_mode()
     def _compare_with_stock(self) -> None:

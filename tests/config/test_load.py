@@ -123,7 +123,7 @@ def test_nothing_near_suggests_nothing() -> None:
         ("trainer.normalize_std=1", "1", "true or false", "trainer.normalize_std=true"),
         ("trainer.normalize_std=no", "'no'", "true or false", "trainer.normalize_std=true"),
         ("model.dtype=float16", "'float16'", "one of float32, bfloat16", "model.dtype=float32"),
-        ("rollout.engine=vllm", "'vllm'", "only transformers", "rollout.engine=transformers"),
+        ("rollout.engine=sglang", "'sglang'", "one of transformers, vllm", "rollout.engine=transformers"),
         ("cluster.threads=0", "0", "at least 1, or null", "cluster.threads=null"),
         ("environment.args=3", "3", "a mapping", "environment.args={}"),
         ("trainer.lr=null", "null", "a number", "trainer.lr=0.0001"),

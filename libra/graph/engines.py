@@ -1,0 +1,99 @@
+"""The engine of a rollout worker: what it is made of, from the configuration and what the worker says of itself.
+
+A worker speaks through the resources it supplies: ROLLOUT (slots), and TP and THREADS where its engine differs from what the
+configuration says. Engines of one kind, tensor-parallel degree and number of threads are one *bucket*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from libra import keys
+from libra.config import RunConfig
+from libra.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from libra.rollout import RolloutEngine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What sets a worker's engine apart from others of the run.
+
+    Attributes
+    ----------
+    engine : {"transformers", "vllm"}
+    slots, tp : int
+    threads : int or None
+        Torch threads, per tensor-parallel rank; None: all cores.
+    """
+
+    engine: str
+    slots: int
+    tp: int = 1
+    threads: int | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
+        """That of a worker with these resources."""
+        threads = int(supply.get(keys.THREADS, 0)) or config.cluster.threads
+        kind = cls(
+            config.rollout.engine,
+            int(supply[keys.ROLLOUT]),
+            int(supply.get(keys.TP, 0)) or config.rollout.tp,
+            threads,
+        )
+        if kind.tp > 1 and kind.engine != "vllm":
+            raise EngineError(
+                f"a worker supplies TP={kind.tp}, but rollout.engine={kind.engine} has no tensor parallelism; type "
+                "rollout.engine=vllm, or start the worker without TP"
+            )
+        return kind
+
+    @property
+    def bucket(self) -> str:
+        """Name of its capacity class, as ``vllm-tp2-threads1``."""
+        return f"{self.engine}-tp{self.tp}" + (f"-threads{self.threads}" if self.threads is not None else "")
+
+
+def check_engine(config: RunConfig) -> None:
+    """ConfigError where the engine that the configuration names cannot be made on this machine."""
+    if config.rollout.engine == "vllm":
+        from libra.rollout.vllm_settings import check_installed
+
+        try:
+            check_installed()
+        except EngineError as error:
+            raise ConfigError(str(error)) from error
+
+
+def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> RolloutEngine:
+    """An engine of version 0, not started."""
+    if kind.engine == "vllm":
+        from libra.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine(
+            model_dir,
+            slots=kind.slots,
+            max_context_tokens=config.rollout.max_context_tokens,
+            dtype=config.model.dtype,
+            tp=kind.tp,
+            threads=kind.threads,
+            keep_kv=config.rollout.keep_kv,
+            kv_cache_gib=config.vllm.kv_cache_gib,
+            gpu_memory_frac=config.vllm.gpu_memory_frac,
+            eager=config.vllm.eager,
+        )
+    from libra.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        model_dir,
+        slots=kind.slots,
+        max_context_tokens=config.rollout.max_context_tokens,
+        dtype=config.model.dtype,
+        threads=kind.threads,
+        version=0,
+    )

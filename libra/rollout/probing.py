@@ -1,0 +1,126 @@
+"""What an engine's layers do as they are used: random projections, columns, and log-probabilities of a given text.
+
+These are the engine's side of the check before a version is served (`libra.weights.verify`). Nothing here looks at the
+parameters of a model: each answer goes through the very matrices that a step multiplies with, joined ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from libra.errors import EngineError
+from libra.projections import is_embedding, project_layer
+from libra.rollout.fused import FusedDecoder
+
+Apply = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UsedLayer:
+    """One layer: its number of inputs (rows of an embedding), and what it does to (N, inputs), without bias."""
+
+    inputs: int
+    apply: Apply
+
+
+def used_layers(model: Any, fused: FusedDecoder | None) -> dict[str, UsedLayer]:
+    """Every linear layer and embedding of ``model`` by the name of its weight; those that a fused pass holds, as held there."""
+    found: dict[str, UsedLayer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[f"{name}.weight"] = UsedLayer(module.in_features, _linear(module.weight))
+        elif isinstance(module, nn.Embedding):
+            found[f"{name}.weight"] = UsedLayer(module.num_embeddings, _lookup(module.weight))
+    if fused is not None:
+        prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)
+        for index, layer in enumerate(fused.layers):
+            for name, matrix in _joined(layer, model.base_model.layers[index]).items():
+                found[f"{prefix}.{index}.{name}.weight"] = UsedLayer(matrix.shape[1], _linear(matrix))
+            for name, transposed in (("self_attn.o_proj", layer.out_t), ("mlp.down_proj", layer.down_t)):
+                found[f"{prefix}.{index}.{name}.weight"] = UsedLayer(transposed.shape[0], _product(transposed))
+    return found
+
+
+def used_vectors(model: Any, fused: FusedDecoder | None) -> dict[str, Tensor]:
+    """Every norm and bias by name; head norms that a fused pass has folded into its scale, as they are there."""
+    found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
+    if fused is not None:
+        prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)
+        for index, layer in enumerate(fused.layers):
+            attention = f"{prefix}.{index}.self_attn"
+            if layer.q_norm is not None and layer.k_norm is not None:
+                query = layer.q_norm.weight * layer.head_dim**-0.5
+                if not bool((layer.scale_RD[: layer.heads] == query).all()):
+                    found[f"{attention}.q_norm.weight"] = layer.scale_RD[0] * layer.head_dim**0.5
+                found[f"{attention}.k_norm.weight"] = layer.scale_RD[-1]
+            begin = 0
+            if layer.qkv_bias is not None:
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    size = len(found[f"{attention}.{name}.bias"])
+                    found[f"{attention}.{name}.bias"] = layer.qkv_bias[begin : begin + size]
+                    begin += size
+    return found
+
+
+def project(layers: Mapping[str, UsedLayer], seed: int, dtype: torch.dtype) -> dict[str, tuple[float, ...]]:
+    """The numbers of `libra.projections` for every layer."""
+    return {
+        name: project_layer(name, seed, inputs=layer.inputs, dtype=dtype, apply=layer.apply)
+        for name, layer in layers.items()
+    }
+
+
+@torch.inference_mode()
+def columns(
+    layers: Mapping[str, UsedLayer],
+    vectors: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> dict[str, NDArray[np.float32]]:
+    """The wanted columns of each matrix (K, outputs); rows of an embedding; a vector whole, as (1, n).
+
+    A column is what the layer makes of an input that is 1 in one place and 0 elsewhere, which no rounding can touch.
+    """
+    found: dict[str, NDArray[np.float32]] = {}
+    for name, places in wanted.items():
+        if name in vectors:
+            found[name] = vectors[name].detach()[None].float().numpy()
+        elif name in layers and is_embedding(name):
+            found[name] = layers[name].apply(torch.tensor(places)).float().numpy()
+        elif name in layers:
+            one_hot = F.one_hot(torch.tensor(places), layers[name].inputs).to(dtype)
+            found[name] = layers[name].apply(one_hot).float().numpy()
+        else:
+            raise EngineError(f"columns: this model has no {name}; it has {', '.join(list(layers)[:4])}, ...")
+    return found
+
+
+def _joined(layer: Any, stock: Any) -> dict[str, Tensor]:
+    """Row blocks of the joined matrices, by the layer whose weights they are."""
+    blocks, begin = {}, 0
+    for name in ("q_proj", "k_proj", "v_proj"):
+        end = begin + int(getattr(stock.self_attn, name).out_features)
+        blocks[f"self_attn.{name}"] = layer.qkv[begin:end]
+        begin = end
+    size = int(stock.mlp.gate_proj.out_features)
+    return blocks | {"mlp.gate_proj": layer.gate_up[:size], "mlp.up_proj": layer.gate_up[size:]}
+
+
+def _linear(weight: Tensor) -> Apply:
+    return lambda x: F.linear(x, weight)
+
+
+def _product(transposed: Tensor) -> Apply:
+    return lambda x: x @ transposed
+
+
+def _lookup(table: Tensor) -> Apply:
+    return lambda ids: F.embedding(ids, table)

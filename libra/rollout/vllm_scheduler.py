@@ -1,0 +1,86 @@
+"""vLLM's scheduler with one addition: while it is paused, probes run, and nothing else does.
+
+Read by vLLM in its engine process (``scheduler_cls``), nowhere else: importing it needs vLLM. An update is checked between the
+loading of weights and the first token that anybody gets from them; so the probes of the check must run while all requests
+stand still. vLLM's own pause stops probes too.
+
+Invariants
+1. While paused a step schedules requests of priority `PROBE` only; every other one keeps its place, its KV and its state.
+2. Not paused, this is vLLM's scheduler.
+3. The engine process does not outlive the process that started it, however that died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from libra.rollout.vllm_settings import PROBE
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _Probing:
+    """What `ProbeScheduler` adds to a scheduler of vLLM, whose attributes these are."""
+
+    running: list[Any]
+    waiting: Any
+    policy: Any
+    _pause_state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _die_with_parent()
+
+    def _probing(self) -> bool:
+        if self._pause_state is not PauseState.PAUSED_ALL:
+            return False
+        return any(request.priority == PROBE for request in (*self.running, *self.waiting))
+
+    def get_num_unfinished_requests(self) -> int:
+        """What keeps the engine stepping: while paused, the probes."""
+        if self._pause_state is PauseState.PAUSED_ALL:
+            return sum(request.priority == PROBE for request in (*self.running, *self.waiting))
+        return super().get_num_unfinished_requests()  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; see the invariants."""
+        if not self._probing():
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        held, held_waiting = [r for r in self.running if r.priority != PROBE], self.waiting
+        probes = create_request_queue(self.policy)
+        for request in [r for r in held_waiting if r.priority == PROBE]:
+            held_waiting.remove_request(request)
+            probes.add_request(request)
+        self.running = [r for r in self.running if r.priority == PROBE]
+        self.waiting, self._pause_state = probes, PauseState.UNPAUSED
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._pause_state = PauseState.PAUSED_ALL
+            for request in list(self.waiting):
+                held_waiting.add_request(request)
+            self.waiting, self.running = held_waiting, held + self.running
+
+
+class ProbeScheduler(_Probing, Scheduler):
+    """For engines that schedule between steps, as on a CPU."""
+
+
+class AsyncProbeScheduler(_Probing, AsyncScheduler):
+    """For engines that schedule a step while the one before it runs, as on a GPU."""
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when the thread that started it is gone (Linux; elsewhere nothing)."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    except (OSError, AttributeError):
+        return

@@ -1,0 +1,177 @@
+"""How a vLLM engine is set up: arguments, environment, room for KV, and what is said where vLLM is missing.
+
+vLLM is imported inside functions only: Libra works without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from libra.errors import EngineError, ModelError
+
+INSTALL = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
+PROBE = -1
+"""vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens per KV block on a CPU. vLLM's own choice there, 128, would reuse nothing of a context shorter than that; its kernels
+want a multiple of 32."""
+GIB = 2**30
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMSettings:
+    """What a `VLLMEngine` is made of.
+
+    Attributes
+    ----------
+    model_dir : Path
+        Directory in Hugging Face layout.
+    slots, max_context_tokens : int
+        Requests that generate at once, and context plus generated tokens of each, at most.
+    dtype : {"float32", "bfloat16"}
+    tp : int
+        Tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank.
+    threads : int or None
+        Torch threads per rank on a CPU; None: the cores this process may use, divided among the ranks.
+    keep_kv : bool
+        Whether an update in flight keeps the KV that older weights computed.
+    kv_cache_gib : float or None
+        KV cache per rank. None: on a CPU what all slots need at full length, on a GPU what `gpu_memory_frac` leaves.
+    gpu_memory_frac : float
+        Share of a GPU's memory that the engine may take.
+    eager : bool or None
+        Whether the model runs as written, without compilation. None: on a CPU, where compiling takes minutes.
+    """
+
+    model_dir: Path
+    slots: int
+    max_context_tokens: int
+    dtype: str = "float32"
+    tp: int = 1
+    threads: int | None = None
+    keep_kv: bool = False
+    kv_cache_gib: float | None = None
+    gpu_memory_frac: float = 0.9
+    eager: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.max_context_tokens < 2 or self.tp < 1:
+            raise EngineError(
+                f"engine: got slots={self.slots}, max_context_tokens={self.max_context_tokens}, tp={self.tp}; "
+                "allowed: at least 1, 2 and 1"
+            )
+        if self.dtype not in _DTYPE_BYTES:
+            raise ModelError(f"dtype: got {self.dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
+
+
+def is_installed() -> bool:
+    """Whether vLLM can be imported, told without importing it."""
+    return find_spec("vllm") is not None
+
+
+def check_installed() -> None:
+    """EngineError with the line to type where vLLM is missing."""
+    if not is_installed():
+        raise EngineError(f"rollout.engine: vllm is not installed here; {INSTALL}; or type rollout.engine=transformers")
+
+
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """``config.json`` of a model directory, text part only; ModelError where there is none."""
+    path = Path(model_dir) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{model_dir}: no config.json there; give a directory in Hugging Face layout") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as a model's configuration: {error}") from error
+    text: dict[str, Any] = config.get("text_config") or config
+    return text | {"tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
+
+
+def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
+    """KV cache of one rank in which every slot and one probe has room at full length, so that nobody is ever preempted."""
+    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    per_token = 2 * int(config["num_hidden_layers"]) * math.ceil(heads / settings.tp) * head_dim
+    blocks = (settings.slots + 1) * (math.ceil((settings.max_context_tokens + 1) / CPU_BLOCK_TOKENS) + 1) + 2
+    return per_token * _DTYPE_BYTES[settings.dtype] * blocks * CPU_BLOCK_TOKENS
+
+
+def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
+    """vLLM's ``max_model_len``: one above the longest context, because scoring one takes a token more, where the model has it."""
+    limit = config.get("max_position_embeddings")
+    wanted = settings.max_context_tokens + 1
+    return settings.max_context_tokens if limit is not None and wanted > int(limit) else wanted
+
+
+def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
+    """``AsyncEngineArgs`` of an engine."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    config = read_model_config(settings.model_dir)
+    given: dict[str, Any] = {}
+    if settings.kv_cache_gib is not None:
+        given["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * GIB)
+    elif on_cpu:
+        given["kv_cache_memory_bytes"] = kv_bytes(config, settings)
+    if on_cpu:
+        given |= {"block_size": CPU_BLOCK_TOKENS, "distributed_executor_backend": "mp"}
+    else:
+        given["gpu_memory_utilization"] = settings.gpu_memory_frac
+    kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
+    return AsyncEngineArgs(
+        model=str(settings.model_dir),
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        max_model_len=max_model_tokens(config, settings),
+        max_num_seqs=settings.slots + 1,  # and a probe
+        tensor_parallel_size=settings.tp,
+        enforce_eager=on_cpu if settings.eager is None else settings.eager,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        worker_extension_cls="libra.rollout.vllm_worker.LibraWorker",
+        scheduler_cls=f"libra.rollout.vllm_scheduler.{kind}",
+        **given,
+    )
+
+
+@contextmanager
+def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
+    """The environment an engine process is started with; that of this process is as before afterwards.
+
+    A binding of threads to cores that somebody set (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept.
+    Otherwise threads are not bound: two engines of one machine would be bound to the same cores.
+    """
+    before = dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = settings.threads or max(1, cores // settings.tp)
+    os.environ.update(
+        {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_OMP_THREADS_BIND": before.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            # In eager mode nothing but a count of likelier tokens would be compiled, for 20 s and a compiler that must be there.
+            **({"TORCHDYNAMO_DISABLE": "1"} if settings.eager is not False and on_cpu else {}),
+        }
+    )
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,446 @@
+"""What every rollout engine has to do: checks that Libra's own engines pass, for anybody who writes another one.
+
+    class TestMyEngine(EngineContract):
+        def make_engine(self, model_dir, **options):
+            return MyEngine(model_dir, **options)
+
+in a test file, and pytest does the rest. One engine is started per class, and closed by its last check; each check begins with
+weights of its own. Nothing here waits for time to pass: a check that has to act while a request runs looks at the engine's
+counters until the request is that far.
+
+The checks, and the invariants of `libra.rollout.engine` they are for, are the methods of `EngineContract`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from libra.errors import ContextOverflow, EngineError, WeightsError
+from libra.projections import project_tensors
+from libra.rollout.engine import RolloutEngine
+from libra.testing.models import VOCAB, Models, ask
+from libra.types import StopReason, TurnOutput, TurnRequest
+
+SLOTS = 4
+MAX_CONTEXT_TOKENS = 512
+LONG = 400
+"""Tokens of a request that is to be met half-way."""
+TOLERANCE = 1e-3
+"""Largest gap of log-probabilities between an engine and transformers, both in float32."""
+LIMIT_S = 300.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Come back when the engine's counters say so."""
+    while not condition():  # noqa: ASYNC110  the counters belong to the engine, which tells nobody when they change
+        await asyncio.sleep(0.001)
+
+
+class EngineContract:
+    """The checks. A subclass says how an engine is made, and may narrow `tolerance` or widen it."""
+
+    tolerance = TOLERANCE
+    keeps_kv = False
+    """Whether the engine was made to keep KV over an update in flight."""
+
+    def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
+        """An engine that is not started, float32, version 0, of an architecture that has q, k, v and a tied head."""
+        raise NotImplementedError
+
+    # -- the engine that the checks share ----------------------------------------------------------------------------
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def models(cls, tmp_path_factory: pytest.TempPathFactory) -> Models:
+        """The models that all checks share."""
+        return Models(tmp_path_factory.mktemp("engines"))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run(cls, models: Models) -> Iterator[Callable[[Callable[[RolloutEngine], Awaitable[Any]]], Any]]:
+        """``run(body)``: await ``body(engine)`` with the one engine of this class."""
+        engine = cls().make_engine(models.first, slots=SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS)
+        with asyncio.Runner() as runner:
+            runner.run(asyncio.wait_for(_begin(engine), LIMIT_S))
+            try:
+                yield lambda body: runner.run(asyncio.wait_for(body(engine), LIMIT_S))
+            finally:
+                runner.run(engine.close())
+
+    async def serve_first(self, engine: RolloutEngine, models: Models) -> int:
+        """Serve the first model under a number of its own; what a check begins with."""
+        await engine.load_version(engine.version + 1, models.first)
+        return engine.version
+
+    # -- tokens and log-probabilities (invariants 1 and 2) -----------------------------------------------------------
+
+    def test_greedy_tokens_are_those_of_transformers(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> list[tuple[TurnRequest, TurnOutput]]:
+            await self.serve_first(engine, models)
+            requests = [ask(f"g{n}", length=1 + 17 * n, new=20, temperature=0.0) for n in range(6)]
+            return list(zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True))
+
+        for request, output in run(body):
+            logits = self.reference(models.first, request, output, models)
+            assert len(output.token_ids) == 20
+            # A token that ties with the best within rounding is as good as the best.
+            chosen = logits[np.arange(20), output.token_ids]
+            assert (logits.max(1) - chosen <= self.tolerance).all()
+            self.close_to(output.logprobs, models.logprobs(models.first, request.context_ids, output.token_ids))
+
+    def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> list[tuple[TurnRequest, TurnOutput]]:
+            await self.serve_first(engine, models)
+            requests = [ask(f"l{n}", new=30, seed=n, temperature=(1.0, 0.7)[n % 2]) for n in range(8)]
+            return list(zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True))
+
+        for request, output in run(body):
+            expected = models.logprobs(models.first, request.context_ids, output.token_ids, request.temperature)
+            self.close_to(output.logprobs, expected)
+
+    def test_nucleus_sampling_keeps_the_likeliest_and_renormalises(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> tuple[TurnRequest, TurnOutput]:
+            await self.serve_first(engine, models)
+            request = ask("nucleus", new=40, seed=3, top_p=0.5)
+            return request, await engine.generate(request)
+
+        request, output = run(body)
+        logits = self.reference(models.first, request, output, models)
+        probabilities = np.exp(logits - logits.max(1, keepdims=True))
+        probabilities /= probabilities.sum(1, keepdims=True)
+        for row, token, logprob in zip(probabilities, output.token_ids, output.logprobs, strict=True):
+            order = np.argsort(-row, kind="stable")
+            kept = order[: int(np.searchsorted(np.cumsum(row[order]), 0.5)) + 1]
+            assert token in kept
+            assert abs(np.log(row[token] / row[kept].sum()) - logprob) <= 10 * self.tolerance
+
+    def test_the_seed_decides_the_tokens_whoever_else_is_in_the_batch(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> tuple[list[list[int]], list[list[int]]]:
+            await self.serve_first(engine, models)
+            requests = [ask(f"s{n}", new=16, seed=100 + n) for n in range(SLOTS)]
+            together = await asyncio.gather(*(engine.generate(r) for r in requests))
+            alone = [await engine.generate(r) for r in requests]
+            return [o.token_ids.tolist() for o in together], [o.token_ids.tolist() for o in alone]
+
+        together, alone = run(body)
+        assert together == alone
+        assert len({tuple(tokens) for tokens in together}) == SLOTS
+
+    def test_a_stop_id_ends_the_turn_and_is_kept(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> tuple[TurnOutput, TurnOutput]:
+            await self.serve_first(engine, models)
+            free = await engine.generate(ask("stop", new=24, seed=5))
+            stop = int(free.token_ids[6])
+            return free, await engine.generate(ask("stop", new=24, seed=5, stop_ids=(stop, VOCAB - 1)))
+
+        free, stopped = run(body)
+        first = min(
+            free.token_ids.tolist().index(token) for token in (free.token_ids[6], VOCAB - 1) if token in free.token_ids
+        )
+        assert stopped.token_ids.tolist() == free.token_ids.tolist()[: first + 1]
+        assert (free.stop_reason, stopped.stop_reason) == (StopReason.LENGTH, StopReason.STOP)
+        assert len(free.token_ids) == 24
+
+    # -- slots and order (invariants 5 and 6) ------------------------------------------------------------------------
+
+    def test_more_requests_than_slots_all_get_their_answer(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            await self.serve_first(engine, models)
+            before = engine.stats()
+            requests = [ask(f"m{n}", length=3 + n % 9, new=2 + n % 5, seed=n) for n in range(5 * SLOTS)]
+            outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
+            return before, requests, outputs, engine.stats()
+
+        before, requests, outputs, after = run(body)
+        assert [len(o.token_ids) for o in outputs] == [r.max_new_tokens for r in requests]
+        assert all(o.queued_s >= 0 and o.busy_s > 0 for o in outputs)
+        assert (after.running, after.waiting, after.slots) == (0, 0, SLOTS)
+        assert after.generated_tokens - before.generated_tokens == sum(r.max_new_tokens for r in requests)
+        context = sum(len(r.context_ids) for r in requests)
+        used = after.prefilled_tokens - before.prefilled_tokens + after.cached_tokens - before.cached_tokens
+        assert used == context
+
+    def test_a_full_engine_starts_the_most_urgent_first_and_preempts_nobody(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> list[str]:
+            await self.serve_first(engine, models)
+            ended: list[str] = []
+
+            async def one(name: str, priority: tuple[int, ...], new: int) -> None:
+                await engine.generate(ask(name, new=new, priority=priority))
+                ended.append(name)
+
+            await engine.pause()
+            holders = [asyncio.create_task(one(f"holder{n}", (0,), LONG)) for n in range(SLOTS - 1)]
+            names = {"c": (2,), "a": (0, 1), "b": (1,), "a2": (0, 1), "b3": (1, 0, 5)}
+            tasks = [asyncio.create_task(one(name, priority, 2)) for name, priority in names.items()]
+            await engine.abort("nobody")  # all of them are in the engine now
+            assert engine.stats().running + engine.stats().waiting == SLOTS - 1 + len(tasks)
+            await engine.resume()
+            await asyncio.gather(*tasks)
+            assert not any(task.done() for task in holders)
+            for n in range(SLOTS - 1):
+                await engine.abort(f"holder{n}")
+            await asyncio.gather(*holders)
+            return ended[: len(names)]
+
+        assert run(body) == ["a", "a2", "b", "b3", "c"]
+
+    def test_abort_ends_a_running_request_with_what_it_has_and_leaves_no_slot(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            await self.serve_first(engine, models)
+            begun = engine.stats().generated_tokens
+            task = asyncio.create_task(engine.generate(ask("gone", new=LONG)))
+            await until(lambda: engine.stats().generated_tokens >= begun + 5)
+            await engine.abort("gone")
+            output, stats = await task, engine.stats()
+            filled = await asyncio.gather(*(engine.generate(ask(f"f{n}", new=3)) for n in range(SLOTS)))
+            return output, stats, filled
+
+        output, stats, filled = run(body)
+        assert output.stop_reason is StopReason.ABORT
+        assert 1 <= len(output.token_ids) == len(output.logprobs) == len(output.weight_versions) < LONG
+        assert (stats.running, stats.retained, stats.waiting) == (0, 0, 0)
+        assert [len(o.token_ids) for o in filled] == [3] * SLOTS
+
+    def test_abort_of_a_waiting_request_gives_no_tokens(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> TurnOutput:
+            await self.serve_first(engine, models)
+            await engine.pause()
+            task = asyncio.create_task(engine.generate(ask("waiting")))
+            await engine.abort("nobody")  # one round trip, so that the request is in
+            await engine.abort("waiting")
+            output = await task
+            await engine.resume()
+            return output
+
+        output = run(body)
+        assert output.stop_reason is StopReason.ABORT
+        assert len(output.token_ids) == 0
+
+    def test_cancelling_the_caller_aborts_its_request_and_no_later_one(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> int:
+            await self.serve_first(engine, models)
+            begun = engine.stats().generated_tokens
+            task = asyncio.create_task(engine.generate(ask("again", new=LONG)))
+            await until(lambda: engine.stats().generated_tokens > begun)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: engine.stats().running == 0)
+            return len((await engine.generate(ask("again", new=3))).token_ids)
+
+        assert run(body) == 3
+
+    def test_what_cannot_be_served_is_said_at_once(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> int:
+            await self.serve_first(engine, models)
+            with pytest.raises(ContextOverflow, match=f"{MAX_CONTEXT_TOKENS}"):
+                await engine.generate(ask("long", length=MAX_CONTEXT_TOKENS - 9, new=10))
+            with pytest.raises(EngineError, match="the model knows"):
+                await engine.generate(ask("ids", context=[1, VOCAB]))
+            await engine.pause()
+            first = asyncio.create_task(engine.generate(ask("twice", new=2)))
+            await engine.abort("nobody")
+            with pytest.raises(EngineError, match="already has a request"):
+                await engine.generate(ask("twice", new=2))
+            await engine.resume()
+            full = await engine.generate(ask("full", length=MAX_CONTEXT_TOKENS - 10, new=10))
+            return len((await first).token_ids) + len(full.token_ids)
+
+        assert run(body) == 12
+
+    def test_a_paused_engine_takes_no_step_and_goes_on_where_it_was(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> tuple[list[int], list[int]]:
+            await self.serve_first(engine, models)
+            straight = await engine.generate(ask("p", new=LONG, seed=4))
+            begun = engine.stats().generated_tokens
+            task = asyncio.create_task(engine.generate(ask("p", new=LONG, seed=4)))
+            await until(lambda: engine.stats().generated_tokens >= begun + 4)
+            await engine.pause()
+            before = engine.stats()
+            for _ in range(20):
+                await engine.abort("nobody")
+            after = engine.stats()
+            assert (after.generated_tokens, after.steps, after.running) == (before.generated_tokens, before.steps, 1)
+            await engine.resume()
+            return (await task).token_ids.tolist(), straight.token_ids.tolist()
+
+        stopped, straight = run(body)
+        assert stopped == straight
+
+    # -- weights (invariants 3 and 4) --------------------------------------------------------------------------------
+
+    def test_weights_loaded_in_flight_serve_exactly_the_tokens_after_them(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            old = await self.serve_first(engine, models)
+            begun = engine.stats().generated_tokens
+            requests = [ask(f"v{n}", new=LONG, seed=n) for n in range(2)]
+            tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+            await until(lambda: engine.stats().generated_tokens >= begun + 12)
+            await engine.load_version(old + 1, models.second)
+            assert engine.version == engine.stats().version == old + 1
+            return old, list(zip(requests, await asyncio.gather(*tasks), strict=True))
+
+        old, served = run(body)
+        for request, output in served:
+            changed = int((output.weight_versions == old).sum())
+            assert 0 < changed < LONG
+            assert output.weight_versions.tolist() == [old] * changed + [old + 1] * (LONG - changed)
+            before = models.logprobs(models.first, request.context_ids, output.token_ids)
+            self.close_to(output.logprobs[:changed], before[:changed])
+            assert (output.kv_versions[:changed] == old).all()
+            if self.keeps_kv:
+                assert (output.kv_versions == old).all()
+                continue
+            after = models.logprobs(models.second, request.context_ids, output.token_ids)
+            assert np.abs(after - before).max() >= 0.05  # else the next line would say nothing
+            self.close_to(output.logprobs[changed:], after[changed:])
+            assert (output.kv_versions == output.weight_versions).all()
+
+    def test_a_later_turn_reuses_its_prefix_but_never_that_of_older_weights(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            old = await self.serve_first(engine, models)
+            first = await engine.generate(ask("turns", length=100, new=30, seed=1))
+            context = np.concatenate([ask("turns", length=100).context_ids, first.token_ids, np.arange(5)])
+            second = ask("turns", turn=1, new=10, seed=2, context=context)
+            again = await engine.generate(second)
+            await engine.load_version(old + 1, models.second)
+            return old, second, again, await engine.generate(second)
+
+        old, second, same, other = run(body)
+        assert 0 < same.cached_tokens < len(second.context_ids)
+        assert other.cached_tokens == 0
+        self.close_to(same.logprobs, models.logprobs(models.first, second.context_ids, same.token_ids))
+        self.close_to(other.logprobs, models.logprobs(models.second, second.context_ids, other.token_ids))
+        assert other.kv_versions.tolist() == other.weight_versions.tolist() == [old + 1] * 10
+
+    def test_weights_that_do_not_fit_leave_the_old_version_in_service(
+        self, run: Any, models: Models, tmp_path: Path
+    ) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            old = await self.serve_first(engine, models)
+            before = await engine.generate(ask("keep", seed=1))
+            with pytest.raises(WeightsError, match="shape"):
+                await engine.load_version(old + 1, models.other)
+            with pytest.raises(WeightsError, match="cannot be read"):
+                await engine.load_version(old + 2, tmp_path)
+            after = await engine.generate(ask("keep", seed=1))
+            return old, engine.version, before, after
+
+        old, version, before, after = run(body)
+        assert version == old
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.weight_versions.tolist() == [old] * 8
+
+    def test_probes_tell_of_the_weights_really_served_and_run_while_paused(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            old = await self.serve_first(engine, models)
+            begun = engine.stats().generated_tokens
+            task = asyncio.create_task(engine.generate(ask("held", new=LONG, seed=6)))
+            await until(lambda: engine.stats().generated_tokens >= begun + 3)
+            await engine.pause()
+            await engine.load_version(old + 1, models.second)
+            before = engine.stats().generated_tokens
+            ids = ask("probe", length=60).context_ids
+            scored, projected = await engine.score(ids), await engine.project(11)
+            assert engine.stats().generated_tokens == before
+            await engine.resume()
+            return ids, scored, projected, await task
+
+        ids, scored, projected, output = run(body)
+        self.close_to(scored, models.logprobs(models.second, ids[:1], ids[1:]))
+        assert len(output.token_ids) == LONG
+        reference = _projections(models.second, 11)
+        stale = _projections(models.first, 11)
+        assert set(projected) == set(reference)
+        for name, numbers in reference.items():
+            assert np.abs(np.subtract(projected[name], numbers)).max() < 1e-4, name
+            assert np.abs(np.subtract(projected[name], stale[name])).max() > 1e-2, name
+
+    # -- life and death ----------------------------------------------------------------------------------------------
+
+    def test_callers_of_several_event_loops_are_each_answered_in_their_own(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            await self.serve_first(engine, models)
+
+            async def others() -> list[int]:
+                outputs = await asyncio.gather(*(engine.generate(ask(f"o{n}", new=4)) for n in range(5)))
+                return [len(output.token_ids) for output in outputs]
+
+            there = asyncio.to_thread(lambda: asyncio.run(others()))
+            lengths, mine = await asyncio.gather(there, engine.generate(ask("mine", new=4)))
+            return lengths, len(mine.token_ids)
+
+        assert run(body) == ([4] * 5, 4)
+
+    def test_a_killed_engine_process_fails_what_it_had_and_is_replaced(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> Any:
+            pids = getattr(engine, "process_ids", [])
+            if not pids:
+                pytest.skip("this engine has no process of its own")
+            await self.serve_first(engine, models)
+            await engine.load_version(engine.version + 1, models.second)
+            begun = engine.stats().generated_tokens
+            names = [f"k{n}" for n in range(2 * SLOTS)]
+            tasks = [asyncio.create_task(engine.generate(ask(name, new=LONG))) for name in names]
+            await until(lambda: engine.stats().generated_tokens >= begun + 5)
+            os.kill(pids[0], signal.SIGKILL)
+            failures = await asyncio.gather(*tasks, return_exceptions=True)
+            request = ask("k0", new=12, seed=9)
+            return pids, failures, request, await engine.generate(request), engine
+
+        pids, failures, request, output, engine = run(body)
+        assert [type(failure) for failure in failures if not isinstance(failure, EngineError)] == []
+        assert not set(pids) & set(engine.process_ids)
+        assert output.weight_versions.tolist() == [engine.version] * 12
+        self.close_to(output.logprobs, models.logprobs(models.second, request.context_ids, output.token_ids))
+        assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+    def test_close_fails_what_is_pending_and_may_be_called_twice(self, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> None:
+            await engine.pause()
+            task = asyncio.create_task(engine.generate(ask("pending")))
+            await engine.abort("nobody")
+            await asyncio.gather(engine.close(), engine.close())
+            with pytest.raises(EngineError, match="closed"):
+                await task
+            with pytest.raises(EngineError, match="closed"):
+                await engine.generate(ask("late"))
+
+        run(body)
+
+    # -- comparing ---------------------------------------------------------------------------------------------------
+
+    def close_to(self, got: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        """Log-probabilities agree within the tolerance."""
+        assert len(got) == len(expected)
+        if len(got):
+            gap = float(np.abs(got - expected).max())
+            assert gap <= self.tolerance, f"largest gap {gap:.2e}, allowed {self.tolerance:.2e}"
+
+    def reference(self, directory: Path, request: TurnRequest, output: TurnOutput, models: Models) -> Any:
+        """Logits of transformers before each token, as numpy."""
+        return models.logits(directory, request.context_ids, output.token_ids).numpy()
+
+
+async def _begin(engine: RolloutEngine) -> None:
+    with pytest.raises(EngineError, match="not started"):
+        await engine.generate(ask("early"))
+    await engine.start()
+
+
+def _projections(directory: Path, seed: int) -> dict[str, tuple[float, ...]]:
+    """What the layers of a model with a tied head should answer."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(directory / "model.safetensors")
+    return project_tensors(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, seed)
