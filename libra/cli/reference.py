@@ -42,11 +42,19 @@ def reference_markdown() -> str:
     parts = [_HEAD]
     parent = click.Context(cli, info_name="libra", terminal_width=120, **cli.context_settings)
     for name, command in sorted(cli.commands.items()):
-        with click.Context(command, parent=parent, info_name=name) as context:
-            parts.append(f"## libra {name}\n\n```text\n{command.get_help(context)}\n```\n")
+        parts += _sections(name, command, parent)
     workers = "\n".join(dict.fromkeys(f"dask worker tcp://HOST:8786 {options}" for _, options in NEEDED.values()))
     parts.append(_CLUSTER.format(workers=workers))
     return "\n".join(parts)
+
+
+def _sections(name: str, command: click.Command, parent: click.Context) -> list[str]:
+    """One section for a command; for a group of commands, one for each of them."""
+    with click.Context(command, parent=parent, info_name=name) as context:
+        if isinstance(command, click.Group):
+            inner = sorted(command.commands.items())
+            return [section for each, child in inner for section in _sections(each, child, context)]
+        return [f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"]
 
 
 if __name__ == "__main__":

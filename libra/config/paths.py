@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,17 @@ from libra.errors import ModelError
 
 _SHIPPED = re.compile(r"libra/([a-z0-9][a-z0-9_.-]*)")
 _PACKAGE = Path(__file__).resolve().parent.parent
+
+PREPARED_MODELS = frozenset({"smollm2-135m"})
+"""Models that ``libra model prepare`` makes ready; ``model.path`` takes these names."""
+MODELS_VARIABLE = "LIBRA_MODELS"
+"""Environment variable with the directory of prepared models. Not set: ``~/.cache/libra/models``."""
+
+
+def prepared_dir(name: str) -> Path:
+    """Where the prepared model ``name`` is, or will be."""
+    root = os.environ.get(MODELS_VARIABLE) or "~/.cache/libra/models"
+    return Path(root).expanduser().absolute() / name
 
 
 def packaged_config(name: str) -> Path | None:
@@ -32,13 +44,16 @@ def resolve_model(path: str) -> Path | str:
     Parameters
     ----------
     path : str
-        ``model.path``: ``libra/NAME`` for a model that ships, a directory in Hugging Face layout, or ``org/name``.
+        ``model.path``: ``libra/NAME`` for a model that ships, ``NAME`` or ``libra/NAME`` for one that ``libra model prepare``
+        makes ready, a directory in Hugging Face layout, or ``org/name``.
 
     Raises
     ------
     ModelError
-        Where it names a directory that is missing or incomplete, or a model that does not ship.
+        Where it names a directory that is missing or incomplete, a model that does not ship, or one that is not prepared yet.
     """
+    if path.removeprefix("libra/") in PREPARED_MODELS and not Path(path).is_dir():
+        return _prepared(path.removeprefix("libra/"))
     match = _SHIPPED.fullmatch(path)
     if match is not None:
         directory = _PACKAGE / "assets" / match[1].replace("-", "_")
@@ -68,6 +83,16 @@ def resolve_model(path: str) -> Path | str:
             "libra/tiny-arithmetic"
         )
     return path
+
+
+def _prepared(name: str) -> Path:
+    directory = prepared_dir(name)
+    if not directory.is_dir():
+        raise ModelError(
+            f"model.path: {name!r} is not prepared yet, there is no {directory}; type: libra model prepare {name} "
+            f"(needs pip install 'libra-rl[model]'; {MODELS_VARIABLE} names another place)"
+        )
+    return _checked(directory, name)
 
 
 def shipped_models() -> list[str]:

@@ -26,20 +26,6 @@ FREE_SECTIONS = (
     "slurm_train",
     "slurm_tool",
 )
-    "vllm",
-    "policy",
-    "cluster",
-    "observe",
-    "checkpoint",
-    "store",
-    "weights",
-    "watchdog",
-    "simulation",
-    "slurm",
-    "slurm_rollout",
-    "slurm_train",
-    "slurm_tool",
-)
 """Sections that say how a run is executed, watched and kept, and not what comes of it."""
 FREE_FIELDS = (
     "run.iterations",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from libra.envs.environment import Environment
-from libra.envs.rewards import make_reward
+from libra.envs.rewards.forms import OWN, Given, read_rewards
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt
@@ -20,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 HELD_OUT_EVERY = 10
 """Without ``eval_prompts``, rows 9, 19, 29, ... are held out for evaluation and never trained on."""
-
-_OWN = ("prompt", "completion", "episode")
 
 
 class FunctionEnvironment(Environment):
@@ -36,10 +32,11 @@ class FunctionEnvironment(Environment):
     prompts, eval_prompts : sequence
         Each a str (one user message), a list of messages, or a mapping with "prompt" (either of those) and further
         columns, which become the prompt's facts and must be JSON-able.
-    reward : callable, or the name of one
+    reward : callable, the name of one, or a list of those
         A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
         takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
-        and any column that every row has. Returns one finite number; may be ``async``.
+        and any column that every row has. Returns one finite number; may be ``async``. Functions of the form that TRL or
+        verifiers call are told apart by their parameters (`libra.envs.rewards.forms`), and may have weights.
     tools : sequence of functions or `Tool`
     system : str, optional
         System message put before prompts that have none.
@@ -55,12 +52,13 @@ class FunctionEnvironment(Environment):
         self,
         *,
         prompts: Iterable[Any],
-        reward: Callable[..., Any] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        reward: Given,
         tools: Sequence[Callable[..., Any] | Tool] = (),
         system: str | None = None,
         eval_prompts: Iterable[Any] | None = None,
         seed: int = 0,
     ) -> None:
+        prompts = prompts if isinstance(prompts, str | Mapping) else list(prompts)
         rows = _rows(prompts, "prompts", system)
         if not rows:
             raise ConfigError("prompts: got none; give at least one str, list of messages, or mapping with 'prompt'")
@@ -73,10 +71,9 @@ class FunctionEnvironment(Environment):
             self._train = [row for i, row in enumerate(rows) if not _held_out(i)]
             self._eval = [row for i, row in enumerate(rows) if _held_out(i)]
         self._num_prompts = len(rows)
-        self._reward: Callable[..., Any] = (
-            make_reward(reward) if isinstance(reward, str | Mapping | Sequence) else reward
-        )
-        self._reward_names = _reward_names(self._reward, self._train + self._eval)
+        columns = set.intersection(*(set(facts) for _, facts in self._train + self._eval))
+        plain = all(isinstance(row.get("prompt") if isinstance(row, Mapping) else row, str) for row in prompts)
+        self._reward = read_rewards(reward, columns, plain=plain)
         repeated = sum(row in self._train for row in self._eval)
         if repeated:
             logger.warning("%d of %d evaluation prompts are also training prompts", repeated, len(self._eval))
@@ -99,14 +96,7 @@ class FunctionEnvironment(Environment):
         return Prompt(f"{split}-{row_index}", messages, facts)
 
     def grade(self, episode: Episode) -> float:
-        own = {"prompt": episode.prompt, "completion": episode.answer, "episode": episode}
-        known = {**episode.prompt.facts, **own}
-        value = self._reward(**{name: known[name] for name in self._reward_names})
-        return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+        return self._reward(episode)
 
 
 def _held_out(index: int) -> bool:
@@ -138,7 +128,7 @@ def _row(given: Any, where: str, system: str | None) -> Row:
                 f"{where}: no 'prompt' among its columns {sorted(given)}; name the column of questions 'prompt'"
             )
         facts = {key: value for key, value in given.items() if key != "prompt"}
-        taken = [name for name in _OWN if name in facts]
+        taken = [name for name in OWN if name in facts]
         if taken:
             raise ConfigError(
                 f"{where}: the column {taken[0]!r} has a name that rewards are given; call it something else"
@@ -169,26 +159,3 @@ def _check_names(tools: Sequence[Tool]) -> None:
             raise ConfigError(
                 f"tools: two are called {name!r}; give one another name with libra.envs.tool(f, name=...)"
             )
-
-
-def _reward_names(reward: Callable[..., Any], rows: Sequence[Row]) -> tuple[str, ...]:
-    """What to hand to ``reward`` by name."""
-    if not callable(reward):
-        raise ConfigError(
-            f"reward: got {reward!r}; give a function, e.g. def reward(completion, answer): ..., or a name such as 'gsm8k'"
-        )
-    columns = set.intersection(*(set(facts) for _, facts in rows))
-    names: list[str] = []
-    for name, parameter in inspect.signature(reward).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            names.extend(sorted((columns | set(_OWN)) - set(names)))
-        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"reward: parameter {parameter} has no name to be called by; use plain named parameters")
-        elif name in columns or name in _OWN:
-            names.append(name)
-        elif parameter.default is parameter.empty:
-            raise ConfigError(
-                f"reward: its parameter {name!r} is none of {', '.join(_OWN)}, and not a column of every prompt "
-                f"(columns: {', '.join(sorted(columns)) or 'none'}); rename it, or add the column to the prompts"
-            )
-    return tuple(names)

@@ -20,7 +20,8 @@ class JsonLines(FunctionEnvironment):
         A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and further columns. Every
         worker reads it, so it must be where all of them can.
     reward : str, mapping or list
-        A name of `libra.envs.rewards`, with options, or a sum.
+        A name of `libra.envs.rewards`, with options, or "module:function" of a function of yours in Libra's, TRL's or verifiers'
+        form, or ``{function: module:function, weight: 0.5, form: trl}``; a list is a sum.
     eval_path : str, optional
         Held-out questions. None: every tenth line of ``path``.
     prompt, answer : str

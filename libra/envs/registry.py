@@ -15,6 +15,7 @@ ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
     "python_tests": "libra.envs.python_tests:PythonTests",
     "jsonl": "libra.envs.jsonl:JsonLines",
+    "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
 }
 
 

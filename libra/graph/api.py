@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train(
     model: str = "libra/tiny-arithmetic",
     prompts: Sequence[Any] | None = None,
-    reward: Callable[..., float] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+    reward: Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
     *,
     environment: Environment | None = None,
@@ -38,9 +38,11 @@ def train(
         A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
     prompts : sequence of str, list of messages, or dict with "prompt" and further columns
         Required unless ``environment`` is given.
-    reward : callable, or the name of one
+    reward : callable, the name of one, or a list of those
         ``reward(completion, ...)``: takes by name any of prompt, completion, episode and the columns of a row; returns
-        one finite number. Or a name such as "gsm8k", a mapping with "name" and options, or a list of those
+        one finite number. Or one written for TRL (``reward(prompts, completions, **columns) -> list``) or for a rubric of verifiers
+        (``reward(prompt, completion, answer, state, info)``), with a weight as ``{"function": f, "weight": 0.5}``
+        (`libra.envs.rewards.forms`). Or a name such as "gsm8k", a mapping with "name" and options, or a list of those
         (`libra.envs.rewards`). Required unless ``environment`` is given.
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.

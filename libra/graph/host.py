@@ -147,10 +147,7 @@ class LibraHost(WorkerPlugin):
         await self.environment.close()
 
     async def _start_engine(self, kind: EngineKind) -> None:
-        from libra.rollout import load_chat_format
-
-        self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
-
+        self.chat = self._load_chat()
         self.kind = kind
 
         def build(directory: Path, version: int) -> RolloutEngine:
@@ -209,6 +206,7 @@ class LibraHost(WorkerPlugin):
                 **settings, temperature=config.rollout.temperature, exact_logprobs=config.rollout.exact_logprobs
             ),
             dtype=config.model.dtype,
+            master_dtype=config.model.master_dtype,
             threads=config.cluster.threads,
             seed=config.run.seed,
             base_dir=self.model_dir,
@@ -417,10 +415,14 @@ class LibraHost(WorkerPlugin):
     def _chat(self) -> Any:
         """The chat format; a tool worker loads it at its first action."""
         if not hasattr(self, "chat"):
-            from libra.rollout import load_chat_format
-
-            self.chat = load_chat_format(self.model_dir, self.environment.tool_schemas)
+            self.chat = self._load_chat()
         return self.chat
+
+    def _load_chat(self) -> Any:
+        from libra.rollout import load_chat_format
+
+        environment = self.environment
+        return load_chat_format(self.model_dir, environment.tool_schemas, tool_format=environment.tool_format)
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record; only then is it true. RecordExists or FencedOff means that another was first: stop here."""

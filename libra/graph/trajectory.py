@@ -181,7 +181,8 @@ class TrajectoryState:
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 calls = tuple(ToolCall(c["name"], json.loads(c["arguments"]), c["error"]) for c in record["calls"])
-                turns.append(Turn(record["text"], calls, num_tokens=len(record["token_ids"])))
+                ids = tuple(int(token) for token in record["token_ids"])
+                turns.append(Turn(record["text"], calls, num_tokens=len(ids), token_ids=ids))
             elif record["kind"] == "action":
                 returns = tuple(
                     ToolReturn(r["tool"], ToolStatus(r["status"]), r["content"], r["latency_s"], r["payload_chars"])

@@ -3,11 +3,14 @@
 A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ... The observation ids are
 what the template puts after an assistant turn, found by rendering a conversation with a stand-in assistant turn and
 keeping what follows it. So they hold whatever the template does with tool messages (Qwen joins several in one user block).
+
+A template that leaves tools out (SmolLM2's) would never tell the model of them: then they are explained in the system message.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 _STAND_IN = "LIBRA-STANDS-IN"
 _AWKWARD = " \"q\" 'a'\n{b}\\ <c> & \n"
@@ -33,6 +38,8 @@ class ChatFormat:
         Stop ids of the model's generation_config.
     template_args : mapping
         Further variables of the template, e.g. ``{"enable_thinking": False}``.
+    tool_format : str
+        How the environment reads calls. Only "hermes" can be explained to a model whose template leaves tools out.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class ChatFormat:
         *,
         generation_stop_ids: Sequence[int] = (),
         template_args: Mapping[str, Any] | None = None,
+        tool_format: str = "hermes",
     ) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ModelError(f"{tokenizer.name_or_path}: its tokenizer has no chat template; use a chat model")
@@ -49,6 +57,7 @@ class ChatFormat:
         self.tool_schemas = [dict(schema) for schema in tool_schemas]
         self._template_args = dict(template_args or {})
         self._frames: dict[int, list[str] | None] = {}
+        self._explanation = self._missing_explanation(tool_format)
         closing = self._encode(self._after_assistant([_STAND_IN]))
         self.end_of_turn_id = int(closing[0])
         """The token with which the template ends an assistant turn."""
@@ -65,7 +74,31 @@ class ChatFormat:
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
         """A conversation up to and including the generation prompt, int32 (T,)."""
-        return self._encode(self._render([dict(message) for message in messages]))
+        given = [dict(message) for message in messages]
+        if self._explanation:
+            said = given.pop(0)["content"] + "\n" if given and given[0]["role"] == "system" else ""
+            given.insert(0, {"role": "system", "content": said + self._explanation})
+        return self._encode(self._render(given))
+
+    def _missing_explanation(self, tool_format: str) -> str:
+        """What to tell the model of its tools; empty where there are none, or the template tells."""
+        if not self.tool_schemas:
+            return ""
+        said = [{"role": "user", "content": "?"}]
+        plain = self.tokenizer.apply_chat_template(
+            said, add_generation_prompt=True, tokenize=False, **self._template_args
+        )
+        if self._render(said) != plain:
+            return ""
+        if tool_format != "hermes":
+            raise ModelError(
+                f"{self.tokenizer.name_or_path}: its chat template shows the model no tools, and calls in the format "
+                f"{tool_format!r} cannot be explained to it; type rollout.tool_format=hermes"
+            )
+        logger.info(
+            "%s: its template shows no tools; they are explained in the system message", self.tokenizer.name_or_path
+        )
+        return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
         """What to append after an assistant turn to show it these tool messages and let it go on, int32 (T,).
@@ -131,7 +164,25 @@ class ChatFormat:
         return frame if joined == self._render_after(awkward) else None
 
 
-def load_chat_format(model_dir: Path | str, tool_schemas: Sequence[Mapping[str, Any]] = ()) -> ChatFormat:
+def explanation(tool_schemas: Sequence[Mapping[str, Any]]) -> str:
+    """Tools and the shape of a call, in as few words as a small model needs."""
+    lines = []
+    for schema in tool_schemas:
+        function = schema["function"]
+        parameters = function.get("parameters", {}).get("properties", {})
+        call = {"name": function["name"], "arguments": dict.fromkeys(parameters, "...")}
+        details = "".join(
+            f" {name}: {' '.join(str(about.get('description', about.get('type', ''))).split())}"
+            for name, about in parameters.items()
+        )
+        lines.append(f"{' '.join(str(function.get('description', '')).split())}{details}")
+        lines.append(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>")
+    return "\n".join(["You can write calls, and are shown what they give:", *lines])
+
+
+def load_chat_format(
+    model_dir: Path | str, tool_schemas: Sequence[Mapping[str, Any]] = (), *, tool_format: str = "hermes"
+) -> ChatFormat:
     """The chat format of a model directory; ModelError where there is none."""
     from transformers import AutoTokenizer
 
@@ -143,4 +194,4 @@ def load_chat_format(model_dir: Path | str, tool_schemas: Sequence[Mapping[str, 
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: no usable tokenizer or generation_config.json: {error}") from error
     stop_ids = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
-    return ChatFormat(tokenizer, tool_schemas, generation_stop_ids=stop_ids)
+    return ChatFormat(tokenizer, tool_schemas, generation_stop_ids=stop_ids, tool_format=tool_format)

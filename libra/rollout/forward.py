@@ -19,7 +19,10 @@ from libra.rollout.slots import SLOT_ATTENTION, Chunk, SlotKV, Step
 from libra.scoring import score_alone
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest allowed difference of a log-probability between the two passes; bfloat16 rounds at 1 part in 256."""
+"""Allowed difference of log-probabilities between the two passes: in float32 the largest of all; in bfloat16, which rounds at
+1 part in 256, the median over positions of what a token drawn there would see. The largest says nothing then: over the 49,152
+tokens of SmolLM2-135M, transformers' own two attentions differ by 0.6 to 4 nats. The median there is 0.07, and above 0.5 with
+positions off by one or attention scores 1.2 times too high."""
 PROBE_TOKENS = 7
 
 
@@ -62,7 +65,8 @@ class Forward:
 
     @torch.inference_mode()
     def _compare_with_stock(self) -> None:
-        ids = torch.arange(PROBE_TOKENS) % self.model.config.vocab_size
+        vocabulary = int(self.model.config.vocab_size)  # not its first ids, which are special tokens out of place
+        ids = (torch.arange(PROBE_TOKENS) * vocabulary + vocabulary // 2) // PROBE_TOKENS
         last = PROBE_TOKENS - 1
         slots, places = torch.zeros(last, dtype=torch.long), torch.arange(last)
         prefill = Step(self.kv, slots, places, 0, [Chunk(0, last, 0, 0, last)])
@@ -72,7 +76,10 @@ class Forward:
         self.model.set_attn_implementation("sdpa")
         expected = self.model(input_ids=ids[None], use_cache=False).logits[0]
         self.model.set_attn_implementation(SLOT_ATTENTION)
-        gap = (got.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
+        expected_logp = expected.float().log_softmax(-1)
+        gaps_TV = (got.float().log_softmax(-1) - expected_logp).abs()
+        narrow = self.kv.dtype != torch.float32
+        gap = ((gaps_TV * expected_logp.exp()).sum(-1).median() if narrow else gaps_TV.max()).item()
         allowed = TOLERANCE_NATS[self.kv.dtype]
         if not gap <= allowed:
             raise ModelError(

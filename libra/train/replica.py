@@ -10,6 +10,7 @@ Invariants
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
    numerator or denominator.
 5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
+6. With a ``master_dtype`` the optimizer's weights are `libra.train.master.MasterWeights`; the model's are those, rounded.
 
 Shape legend: N action tokens of a micro-batch.
 """
@@ -35,6 +36,7 @@ from libra.tensors import digest, untied
 from libra.train import mismatch
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
 from libra.train.logprobs import Scorer, check_packing
+from libra.train.master import MasterWeights
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
 from libra.train.partition import karmarkar_karp
@@ -58,6 +60,8 @@ class Replica:
     settings : TrainSettings
     dtype : torch.dtype or str
         Of weights and forward pass; log-probabilities are at least float32.
+    master_dtype : torch.dtype or str, optional
+        Of the weights that the optimizer updates, where that is wider than ``dtype``. None: the model's own.
     threads : int, optional
         torch threads of this process; None leaves them as they are.
     seed : int
@@ -78,6 +82,7 @@ class Replica:
         settings: TrainSettings,
         *,
         dtype: torch.dtype | str = torch.float32,
+        master_dtype: torch.dtype | str | None = None,
         threads: int | None = None,
         seed: int = 0,
         base_dir: str | Path | None = None,
@@ -90,6 +95,10 @@ class Replica:
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.model = _load_model(self.model_dir, self.dtype)
+        wide = getattr(torch, master_dtype) if isinstance(master_dtype, str) else master_dtype
+        self.master: MasterWeights | None = None
+        if wide is not None and wide.itemsize > self.dtype.itemsize:
+            self.master = MasterWeights(self.parameters(), wide)
         self.steps_done = 0
         self.last_report: StepReport | None = None
         self._objective = Objective(settings)
@@ -100,7 +109,7 @@ class Replica:
         self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
         self.optimizer = torch.optim.AdamW(
-            self.parameters().values(),
+            self.optimized().values(),
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -110,6 +119,10 @@ class Replica:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by name, tied ones once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def optimized(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer updates, by the names of `parameters`: those themselves, or their copies in ``master_dtype``."""
+        return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
         """The state dict to publish, tied tensors once. Views of live storage: the next step changes them."""
@@ -129,6 +142,8 @@ class Replica:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
+        if self.master is not None:
+            self.master.take_from_model()
 
     def save(self, directory: str | Path) -> None:
         """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
@@ -294,7 +309,7 @@ class Replica:
             mismatch.observe(tally, logp_N[batch.current_N], batch.behaviour_logp_N[batch.current_N])
 
     def _apply_gradient(self, step: int, tally: Tally) -> None:
-        parameters = self.parameters()
+        parameters = self.optimized()
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
         if not bool(torch.isfinite(norm)):
             bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
@@ -304,6 +319,8 @@ class Replica:
             )
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
         self.optimizer.step()
+        if self.master is not None:
+            self.master.round_into_model()
         self.optimizer.zero_grad(set_to_none=True)
         tally.add(grad_norm=float(norm), optimizer_steps=1)
 
@@ -314,13 +331,15 @@ class Replica:
             self._packing_checked = True
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        weights = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        weights = {name: parameter.detach().clone() for name, parameter in self.optimized().items()}
         return weights, copy.deepcopy(self.optimizer.state_dict())
 
     def _restore(self, weights: dict[str, Tensor], optimizer_state: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, parameter in self.parameters().items():
+            for name, parameter in self.optimized().items():
                 parameter.copy_(weights[name])
+        if self.master is not None:
+            self.master.round_into_model()
         self.optimizer.load_state_dict(optimizer_state)
 
 

@@ -103,3 +103,23 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ModelError, match="is a file"):
         resolve_model(str(path))
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "libra/smollm2-135m"])
+def test_a_prepared_model_is_found_where_it_was_put(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBRA_MODELS", str(tmp_path))
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ModelError, match="type: libra model prepare smollm2-135m"):
+        resolve_model(name)
+    directory = make_model(tmp_path / "smollm2-135m", "config.json")
+    with pytest.raises(ModelError, match=r"lacks \*\.safetensors"):
+        resolve_model(name)
+    (directory / "model.safetensors").write_text("")
+    assert resolve_model(name) == directory
+
+
+def test_a_directory_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "smollm2-135m", "config.json", "model.safetensors")
+    monkeypatch.setenv("LIBRA_MODELS", str(tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("smollm2-135m") == Path("smollm2-135m")

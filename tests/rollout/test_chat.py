@@ -113,6 +113,43 @@ def test_tools_are_shown_by_the_template(make_tokenizer):
     assert "calculator" not in chat.decode(chat.observation_ids(["1"]))
 
 
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "One."}}},
+    },
+}
+
+
+def test_tools_that_the_template_leaves_out_are_explained_in_the_system_message(make_tokenizer):
+    chat = ChatFormat(make_tokenizer(JOINED), [SCHEMA])
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "..."}}\n</tool_call>'
+    for said in ([], [{"role": "system", "content": "Be short."}]):
+        text = chat.decode(chat.prompt_ids([*said, {"role": "user", "content": "1 + 1?"}]))
+        assert text.count("system\n") == 1
+        assert "Adds. a: One." in text
+        assert call in text
+        assert text.index(call) < text.index("1 + 1?")
+        assert ("Be short.\n" in text) == bool(said)
+    without = ChatFormat(make_tokenizer(JOINED))
+    assert list(chat.observation_ids(["2"])) == list(without.observation_ids(["2"]))
+
+
+def test_tools_that_the_template_shows_are_not_explained_twice(make_tokenizer):
+    messages = [{"role": "user", "content": "?"}]
+    chat = ChatFormat(make_tokenizer(PLAIN), [SCHEMA])
+    expected = chat.tokenizer.apply_chat_template(messages, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+    assert chat.decode(chat.prompt_ids(messages)) == expected
+
+
+def test_a_call_format_that_cannot_be_explained_is_refused(make_tokenizer):
+    with pytest.raises(ModelError, match=r"shows the model no tools.*rollout\.tool_format=hermes"):
+        ChatFormat(make_tokenizer(JOINED), [SCHEMA], tool_format="qwen3_coder")
+    ChatFormat(make_tokenizer(JOINED), tool_format="qwen3_coder")
+
+
 def test_stop_ids_come_from_template_tokenizer_and_generation_config(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer(PLAIN)
     tokenizer.save_pretrained(tmp_path)

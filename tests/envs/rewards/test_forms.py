@@ -1,0 +1,232 @@
+"""Reward functions as TRL's and verifiers' users write them, called as those libraries call them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from libra.envs import FunctionEnvironment, run_grader
+from libra.errors import ConfigError, RewardFault
+from libra.types import EndReason, Episode, ToolCall, ToolReturn, ToolStatus, Turn
+
+CHAT = [{"role": "user", "content": "6 * 7?"}]
+TURNS = (
+    Turn("let me see", (ToolCall("add", {"a": 1}),), (ToolReturn("add", ToolStatus.OK, "42"),), 3, (5, 6, 7)),
+    Turn("It is 42", num_tokens=2, token_ids=(8, 9)),
+)
+MESSAGES = [
+    {
+        "role": "assistant",
+        "content": "let me see",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "name": "add", "content": "42"},
+    {"role": "assistant", "content": "It is 42"},
+]
+
+
+def graded(reward: Any, *, prompt: Any = CHAT, turns: tuple[Turn, ...] = TURNS, **columns: Any) -> float:
+    """The reward as a run grades it, for one prompt with these columns."""
+    environment = FunctionEnvironment(prompts=[{"prompt": prompt, **columns}], reward=reward)
+    episode = Episode("train-0-0-0", environment.prompt("train", 0), turns, EndReason.ANSWERED)
+    return asyncio.run(run_grader(environment, episode))
+
+
+def seen_by(form: Callable[[dict[str, Any]], Callable[..., Any]], **given: Any) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    graded(form(seen), **given)
+    return seen
+
+
+# ------------------------------------------------------------------------------------------------- TRL
+
+
+def trl_form(seen):
+    def reward(prompts, completions, completion_ids, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return [1.0]
+
+    return reward
+
+
+def test_trl_conversations_are_lists_of_messages():
+    seen = seen_by(trl_form, answer=42, level="easy")
+    assert seen["prompts"] == [CHAT]
+    assert seen["completions"] == [MESSAGES]
+    assert seen["completion_ids"] == [[5, 6, 7, 8, 9]]
+    assert seen["answer"] == [42]
+    assert seen["level"] == ["easy"]
+
+
+def test_trl_prompts_that_are_text_have_completions_that_are_text():
+    seen = seen_by(trl_form, prompt="6 * 7?")
+    assert seen["prompts"] == ["6 * 7?"]
+    assert seen["completions"] == ["It is 42"]
+
+
+def test_trl_rewards_may_take_less_and_be_async():
+    def lengths(completions, **kwargs):
+        return [float(len(completion)) for completion in completions]
+
+    async def exact(completions, answer):
+        await asyncio.sleep(0)
+        return [1.0 if c[-1]["content"].endswith(a) else 0.0 for c, a in zip(completions, answer, strict=True)]
+
+    assert graded(lengths, prompt="6 * 7?") == len("It is 42")
+    assert graded(exact, answer="42") == 1.0
+    assert graded([exact, {"function": lengths, "weight": 0.5}], answer="41") == 0.5 * len(MESSAGES)
+
+
+def test_none_leaves_a_function_out_and_only_nones_are_no_reward():
+    def silent(completions, **kwargs):
+        return [None for _ in completions]
+
+    def half(completions, **kwargs):
+        return [0.5 for _ in completions]
+
+    assert graded([silent, half]) == 0.5
+    with pytest.raises(RewardFault, match="silent answered None"):
+        graded(silent)
+
+
+@pytest.mark.parametrize("answer", [[], [1.0, 2.0], 1.0, "1"])
+def test_a_trl_reward_answers_with_one_entry_per_completion(answer):
+    with pytest.raises(RewardFault, match="list with one number or None for each"):
+        graded(lambda completions: answer)
+
+
+def test_trl_logging_arguments_are_there_and_its_trainer_state_is_not(caplog):
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("said", ["x"])
+        log_metric("accuracy", 0.5)
+        return [0.0]
+
+    with caplog.at_level(logging.INFO):
+        graded(reward)
+    assert "accuracy: 0.5" in caplog.text
+    with pytest.raises(ConfigError, match="'trainer_state' is none of prompts, completions, completion_ids"):
+        graded(lambda completions, trainer_state: [0.0])
+
+
+# ------------------------------------------------------------------------------------------- verifiers
+
+
+def test_verifiers_rewards_are_given_messages_answer_info_and_state():
+    def form(seen):
+        async def reward(prompt, completion, answer, state, info, task):
+            seen.update(prompt=prompt, completion=completion, answer=answer, state=state, info=info, task=task)
+            return 1.0
+
+        return reward
+
+    seen = seen_by(form, answer="42", level=3)
+    assert seen["prompt"] == CHAT
+    assert seen["completion"] == seen["state"]["completion"] == MESSAGES
+    assert (seen["answer"], seen["info"], seen["task"]) == ("42", {}, "default")
+    assert (seen["state"]["turn"], seen["state"]["level"], seen["state"]["is_truncated"]) == (2, 3, False)
+
+
+def test_text_prompts_are_conversations_to_verifiers():
+    def form(seen):
+        def reward(prompt, completion, state):
+            seen.update(prompt=prompt, completion=completion)
+            return 1
+
+        return reward
+
+    assert seen_by(form, prompt="6 * 7?") == {"prompt": CHAT, "completion": MESSAGES}
+
+
+def annotated(completion: list[dict[str, str]], answer: str) -> float:
+    return float(completion[-1]["content"].endswith(answer))
+
+
+def named(completion: Messages, answer: str) -> float:  # noqa: F821  as with verifiers' own type, not imported here
+    return float(completion[-1]["content"].endswith(answer))
+
+
+def marked(completion, answer):
+    return float(completion[-1]["content"].endswith(answer))
+
+
+marked._vf_weight = 0.25  # what @vf.reward(weight=0.25) does
+
+
+@pytest.mark.parametrize(("reward", "value"), [(annotated, 1.0), (named, 1.0), (marked, 0.25)])
+def test_verifiers_rewards_are_known_by_annotation_or_mark(reward, value):
+    assert graded(reward, answer="42") == value
+
+
+def test_a_rubric_is_its_functions_times_their_weights_with_its_parser():
+    def correct(completion, answer, parser, state):
+        return float(parser(completion) == answer)
+
+    async def turns(state):
+        return float(state["turn"])
+
+    rubric = types.SimpleNamespace(
+        funcs=[correct, turns],
+        weights=[1.0, 0.1],
+        class_objects={"parser": lambda messages: messages[-1]["content"][-2:]},
+    )
+    assert graded(rubric, answer="42") == pytest.approx(1.2)
+    rubric.weights = [1.0]
+    with pytest.raises(ConfigError, match="2 functions and 1 weights"):
+        graded(rubric, answer="42")
+
+
+def test_group_rewards_of_verifiers_are_refused():
+    with pytest.raises(ConfigError, match="'states' is none of"):
+        graded(lambda states, completions: [0.0])
+
+
+# --------------------------------------------------------------------------------------- which is which
+
+
+def test_what_the_parameters_leave_open_has_to_be_said():
+    def open_to_both(completion, info):
+        return float(isinstance(completion, str))
+
+    with pytest.raises(ConfigError, match=r"'info' is a column .* 'form': 'libra'"):
+        graded(open_to_both, info={"a": 1})
+    assert graded({"function": open_to_both, "form": "libra"}, info={"a": 1}) == 1.0
+    assert graded({"function": open_to_both, "form": "verifiers"}, info={"a": 1}) == 0.0
+
+
+def test_libras_own_form_is_text_as_before():
+    def plain(completion, answer, task="x", weight=1):
+        return float(completion == "It is 42" and task == "x" and answer == 42)
+
+    assert graded(plain, answer=42) == 1.0
+    assert graded(lambda completion, **columns: float(set(columns) == {"answer", "prompt", "episode"}), answer=1) == 1.0
+
+
+def test_names_functions_and_weights_add_up(monkeypatch):
+    module = types.ModuleType("rewards_of_mine")
+    module.half = lambda completions, **kwargs: [0.5]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    turns = (Turn("#### 42"),)
+    assert graded(["gsm8k", "rewards_of_mine:half"], answer="42", turns=turns) == 1.5
+    assert graded({"function": "rewards_of_mine:half", "weight": 4}, answer="42", turns=turns) == 2.0
+    assert graded([{"name": "gsm8k", "weight": 0.5}, "gsm8k"], answer="42", turns=turns) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("nowhere:reward", "'nowhere:reward' cannot be imported"),
+        ({"function": len, "scale": 2}, "no option 'scale'"),
+        ({"function": annotated, "form": "tlr"}, "one of libra, trl, verifiers"),
+        ({"function": annotated, "weight": "1"}, "must be a number"),
+        ([annotated, 3], "give a function"),
+    ],
+)
+def test_what_cannot_be_is_told_before_a_run(reward, message):
+    with pytest.raises(ConfigError, match=message):
+        graded(reward, answer="42")

