@@ -1,7 +1,7 @@
 """Whole steps composed of measured kernels, predicted from the halves that never saw their token counts.
 
-A layer is its linear and elementwise operators, its attention, and two all-reduces. Attention of a shard was measured on one GPU only
-in most files, and is divided by the tensor-parallel degree on both sides: at degree 1 nothing is assumed, and the figures say so.
+A layer is its linear and elementwise operators, its attention, and two all-reduces. Attention was measured unsharded in most files,
+and is divided by the tensor-parallel degree on both sides: at degree 1 nothing is assumed, and the figures say so.
 The measured all-reduce is read from the whole table, the predicted one from half of it. Host and scheduling are in neither.
 """
 
@@ -54,7 +54,10 @@ def score_composed(
             if comm is None:
                 continue
             predicted, measured = predicted + comm[0], measured + comm[1]
-            for kind, points in (("decode", _decode_points(att_asked, tokens)), ("prefill", _prefill_points(att_asked, tokens))):
+            for kind, points in (
+                ("decode", _decode_points(att_asked, tokens)),
+                ("prefill", _prefill_points(att_asked, tokens)),
+            ):
                 if not len(points):
                     continue
                 seconds = (decode_s if kind == "decode" else prefill_s)(gpu, eff, att_learned, points)

@@ -84,6 +84,11 @@ def _rate_problem(what: str, best: float, gpu: GPU, peak: str) -> list[str]:
 
 
 def _linear(profile: LinearProfile, gpu: GPU) -> list[str]:
+    if profile.shape.ffn < profile.shape.hidden:
+        return [
+            f"its feed-forward network is narrower ({profile.shape.ffn}) than the model ({profile.shape.hidden}): an expert's; "
+            "mixtures of experts are not modelled"
+        ]
     flops_frac, bytes_frac = 0.0, 0.0
     for curve in profile.curves:
         if curve.operator not in GEMMS:
@@ -131,7 +136,9 @@ def _training(profile: TrainingProfile) -> list[str]:
         return [f"{profile.model}: a pass takes no time at all"]
     ratio = float(np.median(totals[1] / totals[0]))
     if not 0.8 < ratio < 6.0:
-        return [f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is possible: mixed up columns?"]
+        return [
+            f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is possible: mixed up columns?"
+        ]
     return []
 
 

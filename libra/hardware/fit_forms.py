@@ -56,7 +56,9 @@ def fit_attention(measured: Sequence[tuple[GPU, AttentionProfile]], start: Effic
     return eff
 
 
-def fit_all_reduce(measured: Sequence[tuple[GPU, CollectiveProfile]], start: Efficiencies | None = None) -> Efficiencies:
+def fit_all_reduce(
+    measured: Sequence[tuple[GPU, CollectiveProfile]], start: Efficiencies | None = None
+) -> Efficiencies:
     """Constants of the all-reduce; the others are those of ``start``."""
     eff = start or Efficiencies()
     used = [(gpu, p) for gpu, p in measured if p.collective == "all_reduce"]
@@ -104,7 +106,7 @@ def _linear_residuals(
         shape = profile.shape
         for tp in sorted({curve.tp for curve in profile.curves}):
             curves = [c for c in profile.curves if c.tp == tp and c.operator in operators]
-            total_predicted, total_measured = 0.0, 0.0
+            total_predicted, total_measured = np.zeros(()), np.zeros(())
             for curve in curves:
                 chosen = spread(len(curve.tokens))
                 tokens, seconds = curve.tokens[chosen], curve.seconds[chosen]
