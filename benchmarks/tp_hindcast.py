@@ -20,7 +20,13 @@ Array = NDArray[np.float64]
 NUM_REQUESTS = 512
 PAPER = {("short", 1): 1852.0, ("short", 8): 591.0, ("long", 1): 430.0, ("long", 8): 1220.0}
 RANGES = {"short": (0.0, 2048.0), "long": (16384.0, 32768.0)}
-PARAMETERS = ("memory fraction above 0.4", "host seconds per step", "sequences per engine", "seconds per request", "Beta shape")
+PARAMETERS = (
+    "memory fraction above 0.4",
+    "host seconds per step",
+    "sequences per engine",
+    "seconds per request",
+    "Beta shape",
+)
 START = np.array([0.105, 0.014, 44.0, 0.2, 6.6])
 SEEDS = (0, 1, 2, 3)
 
@@ -42,7 +48,11 @@ def makespan_s(engine: ModelOnGPU, tokens: Array, slots: float, request_s: float
     clock = request_s * len(tokens)
     while waiting or running:
         held = sum(total for _, total in running)
-        while waiting and len(running) < max(1.0, slots) and (not running or held + waiting[-1] <= engine.kv_capacity_tokens):
+        while (
+            waiting
+            and len(running) < max(1.0, slots)
+            and (not running or held + waiting[-1] <= engine.kv_capacity_tokens)
+        ):
             tokens_left = float(waiting.pop())
             running.append([tokens_left, tokens_left])
             held += tokens_left
@@ -102,7 +112,9 @@ def hindcast_figures() -> tuple[dict[str, Figure], list[str]]:
         for workload, tp in PAPER
     ]
     return {
-        f"tp_hindcast_ratio_{workload}": Figure(found[workload, 8] / found[workload, 1], "TP8 over 8 x TP1", "higher", None)
+        f"tp_hindcast_ratio_{workload}": Figure(
+            found[workload, 8] / found[workload, 1], "TP8 over 8 x TP1", "higher", None
+        )
         for workload in RANGES
     }, notes
 

@@ -17,7 +17,9 @@ from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearP
 Array = NDArray[np.float64]
 
 GEMM_CONSTANTS = tuple(f.name for f in fields(Efficiencies) if f.name.startswith("gemm_"))
-MOVE_CONSTANTS = (*(f.name for f in fields(Efficiencies) if f.name.startswith("move_")), "l2_bytes_per_s_per_sm")
+MOVE_CONSTANTS = tuple(
+    f.name for f in fields(Efficiencies) if f.name.startswith("move_") and f.name != "move_bytes_frac"
+)
 DECODE_CONSTANTS = tuple(f.name for f in fields(Efficiencies) if f.name.startswith("decode_"))
 REDUCE_CONSTANTS = ("hop_s", "link_frac", "link_half_bytes")
 PREFILL_CONSTANTS = tuple(f.name for f in fields(Efficiencies) if f.name.startswith("prefill_"))
