@@ -113,8 +113,11 @@ def _score(
     figures[f"{prefix}_error_points"] = Figure(float(off[ask].mean()), "percentage points", "lower", 10.0)
     if prefix != "earl":
         return
-    right = int((failing == lost).sum() + (eight <= survived).sum())
-    figures["earl_oom_right"] = Figure(right, f"of {2 * len(num)}", "higher", 2.0 * len(num))
+    cells_right = (failing == lost)[~columns].sum() + (eight <= survived)[~columns].sum()
+    asked = 2 * int((~columns).sum())
+    figures["earl_oom_right"] = Figure(
+        int(cells_right), f"of {asked} scored cells of TP4 and TP8", "higher", float(asked)
+    )
     notes += [
         f"  {n:>3.0f} x {c / 1024:>2.0f}K: EARL {'OOM' if np.isnan(p) else format(p, '+.1f'):>6} model {f:+6.1f}"
         for n, c, p, f in zip(num[~columns], context[~columns], percent[~columns], found[~columns], strict=True)
