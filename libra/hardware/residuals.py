@@ -6,6 +6,7 @@ seen their token counts (`benchmarks.cost_model`), decode and prefill apart. The
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +39,7 @@ class Residuals:
     def __post_init__(self) -> None:
         for name in ("decode", "prefill"):
             values = getattr(self, name)
-            if len(values) < 2 or any(b < a for a, b in zip(values, values[1:], strict=False)):
+            if len(values) < 2 or any(b < a for a, b in itertools.pairwise(values)):
                 raise ConfigError(f"residuals.{name}: got {values!r}; allowed are at least two quantiles in order")
 
     def decode_factor(self, rng: np.random.Generator, num_steps: int = 1) -> float:
