@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,18 +108,27 @@ def _place(profile: Profile) -> str:
 
 
 def refuse(profiles: Iterable[Profile]) -> tuple[list[Profile], list[str]]:
-    """Profiles that may be true, and what is wrong with each of the others."""
-    kept, texts = [], []
-    bad: set[str] = set()
+    """Profiles that may be true, and what is wrong with each of the others.
+
+    A file that was measured on another GPU is scored as that one's: halves of it say nothing false.
+    """
     read = list(profiles)
+    texts: list[str] = []
+    bad: set[str] = set()
+    renamed: dict[str, str] = {}
     for profile in read:
-        found = audit(profile, load_gpu(profile.gpu)) if profile.gpu is not None else []
-        if found:
-            bad.add(profile.source)
-            texts.append(f"left out: {profile.source}: {found[0].text}")
-    for profile in read:
-        if profile.source not in bad:
-            kept.append(profile)
+        for finding in audit(profile, load_gpu(profile.gpu)) if profile.gpu is not None else []:
+            if finding.measured_on is not None:
+                renamed[profile.source] = finding.measured_on
+                texts.append(f"scored as {finding.measured_on}: {profile.source}: {finding.text}")
+            else:
+                bad.add(profile.source)
+                texts.append(f"left out: {profile.source}: {finding.text}")
+    kept = [
+        replace(profile, gpu=renamed[profile.source]) if profile.source in renamed else profile
+        for profile in read
+        if profile.source in renamed or profile.source not in bad
+    ]
     return kept, list(dict.fromkeys(texts))
 
 
