@@ -1,0 +1,250 @@
+"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind.
+
+1. Both times rise with every argument as far as the tables behind them do; an operator is sharded over ``tp`` once.
+2. A decode step is: layers x (linear + attention + two all-reduces) + output matrix + what the host adds per step.
+3. ``kv_capacity_tokens`` counts what each GPU holds, with key-value heads copied where tp exceeds them.
+
+What the host adds is no property of the GPU: `Overhead` says what is assumed where no run was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from libra.errors import ConfigError
+from libra.hardware.forms import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
+from libra.hardware.gpus import GPU, load_gpu
+from libra.hardware.grid import Grid
+from libra.hardware.operators import Correction, layer_s, operator_s
+from libra.hardware.shapes import ModelShape, load_shape
+
+Array = NDArray[np.float64]
+
+_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_CONTEXTS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_PASTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What host and framework add to the kernels.
+
+    Attributes
+    ----------
+    step_s : float
+        Of each step: scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption; a run's
+        own steps calibrate it (`libra calibrate`).
+    worker_s : float
+        More of it for each GPU beyond the first.
+    """
+
+    step_s: float = 2.0e-3
+    worker_s: float = 0.1e-3
+
+
+class Measured(Correction, Protocol):
+    """What tables know of a GPU: corrections of operators and attention, and all-reduce seconds."""
+
+    def decode_ratio(self, num_sequences: Array, mean_context: Array, kv_bytes: float) -> Array:
+        """Measured over predicted attention of a decode step."""
+
+    def prefill_ratio(self, new_tokens: Array, past_tokens: Array, heads: float, head_dim: int) -> Array:
+        """Measured over predicted attention of a chunk."""
+
+    def all_reduce_s(self, num_bytes: Array, workers: int, workers_per_node: int) -> Array | None:
+        """Seconds from a table, or None where there is none."""
+
+
+@dataclass(frozen=True)
+class ModelOnGPU:
+    """`EngineSeconds` of one model on one engine; make it with `engine_seconds`.
+
+    Attributes
+    ----------
+    gpu : GPU
+    shape : ModelShape
+    tp : int
+        GPUs of the engine.
+    efficiencies : Efficiencies
+    measured : Measured or None
+        Tables that correct the forms; None where nothing was measured on this GPU.
+    overhead : Overhead
+    memory_frac : float
+        Share of each GPU's memory that the engine may take.
+    reserved_bytes : float
+        Of it, on each GPU, for activations, communication buffers and the runtime.
+    chunk_tokens : int
+        A longer prefill is computed in chunks of this many tokens.
+    kv_capacity_tokens : int
+        Tokens whose keys and values fit beside the weights.
+    """
+
+    gpu: GPU
+    shape: ModelShape
+    tp: int
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    measured: Measured | None = None
+    overhead: Overhead = field(default_factory=Overhead)
+    memory_frac: float = 0.9
+    reserved_bytes: float = 2.0e9
+    chunk_tokens: int = 8192
+    kv_capacity_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape.check_tp(self.tp)
+        if not 0 < self.memory_frac <= 1:
+            raise ConfigError(f"memory_frac: got {self.memory_frac}; allowed is above 0 and at most 1")
+        free = self.free_bytes
+        if free <= 0:
+            need = (self.shape.weight_bytes(1)) / (self.memory_frac * self.gpu.memory_bytes - self.reserved_bytes)
+            raise ConfigError(
+                f"{self.shape.name} on {self.gpu.name} with tp={self.tp}: weights take "
+                f"{self.shape.weight_bytes(self.tp) / 1e9:.1f} GB of a GPU, "
+                f"{self.memory_frac * self.gpu.memory_bytes / 1e9:.1f} GB are allowed, {self.reserved_bytes / 1e9:.1f} GB of "
+                f"them reserved; choose tp above {need:.1f}"
+            )
+        object.__setattr__(self, "kv_capacity_tokens", int(free // self.shape.kv_bytes_per_token(self.tp)))
+        object.__setattr__(self, "_linear", self._linear_grid())
+        object.__setattr__(self, "_decode", self._decode_grid())
+        object.__setattr__(self, "_prefill", self._prefill_grid())
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes of each GPU left for keys and values; negative where the weights do not fit."""
+        allowed = self.memory_frac * self.gpu.memory_bytes
+        return allowed - self.shape.weight_bytes(self.tp) - self.reserved_bytes
+
+    @property
+    def host_s(self) -> float:
+        """Seconds the host adds to each step."""
+        return self.overhead.step_s + self.overhead.worker_s * (self.tp - 1)
+
+    def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
+        """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
+        if num_sequences < 1:
+            return 0.0
+        attention = self._decode.at(num_sequences, context_tokens / num_sequences)
+        return self._linear.at(num_sequences, 0.0) + attention + self.host_s
+
+    def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
+        """`decode_step_s` of many steps; the arguments broadcast."""
+        num = np.asarray(num_sequences, float)
+        mean = np.asarray(context_tokens, float) / np.maximum(num, 1.0)
+        seconds = self._linear.at_many(num, 0.0) + self._decode.at_many(num, mean) + self.host_s
+        return np.where(num >= 1, seconds, 0.0)
+
+    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` whose KV is there already."""
+        seconds, left, past = 0.0, new_tokens, past_tokens
+        while left > 0:
+            chunk = min(left, self.chunk_tokens)
+            seconds += self._linear.at(chunk, 1.0) + self._prefill.at(chunk, past) + self.host_s
+            left, past = left - chunk, past + chunk
+        return seconds
+
+    def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
+        """`prefill_s` of many sequences, one after another; the arguments broadcast."""
+        new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
+        seconds = np.zeros(new.shape)
+        done = np.zeros(new.shape)
+        while np.any(done < new):
+            chunk = np.minimum(new - done, self.chunk_tokens)
+            one = self._linear.at_many(chunk, 1.0) + self._prefill.at_many(chunk, past + done) + self.host_s
+            seconds += np.where(chunk > 0, one, 0.0)
+            done = done + chunk
+        return seconds
+
+    def layer_s(self, tokens: ArrayLike) -> Array:
+        """Seconds of one layer's linear and elementwise operators for ``tokens`` at once."""
+        return layer_s(self.gpu, self.efficiencies, self.shape, self.tp, tokens, self.measured)
+
+    def all_reduce_s(self, num_bytes: ArrayLike) -> Array:
+        """Seconds of one all-reduce over the engine's GPUs, which share a node as far as it has enough of them."""
+        size = np.asarray(num_bytes, float)
+        per_node = min(self.tp, self.gpu.gpus_per_node)
+        if self.measured is not None and self.tp > 1:
+            found = self.measured.all_reduce_s(size, self.tp, per_node)
+            if found is not None:
+                return found
+        return all_reduce_s(self.gpu, self.efficiencies, size, self.tp, per_node)
+
+    def attention_decode_s(self, num_sequences: ArrayLike, mean_context: ArrayLike) -> Array:
+        """Seconds of one layer's attention for one new token each of ``num_sequences`` with ``mean_context`` tokens of KV."""
+        num, mean = np.broadcast_arrays(np.asarray(num_sequences, float), np.asarray(mean_context, float))
+        kv = self.shape.kv_bytes_per_token(self.tp) / self.shape.num_layers
+        seconds = attention_decode_s(self.gpu, self.efficiencies, num, num * mean, kv)
+        return seconds if self.measured is None else seconds * self.measured.decode_ratio(num, mean, kv)
+
+    def attention_prefill_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
+        """Seconds of one layer's attention of a chunk of one sequence."""
+        new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
+        heads, dim = self.shape.num_heads / self.tp, self.shape.head_dim
+        seconds = attention_prefill_s(self.gpu, self.efficiencies, new, past, heads, dim)
+        return seconds if self.measured is None else seconds * self.measured.prefill_ratio(new, past, heads, dim)
+
+    def _linear_grid(self) -> Grid:
+        """Everything of a step but attention and host: by tokens; second axis 1 for a prefill, which has one row of logits."""
+        top = max(self.chunk_tokens, 2048)
+        tokens = np.unique(np.r_[np.arange(1, 129), np.arange(128, 2048, 64), np.arange(2048, top + 512, 512)]).astype(
+            float
+        )
+        per_layer = self.layer_s(tokens) + 2.0 * self.all_reduce_s(
+            tokens * self.shape.hidden * self.shape.bytes_per_weight
+        )
+        one = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "emb", tokens, self.measured)
+        head = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "lm_head", np.r_[tokens, 1.0])
+        body = self.shape.num_layers * per_layer + one
+        return Grid(tokens, [0.0, 1.0], np.stack([body + head[:-1], body + head[-1]], axis=1))
+
+    def _decode_grid(self) -> Grid:
+        num, mean = np.meshgrid(np.asarray(_BATCHES, float), np.asarray(_CONTEXTS, float), indexing="ij")
+        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * self.attention_decode_s(num, mean))
+
+    def _prefill_grid(self) -> Grid:
+        news = np.unique(np.r_[1, 16, 32, 64, 96, np.arange(128, self.chunk_tokens + 128, 128)]).astype(float)
+        new, past = np.meshgrid(news, np.asarray(_PASTS, float), indexing="ij")
+        return Grid(news, _PASTS, self.shape.num_layers * self.attention_prefill_s(new, past))
+
+    _linear: Grid = field(init=False, repr=False, compare=False)
+    _decode: Grid = field(init=False, repr=False, compare=False)
+    _prefill: Grid = field(init=False, repr=False, compare=False)
+
+
+def engine_seconds(
+    gpu: str | GPU, model: str | Path | Mapping[str, Any] | ModelShape, tp: int = 1, **settings: Any
+) -> ModelOnGPU:
+    """The seconds of ``model`` on an engine of ``tp`` GPUs.
+
+    Parameters
+    ----------
+    gpu : str or GPU
+        A name ("A800-80G"), or the path of a datasheet.
+    model : str, Path, mapping or ModelShape
+        A directory with ``config.json``, such a file or its fields, or a known name ("Qwen/Qwen3-14B").
+    tp : int
+        Tensor-parallel degree.
+    **settings
+        Of `ModelOnGPU`: ``memory_frac``, ``overhead``, ``efficiencies``, ``measured``, ...
+
+    Raises
+    ------
+    ConfigError
+        Unknown GPU, heads that ``tp`` does not divide, or weights that do not fit.
+    ModelError
+        Unknown model, or one that is not dense.
+
+    Examples
+    --------
+    >>> engine = engine_seconds("A800-80G", "Qwen3-14B", tp=2)
+    >>> engine.decode_step_s(32, 32 * 4096) > engine.decode_step_s(1, 4096)
+    True
+    """
+    sheet = gpu if isinstance(gpu, GPU) else load_gpu(gpu)
+    shape = model if isinstance(model, ModelShape) else load_shape(model)
+    return ModelOnGPU(sheet, shape, tp, **settings)

@@ -1,0 +1,106 @@
+"""Datasheets of GPUs: what is known of one before anything was measured on it. One small YAML file each, in ``gpus/``."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from libra.errors import ConfigError
+
+_FOLDER = Path(__file__).parent / "gpus"
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.forms`.
+
+    Attributes
+    ----------
+    name : str
+        Short name, e.g. ``"A800-80G"``.
+    full_name : str
+        As the vendor calls it.
+    memory_bytes : float
+    memory_bytes_per_s : float
+    flops_per_s : float
+        Dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation.
+    num_sms : int
+        Streaming multiprocessors: what a matrix product's tiles are dealt to.
+    l2_bytes : float
+    link_bytes_per_s : float
+        Sum of a GPU's links to the others of its node, one direction. Bytes, not bits; half of a "bidirectional" figure.
+    network_bytes_per_s : float
+        A GPU's share of its node's network, one direction.
+    gpus_per_node : int
+    """
+
+    name: str
+    full_name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    flops_per_s: float
+    num_sms: int
+    l2_bytes: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("name", "full_name") and not value > 0:
+                raise ConfigError(f"GPU {self.name}: {field.name}: got {value!r}; allowed is a number above 0")
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+@lru_cache(maxsize=1)
+def known_gpus() -> dict[str, GPU]:
+    """The GPUs with a datasheet in the package, by name."""
+    gpus = [read_gpu(path) for path in sorted(_FOLDER.glob("*.yaml"))]
+    return {gpu.name: gpu for gpu in gpus}
+
+
+def read_gpu(path: str | Path) -> GPU:
+    """The datasheet in a YAML file; ConfigError where a field is missing, unknown or no number."""
+    values = yaml.safe_load(Path(path).read_text())
+    names = {field.name for field in fields(GPU)}
+    if not isinstance(values, dict) or set(values) != names:
+        got = sorted(values) if isinstance(values, dict) else values
+        raise ConfigError(f"{path}: got fields {got}; a GPU file has exactly {', '.join(sorted(names))}")
+    kinds: dict[str, type] = {"name": str, "full_name": str, "num_sms": int, "gpus_per_node": int}
+    try:
+        numbers: dict[str, Any] = {key: kinds.get(key, float)(value) for key, value in values.items()}
+        return GPU(**numbers)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def load_gpu(name: str) -> GPU:
+    """The GPU called ``name`` ("A800-80G", "a100_80g"; "h100" where only one known GPU begins so), or in the file ``name``.
+
+    ConfigError names the nearest ones where there is none.
+    """
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ConfigError(f"GPU {name!r}: no such file; a known name would be one of {', '.join(known_gpus())}")
+        return read_gpu(name)
+    by_key = {_key(known): gpu for known, gpu in known_gpus().items()}
+    wanted = _key(name)
+    if wanted in by_key:
+        return by_key[wanted]
+    begin = [gpu for key, gpu in by_key.items() if wanted and key.startswith(wanted)]
+    if len(begin) == 1:
+        return begin[0]
+    if len(begin) > 1:
+        raise ConfigError(f"GPU {name!r} is not one GPU; type one of {', '.join(gpu.name for gpu in begin)}")
+    near = difflib.get_close_matches(wanted, by_key, n=1)
+    hint = f"; did you mean {by_key[near[0]].name}?" if near else "."
+    raise ConfigError(f"GPU {name!r} is unknown{hint} Known are {', '.join(known_gpus())}, or the path of a YAML file")

@@ -1,0 +1,259 @@
+"""Seconds and bytes of one training step, for the layouts that our trainer runs: data parallel and FSDP2.
+
+1. Every token of the batch is computed once per pass; packing wastes ``padding_frac`` of the rows and nothing else.
+2. Bytes of a GPU are counted per GPU: what FSDP2 shards is divided by the GPUs once, what data parallel copies by none.
+3. A step that does not fit is an answer (``fits`` false and by how much), never a smaller step.
+
+Tensor, pipeline and expert parallel training are not here: `Layout.kind` is where they will be named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import ConfigError
+from libra.hardware import GPU, Efficiencies, ModelOnGPU, ModelShape
+from libra.hardware.forms import all_reduce_s
+from libra.hardware.training import backward_over_forward, forward_s
+
+Array = NDArray[np.float64]
+
+LayoutKind = Literal["dp", "fsdp2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a training step is laid out.
+
+    Attributes
+    ----------
+    kind : "dp" or "fsdp2"
+        Copies of everything, or weights, gradients and optimizer states sharded over the GPUs.
+    gradient_checkpointing : bool
+        Keep only each layer's input and compute its forward again in the backward pass.
+    recompute_logprobs : bool
+        One forward pass more per step, before it, for the policy's own log-probabilities.
+    reference : bool
+        Likewise for a frozen reference model, whose weights are held too.
+    offload_optimizer : bool
+        Optimizer states live in the host's memory; they cross ``host_bytes_per_s`` twice per step.
+    micro_batch_tokens : int
+        Tokens of one forward pass on one GPU.
+    epochs : int
+        Passes over the batch.
+    minibatches : int
+        Optimizer steps per pass.
+    optimizer_bytes_per_param : float
+        Master weights and two moments in float32.
+    grad_bytes_per_param : float
+    padding_frac : float
+        Share of the rows that is padding.
+    overlap_frac : float
+        Share of the communication that hides behind computation.
+    host_bytes_per_s : float
+        One direction of PCIe 4.0 x16 as reached.
+    """
+
+    kind: LayoutKind = "fsdp2"
+    gradient_checkpointing: bool = True
+    recompute_logprobs: bool = False
+    reference: bool = False
+    offload_optimizer: bool = False
+    micro_batch_tokens: int = 16384
+    epochs: int = 1
+    minibatches: int = 1
+    optimizer_bytes_per_param: float = 12.0
+    grad_bytes_per_param: float = 2.0
+    padding_frac: float = 0.03
+    overlap_frac: float = 0.5
+    host_bytes_per_s: float = 20.0e9
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(LayoutKind):
+            raise ConfigError(
+                f"layout.kind: got {self.kind!r}; allowed are {', '.join(get_args(LayoutKind))}: the trainer has no tensor, "
+                "pipeline or expert parallelism yet"
+            )
+        if self.micro_batch_tokens < 1 or self.epochs < 1 or self.minibatches < 1:
+            raise ConfigError("layout: micro_batch_tokens, epochs and minibatches are at least 1")
+        if not (0 <= self.padding_frac < 1 and 0 <= self.overlap_frac <= 1):
+            raise ConfigError(
+                f"layout: padding_frac {self.padding_frac} and overlap_frac {self.overlap_frac} are shares"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCost:
+    """One training step on ``num_gpus``.
+
+    Attributes
+    ----------
+    num_gpus : int
+    step_s : float
+        The sum of the four below.
+    forward_backward_s, logprobs_s, communication_s, optimizer_s : float
+        Computation of the update; forward passes before it; what communication does not hide; optimizer and offload.
+    memory_bytes : float
+        Of the fullest GPU.
+    headroom_bytes : float
+        Left of the GPU's memory; negative where the step does not fit.
+    memory_parts_bytes : dict
+        The memory by what it holds.
+    """
+
+    num_gpus: int
+    step_s: float
+    forward_backward_s: float
+    logprobs_s: float
+    communication_s: float
+    optimizer_s: float
+    memory_bytes: float
+    headroom_bytes: float
+    memory_parts_bytes: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest GPU holds it."""
+        return self.headroom_bytes >= 0
+
+
+def training_cost(
+    gpu: GPU,
+    shape: ModelShape,
+    sequence_tokens: Array,
+    num_gpus: int,
+    layout: Layout | None = None,
+    *,
+    efficiencies: Efficiencies | None = None,
+    engine: ModelOnGPU | None = None,
+) -> TrainingCost:
+    """Seconds and bytes of one step over whole sequences.
+
+    Parameters
+    ----------
+    gpu : GPU
+    shape : ModelShape
+    sequence_tokens : (n,) array
+        Length of each sequence of the batch, prompt included.
+    num_gpus : int
+        Data-parallel ranks.
+    layout : Layout, optional
+    efficiencies : Efficiencies, optional
+        Of the forms; None: the package's.
+    engine : ModelOnGPU, optional
+        The same model on one GPU: its tables correct the forms where there are some.
+    """
+    layout = layout or Layout()
+    eff = efficiencies or Efficiencies()
+    if num_gpus < 1:
+        raise ConfigError(f"num_gpus: got {num_gpus}; allowed is at least 1")
+    if gpu.gpus_per_node < num_gpus and num_gpus % gpu.gpus_per_node:
+        nodes = -(-num_gpus // gpu.gpus_per_node)
+        raise ConfigError(
+            f"num_gpus: got {num_gpus}; more than one node of {gpu.gpus_per_node} takes whole nodes, e.g. "
+            f"{nodes * gpu.gpus_per_node}"
+        )
+    forward = _forward_s(gpu, eff, shape, sequence_tokens, num_gpus, layout, engine)
+    again = 1.0 if layout.gradient_checkpointing else 0.0
+    update = layout.epochs * forward * (1.0 + again + backward_over_forward(shape))
+    logprobs = forward * (layout.recompute_logprobs + layout.reference)
+    communication = _communication_s(gpu, eff, shape, sequence_tokens, num_gpus, layout)
+    hidden = min(layout.overlap_frac * communication, update + logprobs)
+    optimizer = _optimizer_s(gpu, shape, num_gpus, layout)
+    parts = _memory_bytes(shape, num_gpus, layout, float(sequence_tokens.max()))
+    memory = sum(parts.values())
+    return TrainingCost(
+        num_gpus=num_gpus,
+        step_s=update + logprobs + communication - hidden + optimizer,
+        forward_backward_s=update,
+        logprobs_s=logprobs,
+        communication_s=communication - hidden,
+        optimizer_s=optimizer,
+        memory_bytes=memory,
+        headroom_bytes=gpu.memory_bytes - memory,
+        memory_parts_bytes=parts,
+    )
+
+
+def training_table(
+    gpu: GPU, shape: ModelShape, sequence_tokens: Array, gpu_counts: list[int], layout: Layout | None = None
+) -> dict[int, TrainingCost]:
+    """`training_cost` for each number of GPUs, those that do not fit included."""
+    return {num: training_cost(gpu, shape, sequence_tokens, num, layout) for num in gpu_counts}
+
+
+def _forward_s(
+    gpu: GPU,
+    eff: Efficiencies,
+    shape: ModelShape,
+    sequence_tokens: Array,
+    num_gpus: int,
+    layout: Layout,
+    engine: ModelOnGPU | None,
+) -> float:
+    """One forward pass of the whole batch, of the GPU with most of it: at least the longest sequence, which is never cut."""
+    per_token, attention = forward_s(gpu, eff, shape, sequence_tokens, layout.micro_batch_tokens, engine)
+    linear = per_token * sequence_tokens / (1.0 - layout.padding_frac)
+    seconds = linear + attention
+    return float(max(seconds.sum() / num_gpus, seconds.max()))
+
+
+def _communication_s(
+    gpu: GPU, eff: Efficiencies, shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout
+) -> float:
+    """Data parallel: an all-reduce of the gradient per optimizer step. FSDP2: weights gathered for every forward and backward
+    of every micro-batch, gradients reduce-scattered likewise; a gather or scatter is half an all-reduce."""
+    if num_gpus == 1:
+        return 0.0
+    per_node = min(num_gpus, gpu.gpus_per_node)
+
+    def reduce_s(num_bytes: float) -> float:
+        return float(all_reduce_s(gpu, eff, num_bytes, num_gpus, per_node))
+
+    grads = shape.num_params * layout.grad_bytes_per_param
+    steps = layout.epochs * layout.minibatches
+    if layout.kind == "dp":
+        return steps * reduce_s(grads)
+    weights = shape.num_params * shape.bytes_per_weight
+    batch_tokens = float(sequence_tokens.sum()) / (1.0 - layout.padding_frac)
+    micro_batches = max(1.0, np.ceil(batch_tokens / num_gpus / layout.micro_batch_tokens))
+    passes = layout.epochs * 2 + layout.recompute_logprobs + layout.reference
+    return float(micro_batches * (passes * reduce_s(weights) / 2 + layout.epochs * reduce_s(grads) / 2))
+
+
+def _optimizer_s(gpu: GPU, shape: ModelShape, num_gpus: int, layout: Layout) -> float:
+    """States read and written once per optimizer step, at the memory's bandwidth, or over the host's link."""
+    sharded = shape.num_params / (num_gpus if layout.kind == "fsdp2" else 1)
+    steps = layout.epochs * layout.minibatches
+    moved = sharded * (2 * layout.optimizer_bytes_per_param + layout.grad_bytes_per_param + shape.bytes_per_weight)
+    seconds = moved / (0.8 * gpu.memory_bytes_per_s)
+    if layout.offload_optimizer:
+        seconds += 2 * sharded * layout.optimizer_bytes_per_param / layout.host_bytes_per_s
+    return steps * seconds
+
+
+def _memory_bytes(shape: ModelShape, num_gpus: int, layout: Layout, longest_tokens: float) -> dict[str, float]:
+    """Bytes on one GPU by what they hold; a micro-batch is at least the longest sequence, which is never cut."""
+    shards = num_gpus if layout.kind == "fsdp2" else 1
+    tokens = max(float(layout.micro_batch_tokens), longest_tokens)
+    width = shape.bytes_per_weight
+    kept = shape.hidden * width  # a layer's input
+    inside = (14 * shape.hidden + 4 * shape.ffn) * width + 2 * shape.num_kv_heads * shape.head_dim * width
+    if layout.gradient_checkpointing:
+        activations = tokens * (shape.num_layers * kept + inside)
+    else:
+        activations = tokens * shape.num_layers * (kept + inside)
+    gathered = 2 * shape.layer_params * width if shards > 1 else 0.0
+    return {
+        "weights": shape.num_params * width / shards + gathered,
+        "gradients": shape.num_params * layout.grad_bytes_per_param / shards,
+        "optimizer": 0.0 if layout.offload_optimizer else shape.num_params * layout.optimizer_bytes_per_param / shards,
+        "reference": shape.num_params * width / shards if layout.reference else 0.0,
+        "activations": activations,
+        "logits": tokens * shape.vocab * (4 + 4),  # float32, and their gradient
+        "runtime": 2.0e9,
+    }
