@@ -16,12 +16,13 @@ def splits_of(problem: Problem) -> Ints:
     PlanError
         None may; the message says which constraint to relax, and by how much.
     """
-    smallest = int(problem.tp[np.isfinite(problem.load_s).any(axis=1)].min(initial=problem.gpus_per_node))
+    takes = np.isfinite(problem.least_s)
+    smallest = int(np.where(takes, problem.tp[:, None], problem.gpus_per_node).min(axis=0).max())
     fixed_gpus = sum(degree * number for degree, number in problem.fixed_engines.items())
     needed = max(problem.min_rollout_gpus, smallest, fixed_gpus)
     why_needed = {
         fixed_gpus: f"planner.fixed_engines={dict(problem.fixed_engines)} takes {fixed_gpus} GPUs",
-        smallest: f"the smallest engine that holds the model takes {smallest} GPUs",
+        smallest: f"the smallest engine that holds the longest trajectory takes {smallest} GPUs",
         problem.min_rollout_gpus: f"planner.min_rollout_gpus={problem.min_rollout_gpus}",
     }[needed]
     runs = np.isfinite(problem.train_s)

@@ -15,7 +15,7 @@ from libra.planner.problem import Floats, Ints, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class Placement:
     """Engines, and which trajectory is on which.
 
     Attributes
@@ -56,13 +56,13 @@ def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
     return best
 
 
-def layout_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Layout:
+def layout_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
     """The layout with its loads and its time worked out."""
     kinds = kind_of[engine_of]
     rows = np.arange(problem.num_trajectories)
     load_s = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of))
     longest_s = problem.alone_s[kinds, rows].max()
-    return Layout(kind_of, engine_of, load_s, float(max(load_s.max(), longest_s)))
+    return Placement(kind_of, engine_of, load_s, float(max(load_s.max(), longest_s)))
 
 
 def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
@@ -76,7 +76,7 @@ def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
     return engine_of, max(total for total, _ in heap)
 
 
-def pack(problem: Problem, within_s: float, num_gpus: int) -> Layout | None:
+def pack(problem: Problem, within_s: float, num_gpus: int) -> Placement | None:
     """A layout done in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None: not found."""
     kinds = cheapest_kinds(problem, within_s)
     if (kinds < 0).any():
@@ -102,7 +102,7 @@ def pack(problem: Problem, within_s: float, num_gpus: int) -> Layout | None:
     return layout_of(problem, np.array(kind_of, dtype=np.int64), engine_of)
 
 
-def spread(problem: Problem, counts: Ints, kinds: Ints) -> Layout:
+def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
     """The layout with ``counts`` (K,) engines, and trajectory i on one of kind ``kinds[i]``, of which there must be one."""
     kind_of = np.repeat(np.arange(len(counts)), counts)
     first = np.concatenate([[0], np.cumsum(counts)])
@@ -113,7 +113,7 @@ def spread(problem: Problem, counts: Ints, kinds: Ints) -> Layout:
     return layout_of(problem, kind_of, engine_of)
 
 
-def improved(problem: Problem, layout: Layout, goal_s: float, max_changes: int = 300) -> Layout:
+def improved(problem: Problem, layout: Placement, goal_s: float, max_changes: int = 300) -> Placement:
     """The layout after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps."""
     best = layout
     for _ in range(max_changes):
@@ -132,7 +132,7 @@ def improved(problem: Problem, layout: Layout, goal_s: float, max_changes: int =
     return best
 
 
-def _one_change(problem: Problem, layout: Layout) -> Ints | None:
+def _one_change(problem: Problem, layout: Placement) -> Ints | None:
     """``engine_of`` after the best move or swap of a trajectory on the last engine; None where all of them make it later."""
     kind_of, engine_of, load_s = layout.kind_of, layout.engine_of, layout.load_s
     rows = np.arange(problem.num_trajectories)
@@ -141,7 +141,7 @@ def _one_change(problem: Problem, layout: Layout) -> Ints | None:
     last = int(done_s.argmax())
     limit_s, kind = done_s[last], kind_of[last]
     best_s, change = limit_s * (1 - 1e-12), None
-    for item in np.flatnonzero(engine_of == last).tolist():
+    for item in _some(np.flatnonzero(engine_of == last), problem.load_s[kind]):
         there = np.where(problem.least_s[kind_of, item] < limit_s, load_s + problem.load_s[kind_of, item], np.inf)
         there[last] = np.inf
         here = load_s[last] - problem.load_s[kind, item]
@@ -166,3 +166,11 @@ def _one_change(problem: Problem, layout: Layout) -> Ints | None:
     if other >= 0:
         changed[other] = last
     return changed
+
+
+def _some(items: Ints, load_s: Floats, most: int = 24) -> list[int]:
+    """At most ``most`` of the items, of all sizes: each costs a look at every trajectory."""
+    if len(items) <= most:
+        return [int(item) for item in items]
+    by_size = items[np.argsort(load_s[items], kind="stable")]
+    return [int(item) for item in by_size[np.linspace(0, len(items) - 1, most).astype(np.int64)]]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.planner.bound import GpuSeconds, gpu_seconds
-from libra.planner.packing import Layout, improved, layout_of, pack, spread
+from libra.planner.packing import Placement, improved, layout_of, pack, spread
 from libra.planner.pricing import Classes
 from libra.planner.problem import Floats, Ints, Problem
 from libra.planner.programs import Cut, Pools, solve_priced, solve_whole
@@ -36,7 +36,7 @@ class RolloutLayout:
 
     Attributes
     ----------
-    layout : Layout or None
+    layout : Placement or None
         None: no assignment satisfies the fixed parts.
     lower_s, time_s : float
         No layout is quicker than the first; this one takes the second.
@@ -48,13 +48,13 @@ class RolloutLayout:
     """
 
     num_gpus: int
-    layout: Layout | None
+    layout: Placement | None
     lower_s: float
     time_s: float
     binning_frac: float = 0.0
     num_programs: int = 0
 
-    def offer(self, layout: Layout | None) -> None:
+    def offer(self, layout: Placement | None) -> None:
         """Take a layout if it is quicker than the one there is."""
         if layout is not None and layout.time_s < self.time_s:
             self.layout, self.time_s = layout, layout.time_s

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from libra.errors import PlanError
 from libra.planner.feasible import splits_of
-from libra.planner.packing import Layout
+from libra.planner.packing import Placement
 from libra.planner.problem import Floats, Ints, Problem
 from libra.planner.rollout import RolloutLayout, Rollouts
 
-GAP_FRAC = 2e-4
-"""Gap at which a search stops unless told otherwise: a fifth of the 0.1 % that a plan promises."""
+GAP_FRAC = 5e-4
+"""Gap at which a search stops unless told otherwise: half of the 0.1 % that a plan promises."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Found:
     ----------
     train_gpus, rollout_gpus : int
         The rollout's GPUs may exceed those of ``layout``: the rest would gain nothing.
-    layout : Layout
+    layout : Placement
         Its kinds are indices into ``Problem.kinds``.
     train_s, rollout_s, step_s : float
     lower_s : float
@@ -47,7 +47,7 @@ class Found:
 
     train_gpus: int
     rollout_gpus: int
-    layout: Layout
+    layout: Placement
     train_s: float
     rollout_s: float
     step_s: float
@@ -159,7 +159,7 @@ class _Outer:
         return Found(
             train_gpus=int(self.problem.train_gpus[index]),
             rollout_gpus=self.best.num_gpus,
-            layout=Layout(names[layout.kind_of], layout.engine_of, layout.load_s, layout.time_s),
+            layout=Placement(names[layout.kind_of], layout.engine_of, layout.load_s, layout.time_s),
             train_s=float(self.problem.train_s[index]),
             rollout_s=self.best.time_s,
             step_s=self.best_s,

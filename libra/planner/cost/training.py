@@ -43,6 +43,8 @@ class Layout:
         Optimizer states live in the host's memory; they cross ``host_bytes_per_s`` twice per step.
     micro_batch_tokens : int
         Tokens of one forward pass on one GPU.
+    logits_chunk_tokens : int or None
+        Tokens whose logits are held at once (`libra.train.chunked`). None: all of a micro-batch.
     epochs : int
         Passes over the batch.
     minibatches : int
@@ -64,6 +66,7 @@ class Layout:
     reference: bool = False
     offload_optimizer: bool = False
     micro_batch_tokens: int = 16384
+    logits_chunk_tokens: int | None = None
     epochs: int = 1
     minibatches: int = 1
     optimizer_bytes_per_param: float = 12.0
@@ -254,6 +257,6 @@ def _memory_bytes(shape: ModelShape, num_gpus: int, layout: Layout, longest_toke
         "optimizer": 0.0 if layout.offload_optimizer else shape.num_params * layout.optimizer_bytes_per_param / shards,
         "reference": shape.num_params * width / shards if layout.reference else 0.0,
         "activations": activations,
-        "logits": tokens * shape.vocab * (4 + 4),  # float32, and their gradient
+        "logits": min(tokens, layout.logits_chunk_tokens or tokens) * shape.vocab * (4 + 4),  # float32, and their gradient
         "runtime": 2.0e9,
     }
