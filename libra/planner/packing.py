@@ -14,6 +14,10 @@ import numpy as np
 from libra.planner.problem import Floats, Ints, Problem
 
 
+NEAR_ENGINES = 16
+"""Engines with the most room that a change looks at first; all others only where these do not help."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Engines, and which trajectory is on which.
@@ -56,7 +60,7 @@ def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
     return best
 
 
-def layout_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
+def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
     """The layout with its loads and its time worked out."""
     kinds = kind_of[engine_of]
     rows = np.arange(problem.num_trajectories)
@@ -99,7 +103,7 @@ def pack(problem: Problem, within_s: float, num_gpus: int) -> Placement | None:
             return None
         engine_of[kinds == k] = placed + len(kind_of)
         kind_of += [k] * number
-    return layout_of(problem, np.array(kind_of, dtype=np.int64), engine_of)
+    return placement_of(problem, np.array(kind_of, dtype=np.int64), engine_of)
 
 
 def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
@@ -110,62 +114,68 @@ def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
     for k in np.unique(kinds):
         mine = kinds == k
         engine_of[mine] = first[k] + longest_first(problem.load_s[k, mine], int(counts[k]))[0]
-    return layout_of(problem, kind_of, engine_of)
+    return placement_of(problem, kind_of, engine_of)
 
 
-def improved(problem: Problem, layout: Placement, goal_s: float, max_changes: int = 300) -> Placement:
-    """The layout after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps."""
-    best = layout
-    for _ in range(max_changes):
-        if best.time_s <= goal_s:
-            break
-        engine_of = _one_change(problem, best)
-        if engine_of is None:
-            break
-        changed = layout_of(problem, best.kind_of, engine_of)
-        later = changed.time_s > best.time_s or (
-            changed.time_s == best.time_s and (changed.load_s**2).sum() >= (best.load_s**2).sum() * (1 - 1e-12)
-        )
-        if later:
-            break
-        best = changed
-    return best
-
-
-def _one_change(problem: Problem, layout: Placement) -> Ints | None:
-    """``engine_of`` after the best move or swap of a trajectory on the last engine; None where all of them make it later."""
-    kind_of, engine_of, load_s = layout.kind_of, layout.engine_of, layout.load_s
+def improved(problem: Problem, placement: Placement, goal_s: float, max_changes: int = 600) -> Placement:
+    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps."""
+    kind_of, engine_of, load_s = placement.kind_of, placement.engine_of.copy(), placement.load_s.copy()
     rows = np.arange(problem.num_trajectories)
-    done_s = load_s.copy()
-    np.maximum.at(done_s, engine_of, problem.alone_s[kind_of[engine_of], rows])
-    last = int(done_s.argmax())
-    limit_s, kind = done_s[last], kind_of[last]
+    alone_s = problem.alone_s[kind_of[engine_of], rows]
+    for _ in range(max_changes):
+        longest = np.zeros_like(load_s)
+        np.maximum.at(longest, engine_of, alone_s)
+        done_s = np.maximum(load_s, longest)
+        last = int(done_s.argmax())
+        if done_s[last] <= goal_s:
+            break
+        near = np.argsort(done_s, kind="stable")[:NEAR_ENGINES]
+        change = _one_change(problem, kind_of, engine_of, load_s, last, near)
+        if change is None and len(load_s) > NEAR_ENGINES:
+            change = _one_change(problem, kind_of, engine_of, load_s, last, np.arange(len(load_s)))
+        if change is None:
+            break
+        for item, engine in change:
+            load_s[engine_of[item]] -= problem.load_s[kind_of[engine_of[item]], item]
+            load_s[engine] += problem.load_s[kind_of[engine], item]
+            engine_of[item], alone_s[item] = engine, problem.alone_s[kind_of[engine], item]
+    after = placement_of(problem, kind_of, engine_of)
+    return after if after.time_s < placement.time_s else placement
+
+
+def _one_change(
+    problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int, engines: Ints
+) -> list[tuple[int, int]] | None:
+    """The move, or swap with a trajectory on ``engines``, that leaves the later of its two engines earliest.
+
+    As (trajectory, new engine); None where every one leaves an engine as late as ``last`` is.
+    """
+    kind = kind_of[last]
+    mine = np.flatnonzero(engine_of == last)
+    limit_s = max(load_s[last], float(problem.alone_s[kind, mine].max(initial=0.0)))
+    engines = engines[engines != last]
+    others = np.flatnonzero(np.isin(engine_of, engines))
+    their_engine = engine_of[others]
+    theirs, at = kind_of[their_engine], kind_of[engines]
+    without = load_s[their_engine] - problem.load_s[theirs, others]
+    back = np.where(problem.least_s[kind, others] < limit_s, problem.load_s[kind, others], np.inf)
     best_s, change = limit_s * (1 - 1e-12), None
-    for item in _some(np.flatnonzero(engine_of == last), problem.load_s[kind]):
-        there = np.where(problem.least_s[kind_of, item] < limit_s, load_s + problem.load_s[kind_of, item], np.inf)
-        there[last] = np.inf
+    for item in _some(mine, problem.load_s[kind]):
         here = load_s[last] - problem.load_s[kind, item]
-        after = np.maximum(there, here)
-        engine = int(after.argmin())
-        if after[engine] < best_s:
-            best_s, change = float(after[engine]), (item, engine, -1)
-        others = kind_of[engine_of]
-        with np.errstate(invalid="ignore"):
-            there = load_s[engine_of] - problem.load_s[others, rows] + problem.load_s[others, item]
-            after = np.maximum(there, here + problem.load_s[kind])
-        fits = (problem.least_s[others, item] < limit_s) & (problem.least_s[kind] < limit_s) & (engine_of != last)
-        after = np.where(fits, after, np.inf)
-        other = int(after.argmin())
-        if after[other] < best_s:
-            best_s, change = float(after[other]), (item, int(engine_of[other]), other)
-    if change is None:
-        return None
-    item, engine, other = change
-    changed = engine_of.copy()
-    changed[item] = engine
-    if other >= 0:
-        changed[other] = last
-    return changed
+        fits = problem.least_s[:, item] < limit_s
+        load = np.where(fits, problem.load_s[:, item], np.inf)
+        if len(engines):
+            after = np.maximum(load_s[engines] + load[at], here)
+            pick = int(after.argmin())
+            if after[pick] < best_s:
+                best_s, change = float(after[pick]), [(item, int(engines[pick]))]
+        if len(others):
+            after = np.maximum(without + load[theirs], here + back)
+            pick = int(after.argmin())
+            if after[pick] < best_s:
+                best_s = float(after[pick])
+                change = [(item, int(their_engine[pick])), (int(others[pick]), last)]
+    return change
 
 
 def _some(items: Ints, load_s: Floats, most: int = 24) -> list[int]:

@@ -62,6 +62,15 @@ class Classes:
     class_allowed: NDArray[np.bool_]
     useful: Ints
 
+    @property
+    def cover(self) -> NDArray[np.bool_]:
+        """The sets of kinds (S, K) that trajectories are allowed on."""
+        return np.unique(self.class_allowed.T, axis=0)
+
+    def first_cuts(self, tp: Ints) -> list[Cut]:
+        """Cuts at the price of the GPUs, of all kinds and of each set alone that some trajectories cannot leave."""
+        return [self.cut_at(tp.astype(float)), *(self.cut_at(tp * kinds) for kinds in self.cover if not kinds.all())]
+
     @classmethod
     def within(cls, problem: Problem, theta_s: float, unit_s: float) -> Self | None:
         """Classes for pairs that are done alone within ``theta_s``; None where some trajectory has no such pair."""
@@ -88,7 +97,7 @@ class Classes:
 
     def engines(self, pools: Pools) -> Ints | None:
         """Engines of each kind (K,) that suit the classes best; None where none do."""
-        part = Pools(pools.tp[self.useful], pools.num_gpus, pools.fixed)
+        part = Pools(pools.tp[self.useful], pools.num_gpus, pools.fixed, self.cover[:, self.useful])
         fluid = solve_fluid(self.class_load[self.useful], self.class_allowed[self.useful], part)
         if fluid is None:
             return None

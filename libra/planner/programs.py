@@ -34,17 +34,22 @@ class Pools:
         GPUs of all engines together at most.
     fixed : mapping of TP degree to number
         Exactly so many engines of that degree.
+    cover : bool array (S, K)
+        Of each of these sets of kinds at least one engine: some trajectory may run on no other.
     """
 
     tp: Ints
     num_gpus: int
     fixed: Mapping[int, int]
+    cover: NDArray[np.bool_] | None = None
 
     def holds(self, engines: Any) -> list[Any]:
         """The constraints on a cvxpy expression ``engines`` (K,)."""
         rows = [self.tp @ engines <= self.num_gpus, engines >= 0]
         for degree, number in self.fixed.items():
             rows.append((self.tp == degree).astype(float) @ engines == number)
+        if self.cover is not None:
+            rows.append(self.cover.astype(float) @ engines >= 1)
         return rows
 
 

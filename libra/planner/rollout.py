@@ -12,13 +12,13 @@ min(theta, what the program says), and falling theta to it repeats at most a few
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.planner.bound import GpuSeconds, gpu_seconds
-from libra.planner.packing import Placement, improved, layout_of, pack, spread
+from libra.planner.packing import Placement, improved, placement_of, pack, spread
 from libra.planner.pricing import Classes
 from libra.planner.problem import Floats, Ints, Problem
 from libra.planner.programs import Cut, Pools, solve_priced, solve_whole
@@ -181,7 +181,7 @@ class _Search:
             self.state.offer(found)
             low_s = low_s if found else middle_s
         if self.state.layout is not None and not self.done():
-            self.state.offer(improved(self.problem, self.state.layout, self.goal_s(), max_changes=60))
+            self.state.offer(improved(self.problem, self.state.layout, self.goal_s(), max_changes=100))
 
     def _programs(self) -> None:
         """Layouts and bounds from the programs. A layout done in T uses only pairs done alone within T, so that for every
@@ -203,7 +203,8 @@ class _Search:
         classes = Classes.within(problem, theta_s * (1 + 1e-12), unit_s)
         if classes is None:
             return np.inf
-        cuts = [classes.cut_at(problem.tp.astype(float))]
+        pools = replace(pools, cover=classes.cover)
+        cuts = classes.first_cuts(problem.tp)
         self.state.num_programs += 1
         engines = classes.engines(pools)
         bound_s = 0.0
@@ -242,6 +243,6 @@ class _Search:
         whole = solve_whole(problem.load_s / unit_s, problem.alone_s / unit_s, self.pools, below_s / unit_s * (1 + 1e-9))
         if whole is None:
             return
-        self.state.offer(layout_of(problem, whole.kind_of, whole.engine_of))
+        self.state.offer(placement_of(problem, whole.kind_of, whole.engine_of))
         if whole.proven:
             self.state.prove(self.state.time_s)
