@@ -33,7 +33,10 @@ def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int, 
     parts = [np.flatnonzero(pattern == number) for number in range(int(pattern.max()) + 1)]
     widths = [_widest(logs, allowed, part) for part in parts]
     while len(parts) < max_classes:
-        gains = [width * float(weight[part].sum()) if width > spread else 0.0 for part, (width, _) in zip(parts, widths, strict=True)]
+        gains = [
+            width * float(weight[part].sum()) if width > spread else 0.0
+            for part, (width, _) in zip(parts, widths, strict=True)
+        ]
         worst = int(np.argmax(gains))
         if gains[worst] <= 0:
             break

@@ -13,7 +13,6 @@ import numpy as np
 
 from libra.planner.problem import Floats, Ints, Problem
 
-
 NEAR_ENGINES = 16
 """Engines with the most room that a change looks at first; all others only where these do not help."""
 
@@ -55,7 +54,7 @@ def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
     """
     with np.errstate(invalid="ignore"):
         cost = np.where(problem.least_s <= within_s, problem.tp[:, None] * problem.load_s, np.inf)
-    best = cost.argmin(axis=0)
+    best: Ints = cost.argmin(axis=0)
     best[~np.isfinite(cost.min(axis=0))] = -1
     return best
 
@@ -64,7 +63,9 @@ def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
     """The layout with its loads and its time worked out."""
     kinds = kind_of[engine_of]
     rows = np.arange(problem.num_trajectories)
-    load_s = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of))
+    load_s: Floats = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of)).astype(
+        np.float64
+    )
     longest_s = problem.alone_s[kinds, rows].max()
     return Placement(kind_of, engine_of, load_s, float(max(load_s.max(), longest_s)))
 
@@ -118,7 +119,17 @@ def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
 
 
 def improved(problem: Problem, placement: Placement, goal_s: float, max_changes: int = 600) -> Placement:
-    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps."""
+    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps.
+
+    At first no trajectory goes where it alone would miss the goal; what gains a little that way cannot gain more later.
+    """
+    for within_s in (goal_s * (1 + 1e-12), np.inf):
+        if placement.time_s > goal_s:
+            placement = _descended(problem, placement, goal_s, within_s, max_changes)
+    return placement
+
+
+def _descended(problem: Problem, placement: Placement, goal_s: float, within_s: float, max_changes: int) -> Placement:
     kind_of, engine_of, load_s = placement.kind_of, placement.engine_of.copy(), placement.load_s.copy()
     rows = np.arange(problem.num_trajectories)
     alone_s = problem.alone_s[kind_of[engine_of], rows]
@@ -130,9 +141,9 @@ def improved(problem: Problem, placement: Placement, goal_s: float, max_changes:
         if done_s[last] <= goal_s:
             break
         near = np.argsort(done_s, kind="stable")[:NEAR_ENGINES]
-        change = _one_change(problem, kind_of, engine_of, load_s, last, near)
+        change = _one_change(problem, kind_of, engine_of, load_s, last, near, within_s)
         if change is None and len(load_s) > NEAR_ENGINES:
-            change = _one_change(problem, kind_of, engine_of, load_s, last, np.arange(len(load_s)))
+            change = _one_change(problem, kind_of, engine_of, load_s, last, np.arange(len(load_s)), within_s)
         if change is None:
             break
         for item, engine in change:
@@ -144,7 +155,7 @@ def improved(problem: Problem, placement: Placement, goal_s: float, max_changes:
 
 
 def _one_change(
-    problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int, engines: Ints
+    problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int, engines: Ints, within_s: float
 ) -> list[tuple[int, int]] | None:
     """The move, or swap with a trajectory on ``engines``, that leaves the later of its two engines earliest.
 
@@ -153,16 +164,17 @@ def _one_change(
     kind = kind_of[last]
     mine = np.flatnonzero(engine_of == last)
     limit_s = max(load_s[last], float(problem.alone_s[kind, mine].max(initial=0.0)))
+    pair_s = min(limit_s * (1 - 1e-12), within_s)
     engines = engines[engines != last]
     others = np.flatnonzero(np.isin(engine_of, engines))
     their_engine = engine_of[others]
     theirs, at = kind_of[their_engine], kind_of[engines]
     without = load_s[their_engine] - problem.load_s[theirs, others]
-    back = np.where(problem.least_s[kind, others] < limit_s, problem.load_s[kind, others], np.inf)
+    back = np.where(problem.least_s[kind, others] <= pair_s, problem.load_s[kind, others], np.inf)
     best_s, change = limit_s * (1 - 1e-12), None
     for item in _some(mine, problem.load_s[kind]):
         here = load_s[last] - problem.load_s[kind, item]
-        fits = problem.least_s[:, item] < limit_s
+        fits = problem.least_s[:, item] <= pair_s
         load = np.where(fits, problem.load_s[:, item], np.inf)
         if len(engines):
             after = np.maximum(load_s[engines] + load[at], here)

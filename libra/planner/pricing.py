@@ -84,10 +84,10 @@ class Classes:
         else:
             class_of = ratio_classes(load[useful], allowed[useful], MAX_CLASSES)
         num = int(class_of.max()) + 1
-        class_load = np.stack([np.bincount(class_of, weights=row, minlength=num) for row in load])
-        first = np.unique(class_of, return_index=True)[1]
+        class_load: Floats = np.stack([np.bincount(class_of, weights=row, minlength=num) for row in load]).astype(
+            np.float64
+        )
         class_allowed = np.stack([np.bincount(class_of, weights=~row, minlength=num) == 0 for row in allowed])
-        assert class_allowed.shape == (len(load), len(first))
         return cls(load, allowed, class_of, class_load, class_allowed, useful)
 
     def cut_at(self, price: Floats) -> Cut:

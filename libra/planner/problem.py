@@ -139,11 +139,15 @@ def _check_shapes(problem: Problem) -> None:
     for name in ("load_s", "alone_s"):
         array = getattr(problem, name)
         if array.shape != shape or not array.size:
-            raise PlanError(f"{name}: got an array of shape {array.shape}; expected (kinds, trajectories) = {shape}, not empty")
+            raise PlanError(
+                f"{name}: got an array of shape {array.shape}; expected (kinds, trajectories) = {shape}, not empty"
+            )
         if np.isnan(array).any() or (array <= 0 if name == "load_s" else array < 0).any():
             raise PlanError(f"{name}: holds NaN, or seconds that are not positive; inf is for what a kind cannot take")
     if problem.train_gpus.ndim != 1 or problem.train_gpus.shape != problem.train_s.shape:
-        raise PlanError(f"train_gpus {problem.train_gpus.shape} and train_s {problem.train_s.shape}: one number each per GPU count")
+        raise PlanError(
+            f"train_gpus {problem.train_gpus.shape} and train_s {problem.train_s.shape}: one number each per GPU count"
+        )
     if (np.diff(problem.train_gpus) <= 0).any() or (problem.train_gpus < 1).any():
         raise PlanError(f"train_gpus: got {problem.train_gpus.tolist()}; counts ascend and are at least 1")
     if not (problem.train_s > 0).all():

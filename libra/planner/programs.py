@@ -9,6 +9,7 @@ Every time is in units that the caller chooses near 1, which is what the solver'
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class Cut:
 
 
 def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_nodes: int = 500) -> Ints | None:
-    """Best whole number of engines of each kind (K,) for classes that may be divided at will; None where no number of engines will do.
+    """Best whole number of engines of each kind (K,) for classes that may be divided at will; None where none will do.
 
     ``load`` and ``allowed`` are (K, C). The search is cut off after ``max_nodes``: what it gives is then no bound, and no
     bound is taken from it.
@@ -81,7 +82,7 @@ def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_node
     problem = cp.Problem(cp.Maximize(rate), rows)
     if not _solve(problem, mip_rel_gap=RATE_GAP * 10, mip_max_nodes=max_nodes) or rate.value is None or rate.value <= 0:
         return None
-    return np.rint(engines.value).astype(np.int64)
+    return np.rint(np.asarray(engines.value)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +113,7 @@ def solve_prices(load: Floats, allowed: NDArray[np.bool_], engines: Ints) -> Pri
         return None
     price, shares = np.zeros(len(engines)), np.zeros(load.shape)
     price[have] = np.abs(loads.dual_value)
-    part = np.maximum(rates.value, 0.0) * may
+    part = np.maximum(np.asarray(rates.value), 0.0) * may
     shares[have] = part / np.maximum(part.sum(axis=0), 1e-300)
     return Prices(float(rate.value), price, shares)
 
@@ -128,7 +129,7 @@ def solve_priced(cuts: Sequence[Cut], pools: Pools) -> tuple[float, Ints] | None
         return None
     if rate.value is None or not np.isfinite(rate.value):
         return None
-    return float(rate.value) * (1 + RATE_GAP), np.rint(engines.value).astype(np.int64)
+    return float(rate.value) * (1 + RATE_GAP), np.rint(np.asarray(engines.value)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +144,7 @@ class Whole:
     proven: bool
 
 
-def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float, limit_s: float = 60.0) -> Whole | None:
+def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float, limit_s: float = 20.0) -> Whole | None:
     """The best assignment of whole trajectories to whole engines that is done before ``below``; None: there is none.
 
     Parameters
@@ -207,7 +208,13 @@ def _solve(problem: Any, **options: Any) -> bool:
     import cvxpy as cp
 
     try:
-        problem.solve(solver=cp.HIGHS, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # "may be inaccurate": a limit was reached, which callers expect
+            problem.solve(solver=cp.HIGHS, **options)
     except cp.error.SolverError as error:
-        raise PlanError(f"HiGHS failed on a program of {problem.size_metrics.num_scalar_variables} variables: {error}") from error
+        raise PlanError(
+            f"HiGHS failed on a program of {problem.size_metrics.num_scalar_variables} variables: {error}"
+        ) from error
     return str(problem.status) in ("optimal", "optimal_inaccurate", "user_limit")

@@ -18,15 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.planner.bound import GpuSeconds, gpu_seconds
-from libra.planner.packing import Placement, improved, placement_of, pack, spread
+from libra.planner.packing import Placement, improved, pack, placement_of, spread
 from libra.planner.pricing import Classes
 from libra.planner.problem import Floats, Ints, Problem
-from libra.planner.programs import Cut, Pools, solve_priced, solve_whole
+from libra.planner.programs import Pools, solve_priced, solve_whole
 
 MAX_ROUNDS = 4
 """Cuts added per threshold before the gap is reported as it is."""
 MAX_THRESHOLDS = 8
-WHOLE_CELLS = 900
+"""Thresholds tried per number of GPUs."""
+WHOLE_CELLS = 300
 """Trajectories x engines up to which single trajectories are assigned by a program: beyond it, seconds become minutes."""
 
 
@@ -125,7 +126,9 @@ def undominated(problem: Problem) -> NDArray[np.bool_]:
                 continue
             if problem.tp[other] != problem.tp[k] and problem.fixed_engines:
                 continue
-            better = (problem.load_s[other] <= problem.load_s[k]).all() and (problem.alone_s[other] <= problem.alone_s[k]).all()
+            better = (problem.load_s[other] <= problem.load_s[k]).all() and (
+                problem.alone_s[other] <= problem.alone_s[k]
+            ).all()
             if better:
                 keep[k] = False
                 break
@@ -240,9 +243,20 @@ class _Search:
         least_s = problem.least_s[np.isfinite(problem.least_s)]
         below_s = self.state.time_s if self.state.layout is not None else float(least_s.sum())
         self.state.num_programs += 1
-        whole = solve_whole(problem.load_s / unit_s, problem.alone_s / unit_s, self.pools, below_s / unit_s * (1 + 1e-9))
+        whole = solve_whole(
+            problem.load_s / unit_s, problem.alone_s / unit_s, self.pools, below_s / unit_s * (1 + 1e-9)
+        )
         if whole is None:
             return
-        self.state.offer(placement_of(problem, whole.kind_of, whole.engine_of))
+        self.state.offer(self._in_use(whole.kind_of, whole.engine_of))
         if whole.proven:
             self.state.prove(self.state.time_s)
+
+    def _in_use(self, kind_of: Ints, engine_of: Ints) -> Placement:
+        """The placement without slots that have no trajectory, and with the idle engines that are fixed."""
+        slots, engine_of = np.unique(engine_of, return_inverse=True)
+        kinds = kind_of[slots].tolist()
+        for degree, number in self.problem.fixed_engines.items():
+            kind = int(np.flatnonzero(self.problem.tp == degree)[0])
+            kinds += [kind] * (number - int((self.problem.tp[kinds] == degree).sum()))
+        return placement_of(self.problem, np.array(kinds, dtype=np.int64), engine_of.reshape(-1))

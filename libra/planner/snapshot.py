@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
 from libra.errors import ConfigError, PlanError
-from libra.hardware import GPU, ModelOnGPU, ModelShape, engine_seconds
+from libra.hardware import GPU, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, Workload, rollout_cost, training_cost
 from libra.planner.cost.rollout import ManySeconds
 from libra.planner.problem import EngineKind, Floats, Problem
@@ -140,8 +141,7 @@ def _engines(snapshot: Snapshot) -> tuple[dict[int, ManySeconds], dict[int, str]
             left_out[tp] = f"a node has {snapshot.node_gpus} GPUs"
             continue
         try:
-            engine: ModelOnGPU = engine_seconds(snapshot.gpu, snapshot.shape, tp)
-            engines[tp] = engine
+            engines[tp] = cast("ManySeconds", engine_seconds(snapshot.gpu, snapshot.shape, tp))
         except ConfigError as error:
             left_out[tp] = str(error)
     return engines, left_out

@@ -257,6 +257,8 @@ def _memory_bytes(shape: ModelShape, num_gpus: int, layout: Layout, longest_toke
         "optimizer": 0.0 if layout.offload_optimizer else shape.num_params * layout.optimizer_bytes_per_param / shards,
         "reference": shape.num_params * width / shards if layout.reference else 0.0,
         "activations": activations,
-        "logits": min(tokens, layout.logits_chunk_tokens or tokens) * shape.vocab * (4 + 4),  # float32, and their gradient
+        "logits": min(tokens, layout.logits_chunk_tokens or tokens)
+        * shape.vocab
+        * (4 + 4),  # float32, and their gradient
         "runtime": 2.0e9,
     }
