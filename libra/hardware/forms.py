@@ -25,10 +25,19 @@ class Efficiencies:
 
     Attributes
     ----------
-    gemm_launch_s, gemm_flops_frac, gemm_bytes_frac, gemm_bytes_half, gemm_sharpness, gemm_wave, gemm_depth, gemm_fill : float
-        Matrix products: fixed seconds; reached fraction of peak operations and of memory bandwidth; bytes that every product
-        pays beside its own; exponent that joins the two bounds (infinite: the larger one); exponent of tile-wave rounding;
-        inner length at which half the depth is lost; largest loss by too few tiles (beyond it, split-K).
+    gemm_launch_s : float
+        Matrix products: fixed seconds.
+    gemm_flops_frac, gemm_small_frac : float
+        Fraction of peak operations inside a tile of at least 128 x 128, and inside one of half that size; a quarter's is
+        lower again by the same factor.
+    gemm_depth : float
+        Inner length that starting and ending a tile costs.
+    gemm_wave : float
+        Exponent of rounding tiles up to whole waves of all multiprocessors: 1 if every tile took exactly as long.
+    gemm_bytes_frac, gemm_bytes_half : float
+        Reached fraction of memory bandwidth; bytes at which half of it is reached.
+    gemm_sharpness : float
+        Exponent that joins operations and memory (infinite: the slower of the two).
     move_launch_s : float
         Elementwise operators: fixed seconds.
     move_emb, move_norm, move_rope, move_act, move_add : float
@@ -43,29 +52,29 @@ class Efficiencies:
         All-reduce: seconds of each of log2(workers) steps, fraction of the links, bytes at which half of it is reached.
     """
 
-    gemm_launch_s: float = 5.0e-7
-    gemm_flops_frac: float = 0.740
-    gemm_bytes_frac: float = 0.834
-    gemm_bytes_half: float = 7.8e6
-    gemm_sharpness: float = 1.63
-    gemm_wave: float = 0.248
-    gemm_depth: float = 37.8
-    gemm_fill: float = 18.6
-    move_launch_s: float = 2.0e-6
-    move_emb: float = 13.0
-    move_norm: float = 6.0
-    move_rope: float = 5.0
-    move_act: float = 6.0
+    gemm_launch_s: float = 4.3e-6
+    gemm_flops_frac: float = 0.769
+    gemm_small_frac: float = 0.662
+    gemm_depth: float = 36.0
+    gemm_wave: float = 0.378
+    gemm_bytes_frac: float = 0.878
+    gemm_bytes_half: float = 6.0e5
+    gemm_sharpness: float = 2.34
+    move_launch_s: float = 3.1e-6
+    move_emb: float = 17.7
+    move_norm: float = 6.8
+    move_rope: float = 5.7
+    move_act: float = 8.2
     move_add: float = 3.2
-    l2_bytes_per_s_per_sm: float = 50.0e9
-    decode_launch_s: float = 12.0e-6
-    decode_bytes_frac: float = 0.87
-    decode_min_tokens: float = 160.0
-    prefill_launch_s: float = 20.0e-6
-    prefill_flops_frac: float = 0.49
+    l2_bytes_per_s_per_sm: float = 31.0e9
+    decode_launch_s: float = 17.0e-6
+    decode_bytes_frac: float = 0.91
+    decode_min_tokens: float = 61.0
+    prefill_launch_s: float = 22.7e-6
+    prefill_flops_frac: float = 0.502
     prefill_tile: float = 128.0
-    hop_s: float = 7.0e-6
-    link_frac: float = 0.75
+    hop_s: float = 6.0e-6
+    link_frac: float = 0.6
     link_half_bytes: float = 4.0e6
 
     def with_values(self, **changes: float) -> Efficiencies:
@@ -73,13 +82,28 @@ class Efficiencies:
         return replace(self, **changes)
 
 
+_TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (128, 64), (64, 128), (64, 64))
+_SPLITS = (1, 2, 4)
+
+
 def gemm_s(gpu: GPU, eff: Efficiencies, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
-    """Seconds of ``(rows, inner) @ (inner, columns)`` in bfloat16."""
-    m, n, k = (np.asarray(x, float) for x in (rows, columns, inner))
-    waves = np.ceil(m / 128.0) * np.ceil(n / 128.0) / gpu.num_sms
-    rounding = np.minimum(np.ceil(waves) / waves, eff.gemm_fill) ** eff.gemm_wave
-    flops = 2.0 * (np.ceil(m / 16.0) * 16.0) * n * k
-    compute_s = flops / (gpu.flops_per_s * eff.gemm_flops_frac) * rounding * (1.0 + eff.gemm_depth / k)
+    """Seconds of ``(rows, inner) @ (inner, columns)`` in bfloat16.
+
+    The library is taken to choose the best of a few tile sizes and splits of the inner length, each rounded up to waves.
+    """
+    m, n, k = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, inner)))
+    per_sm = gpu.flops_per_s / gpu.num_sms
+    compute_s = np.full(m.shape, np.inf)
+    for height, width in _TILES:
+        area = height * width
+        halvings = max(0.0, np.log2(128 * 128 / area))
+        reached = eff.gemm_flops_frac * (eff.gemm_small_frac / eff.gemm_flops_frac) ** halvings
+        tiles = np.ceil(m / height) * np.ceil(n / width) / gpu.num_sms
+        for split in _SPLITS:
+            waves = tiles * split * (np.ceil(tiles * split) / (tiles * split)) ** eff.gemm_wave
+            tile_s = 2.0 * area * (k / split + eff.gemm_depth) / (per_sm * reached)
+            adding_s = 0.0 if split == 1 else 8.0 * split * m * n / gpu.memory_bytes_per_s
+            compute_s = np.minimum(compute_s, waves * tile_s + adding_s)
     moved = 2.0 * (m * n + n * k + m * k) + eff.gemm_bytes_half
     memory_s = moved / (gpu.memory_bytes_per_s * eff.gemm_bytes_frac)
     p = eff.gemm_sharpness

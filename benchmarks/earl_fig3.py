@@ -1,0 +1,1 @@
+def earl_figures(): return {}, []
