@@ -15,7 +15,7 @@ import numpy as np
 
 from libra.errors import ConfigError, PlanError
 from libra.hardware import GPU, ModelShape, engine_seconds
-from libra.planner.cost import Layout, TrainingCost, Workload, rollout_cost, training_cost
+from libra.planner.cost import Layout, TrainingCost, Workload, rollout_cost, training_table
 from libra.planner.cost.rollout import ManySeconds
 from libra.planner.problem import EngineKind, Floats, Problem
 
@@ -163,4 +163,4 @@ def _training(snapshot: Snapshot) -> dict[int, TrainingCost]:
     node, tokens = snapshot.node_gpus, snapshot.workload.final_context_tokens
     sheet = snapshot.gpu if snapshot.gpu.gpus_per_node == node else replace(snapshot.gpu, gpus_per_node=node)
     counts = [*range(1, min(node, snapshot.num_gpus)), *range(node, snapshot.num_gpus + 1, node)]
-    return {count: training_cost(sheet, snapshot.shape, tokens, count, snapshot.training) for count in counts}
+    return training_table(sheet, snapshot.shape, tokens, counts, snapshot.training)
