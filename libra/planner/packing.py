@@ -60,7 +60,7 @@ def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
 
 
 def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
-    """The layout with its loads and its time worked out."""
+    """The placement with its loads and its time worked out."""
     kinds = kind_of[engine_of]
     rows = np.arange(problem.num_trajectories)
     load_s: Floats = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of)).astype(
@@ -81,34 +81,52 @@ def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
     return engine_of, max(total for total, _ in heap)
 
 
-def pack(problem: Problem, within_s: float, num_gpus: int) -> Placement | None:
-    """A layout done in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None: not found."""
+def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float | None = None) -> Placement | None:
+    """A placement done in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None: not found.
+
+    ``load_within_s``, where given, is a shorter time for the loads of each engine, which only a single trajectory may exceed.
+    """
+    limit_s = within_s if load_within_s is None else load_within_s
     kinds = cheapest_kinds(problem, within_s)
     if (kinds < 0).any():
         return None
     kind_of: list[int] = []
     engine_of = np.zeros(problem.num_trajectories, dtype=np.int64)
-    used = np.unique(kinds)
-    totals = {int(k): problem.load_s[k, kinds == k] for k in used}
-    fewest = {k: max(1, int(np.ceil(load.sum() / within_s - 1e-9))) for k, load in totals.items()}
-    if sum(number * problem.kinds[k].tp for k, number in fewest.items()) > num_gpus:
-        return None
+    totals = {int(k): problem.load_s[k, kinds == k] for k in np.unique(kinds)}
+    fewest = {k: min(len(load), max(1, int(np.ceil(load.sum() / limit_s - 1e-9)))) for k, load in totals.items()}
     left = num_gpus - sum(number * problem.kinds[k].tp for k, number in fewest.items())
+    if left < 0:
+        return None
     for k, load in totals.items():
-        number, step = fewest[k], 1
+        number, step, most_s = fewest[k], 1, max(limit_s, float(load.max()))
         placed, time_s = longest_first(load, number)
-        while time_s > within_s and step * problem.kinds[k].tp <= left:
+        while time_s > most_s and step * problem.kinds[k].tp <= left:
             number, left, step = number + step, left - step * problem.kinds[k].tp, step * 2
             placed, time_s = longest_first(load, number)
-        if time_s > within_s:
+        if time_s > most_s:
             return None
         engine_of[kinds == k] = placed + len(kind_of)
         kind_of += [k] * number
     return placement_of(problem, np.array(kind_of, dtype=np.int64), engine_of)
 
 
+def filled(problem: Problem, placement: Placement, num_gpus: int) -> Placement:
+    """A placement no later than the given one that uses the GPUs it leaves over to take load off each engine."""
+    best, low_s, high_s = placement, placement.time_s / 256, placement.time_s
+    for _ in range(9):
+        if best.gpus(problem) > num_gpus - int(problem.tp.min()):
+            break
+        middle_s = (low_s * high_s) ** 0.5
+        found = pack(problem, placement.time_s, num_gpus, middle_s)
+        if found is not None and found.time_s <= placement.time_s:
+            best, high_s = found, middle_s
+        else:
+            low_s = middle_s
+    return best
+
+
 def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
-    """The layout with ``counts`` (K,) engines, and trajectory i on one of kind ``kinds[i]``, of which there must be one."""
+    """The placement with ``counts`` (K,) engines, and trajectory i on one of kind ``kinds[i]``, of which there must be one."""
     kind_of = np.repeat(np.arange(len(counts)), counts)
     first = np.concatenate([[0], np.cumsum(counts)])
     engine_of = np.zeros(problem.num_trajectories, dtype=np.int64)

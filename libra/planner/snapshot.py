@@ -87,6 +87,8 @@ class Posed:
     Attributes
     ----------
     problem : Problem
+    engines : mapping of TP degree to engine
+        In the order of ``Problem.kinds``.
     training : mapping of GPU count to TrainingCost
         Those that do not fit included.
     left_out : mapping of TP degree to the reason
@@ -94,6 +96,7 @@ class Posed:
     """
 
     problem: Problem
+    engines: Mapping[int, ManySeconds]
     training: Mapping[int, TrainingCost]
     left_out: Mapping[int, str]
 
@@ -128,7 +131,7 @@ def pose(snapshot: Snapshot) -> Posed:
         fixed_train_gpus=snapshot.fixed_train_gpus,
         fixed_engines=dict(snapshot.fixed_engines),
     )
-    return Posed(problem, training, left_out)
+    return Posed(problem, engines, training, left_out)
 
 
 def _engines(snapshot: Snapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
