@@ -13,10 +13,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart algorithms test soak check docs clean
+.PHONY: help setup quickstart algorithms test test-slurm soak check docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP) ## make .venv with exactly the versions of constraints.txt
 
@@ -36,6 +36,10 @@ algorithms: setup ## train the quick start's model with five algorithms, reward 
 
 test: setup ## run all tests (PYTEST_ARGS="-k name")
 	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slurm: setup ## run the quick start through a real Slurm on this machine (root; Debian's slurmctld slurmd slurm-client munge)
+	@$(BIN)/python -c 'import sys; sys.path.insert(0, "tests/slurm"); from single_node import missing; sys.exit(missing() and "test-slurm: " + missing())'
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 # Which cases of the soak; each kills one process of a small run for real (tests/soak/case.py).
 SOAK_SEEDS ?= $(shell seq 0 49)

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from libra.cli.checks import Check
 from libra.cluster.checks import NEEDED, resource_problems
+from libra.cluster.contact import connect
 from libra.cluster.settings import cluster_setting_problems
+from libra.errors import ClusterError
 
 if TYPE_CHECKING:
     from distributed import Client
 
-CONNECT_TIMEOUT_S = 10
 PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
 """Compared beside those that Dask itself compares; results of one are read by another."""
 
 
 def cluster_checks(address: str) -> Iterator[Check]:
     """Every check of the cluster whose scheduler is at ``address``."""
-    from distributed import Client
-
     try:
-        client = Client(address, timeout=CONNECT_TIMEOUT_S, set_as_default=False)  # type: ignore[no-untyped-call]
-    except (OSError, TimeoutError, ValueError) as error:
+        client = connect(address, set_as_default=False)
+    except (OSError, TimeoutError, ValueError, ClusterError) as error:
         yield Check("scheduler", "fail", f"{address} does not answer: {error}", "dask scheduler --port 8786")
         return
     with client:

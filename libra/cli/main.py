@@ -42,7 +42,7 @@ def cli() -> None:
 _CONFIG = click.argument("config", metavar="CONFIG")
 _OVERRIDES = click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
 _SCHEDULER = click.option(
-    "--scheduler", metavar="ADDR", help="Address of a running Dask scheduler, e.g. tcp://HOST:8786."
+    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tcp://HOST:8786, or a cluster.json of libra cluster."
 )
 
 
@@ -222,6 +222,32 @@ def doctor(
     print_checks(checks, as_json=as_json)
     if any(check.state == "fail" for check in checks):
         raise click.exceptions.Exit(1)
+
+
+@cli.group()
+def cluster() -> None:
+    """Clusters for runs."""
+
+
+@cluster.command()
+@click.argument("config", metavar="CONFIG")
+@click.argument("action", metavar="up|status|down", type=click.Choice(["up", "status", "down"]), required=False)
+@_OVERRIDES
+@click.option("--print", "only_print", is_flag=True, help="Print the job script of each worker and submit nothing.")
+def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_print: bool) -> None:
+    """A cluster of Slurm jobs, one for each rollout, train and tool worker that CONFIG asks for (sections slurm and slurm_*).
+
+    \b
+    libra cluster slurm my.yaml --print                     # what would be submitted
+    libra cluster slurm my.yaml up                          # submit, and keep the jobs running
+    libra run my.yaml --scheduler slurm/cluster.json        # any number of runs
+    libra cluster slurm my.yaml status
+    libra cluster slurm my.yaml down
+    """
+    from libra.cli.slurm import slurm_action
+    from libra.config import load_config
+
+    slurm_action(load_config(config, overrides), config, "print" if only_print else action)
 
 
 def made_run_name(config: str, now: datetime) -> str:

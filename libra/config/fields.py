@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from libra.config import yaml_text
-from libra.config.models import RunConfig, Section
+from libra.config.models import RunConfig
+from libra.config.section import Section
 
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
     {
@@ -118,6 +119,8 @@ def _type_words(annotation: Any) -> str:
         return f"a list of {len(arguments)}, each {inner.pop()}"
     if origin is dict:
         return "a mapping"
+    if origin is list:
+        return f"a list, each {_type_words(arguments[0])}"
     return _WORDS[annotation]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from libra.config.algorithms import (
     DEFAULT_ALGORITHM,
@@ -27,18 +27,9 @@ from libra.config.algorithms import (
     preset_values,
 )
 from libra.config.checks import cross_field_problems
+from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
 from libra.keys import check_run_name
-
-AtLeastZero = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A group of settings: unknown keys are refused, values are strict and cannot change afterwards."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunSection(Section):
@@ -236,7 +227,8 @@ class ClusterSection(Section):
     """The Dask cluster: one that is there already, or local processes."""
 
     scheduler: Annotated[str, Field(min_length=1)] | None = None
-    """Address of a running Dask scheduler, as tcp://HOST:PORT. None: a local cluster of processes is made for the run."""
+    """Address of a running Dask scheduler, as tcp://HOST:PORT, or the cluster.json that `libra cluster slurm` wrote. None: a
+    local cluster of processes is made for the run."""
     rollout_workers: AtLeastOne = 1
     """Local rollout workers, one engine each. A given scheduler brings its own workers."""
     tool_workers: AtLeastOne = 1
@@ -293,6 +285,10 @@ class RunConfig(Section):
     observe: ObserveSection = ObserveSection()
     store: StoreSection = StoreSection()
     watchdog: WatchdogSection = WatchdogSection()
+    slurm: SlurmSection = SlurmSection()
+    slurm_rollout: SlurmRolloutJobs = SlurmRolloutJobs()
+    slurm_train: SlurmTrainJobs = SlurmTrainJobs()
+    slurm_tool: SlurmToolJobs = SlurmToolJobs()
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -28,6 +28,7 @@ from distributed import Client, Future
 
 from libra import keys
 from libra.cluster.checks import check_cluster
+from libra.cluster.contact import connect
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError
@@ -221,7 +222,7 @@ class Session:
             self._cluster = local_cluster(self.config)
             return Client(self._cluster)
         try:
-            return Client(address, timeout="10s")
+            return connect(address)
         except (OSError, TimeoutError, ValueError) as error:
             raise ClusterError(
                 f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one with "

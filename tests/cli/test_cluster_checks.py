@@ -75,7 +75,7 @@ def test_slots_without_threads_fail() -> None:
 
 
 def test_no_scheduler_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("libra.cluster.contact.CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"

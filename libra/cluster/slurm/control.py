@@ -1,0 +1,157 @@
+"""``up``, ``status`` and ``down`` of a cluster of Slurm jobs: starts, asks and stops the process that keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.cluster.contact import Contact, connect
+from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, check_roles, role_of
+from libra.cluster.slurm.queue import job_states
+from libra.config import RunConfig
+from libra.errors import ClusterError
+
+START_S, STOP_S = 90.0, 60.0
+SERVICE_LOG = "scheduler.log"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker that is wanted.
+
+    Attributes
+    ----------
+    name, role : str
+    job_id : str
+        "" where none is submitted.
+    state, reason : str
+        Slurm's, e.g. PENDING and (Resources), or RUNNING and the node.
+    connected : bool
+        Whether the scheduler sees the worker.
+    """
+
+    name: str
+    role: str
+    job_id: str
+    state: str
+    reason: str
+    connected: bool
+
+
+def up(config: RunConfig) -> Contact:
+    """Start the cluster that ``config`` describes; returns as soon as its jobs are submitted.
+
+    ClusterError where Slurm or dask-jobqueue is missing, a cluster is up in ``slurm.dir`` already, or it does not start.
+    """
+    check_roles(config)
+    check_installed()
+    directory = config.slurm.dir.absolute()
+    path = directory / CONTACT_FILE
+    if path.exists():
+        contact = Contact.read(path)
+        if answers(path):
+            raise ClusterError(
+                f"slurm.dir: a cluster is up already at {contact.address}; type libra run CONFIG --scheduler {path}, or "
+                "stop it: libra cluster slurm CONFIG down"
+            )
+        path.unlink()
+    (directory / LOGS).mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    settings = directory / "config.json"
+    settings.write_text(json.dumps(config.model_dump(mode="json")))
+    log = directory / LOGS / SERVICE_LOG
+    command = [sys.executable, "-m", "libra.cluster.slurm.service", str(settings), str(directory)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+    until_s = time.monotonic() + START_S
+    while not (directory / "jobs.json").exists() or not path.exists():
+        if process.poll() is not None or time.monotonic() > until_s:
+            process.kill()
+            tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-8:])
+            raise ClusterError(f"the cluster did not start; the end of {log}:\n  {tail}")
+        time.sleep(0.1)
+    return Contact.read(path)
+
+
+def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
+    """Where the cluster is, and what has become of each worker; ClusterError where none is up or it does not answer."""
+    directory = config.slurm.dir.absolute()
+    contact = Contact.read(directory / CONTACT_FILE)
+    jobs: dict[str, str] = json.loads((directory / "jobs.json").read_text())
+    states = job_states(jobs.values())
+    try:
+        with connect(str(directory / CONTACT_FILE), set_as_default=False) as client:
+            there = {str(worker["name"]) for worker in client.scheduler_info(n_workers=-1)["workers"].values()}
+    except (OSError, TimeoutError) as error:
+        raise ClusterError(
+            f"{contact.address}: the scheduler of process {contact.pid} on {contact.host} does not answer ({error}); "
+            "type libra cluster slurm CONFIG down, then up"
+        ) from error
+    return contact, [
+        WorkerStatus(name, role_of(name), job, *states.get(job, ("GONE", "")), name in there)
+        for name, job in sorted(jobs.items())
+    ]
+
+
+def down(config: RunConfig) -> Contact:
+    """Cancel all jobs and stop the scheduler; returns what is gone. ClusterError where none was up."""
+    path = config.slurm.dir.absolute() / CONTACT_FILE
+    contact = Contact.read(path)
+    if contact.host == socket.gethostname() and is_ours(contact.pid):
+        os.kill(contact.pid, signal.SIGTERM)
+    elif answers(path):
+        with connect(str(path), set_as_default=False) as client:
+            client.shutdown()
+    else:
+        path.unlink(missing_ok=True)
+        raise ClusterError(
+            f"{contact.address} does not answer and process {contact.pid} on {contact.host} is gone; {path} is removed. "
+            "Its jobs end by themselves within two minutes; squeue --me shows them, scancel -n libra-NAME cancels one"
+        )
+    until_s = time.monotonic() + STOP_S
+    while path.exists():
+        if time.monotonic() > until_s:
+            raise ClusterError(
+                f"the cluster did not stop within {STOP_S:.0f} s; see {path.parent / LOGS / SERVICE_LOG}"
+            )
+        time.sleep(0.1)
+    return contact
+
+
+def check_installed() -> None:
+    """ClusterError naming what is missing here and what to type."""
+    for command in ("sbatch", "squeue", "scancel"):
+        if shutil.which(command) is None:
+            raise ClusterError(
+                f"{command}: there is no Slurm on this machine; type this on a login node of the cluster"
+            )
+    try:
+        import cryptography  # noqa: F401
+        import dask_jobqueue  # noqa: F401
+    except ImportError as error:
+        raise ClusterError(f"{error.name} is not installed; type pip install 'libra-rl[slurm]'") from error
+
+
+def answers(path: Path) -> bool:
+    """Whether the scheduler of a ``cluster.json`` can be reached."""
+    try:
+        with connect(str(path), set_as_default=False):
+            return True
+    except (OSError, TimeoutError):
+        return False
+
+
+def is_ours(pid: int) -> bool:
+    """Whether a process of this machine is one of ours and keeps a cluster."""
+    try:
+        return b"libra.cluster.slurm.service" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

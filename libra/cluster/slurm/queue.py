@@ -1,0 +1,40 @@
+"""What Slurm's queue says of our jobs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+
+from libra.errors import ClusterError
+
+ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED"}
+"""States of a job that has not ended."""
+
+
+def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """State and reason (or node) of each job that the queue still knows, by job id; ClusterError where squeue fails."""
+    ids = set(job_ids)
+    if not ids:
+        return {}
+    command = ["squeue", "--noheader", "--me", "--states=all", "--format=%i|%T|%R"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise ClusterError(
+            "squeue: there is no Slurm on this machine; type this on a login node of the cluster"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            "squeue: Slurm's controller did not answer in 60 s; type sinfo, and ask your administrator"
+        ) from None
+    if answer.returncode != 0:
+        raise ClusterError(
+            f"squeue failed: {answer.stderr.strip()}; type sinfo to see whether Slurm's controller answers"
+        )
+    rows = (line.split("|", 2) for line in answer.stdout.splitlines() if line.count("|") >= 2)
+    return {job: (state, reason) for job, state, reason in rows if job in ids}
+
+
+def lost(states: dict[str, tuple[str, str]], job_ids: Iterable[str]) -> list[str]:
+    """Jobs that have ended, or that the queue no longer knows."""
+    return [job for job in job_ids if states.get(job, ("GONE", ""))[0] not in ALIVE]

@@ -1,0 +1,18 @@
+"""What every section of a configuration is made from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AtLeastZero = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys are refused, values are strict and cannot change afterwards."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

@@ -1,0 +1,80 @@
+"""The sections ``slurm`` and ``slurm_ROLE``: which jobs make a cluster on Slurm, one kind of job for each role of a worker."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from libra.config.section import AtLeastOne, AtLeastZero, Section
+
+_MEMORY = re.compile(r"\d+(\.\d+)? ?[KMGT]i?B")
+_WALLTIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
+
+
+class SlurmJobs(Section):
+    """Jobs of one role; each is one Dask worker."""
+
+    jobs: AtLeastZero = 1
+    """Jobs of this role that are kept running; a lost one is submitted again."""
+    partition: str | None = None
+    """Partition they are submitted to. None: Slurm's default."""
+    gpus: AtLeastZero = 0
+    """GPUs of each job (--gres=gpu:N)."""
+    cpus: AtLeastOne = 8
+    """CPU cores of each job."""
+    memory: str = "32 GiB"
+    """Memory of each job, e.g. "64 GiB"."""
+    walltime: str = "04:00:00"
+    """Time limit, as Slurm writes it: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker leaves `slurm.drain_s` before it."""
+    directives: list[str] = []
+    """Further lines for #SBATCH, e.g. ["--exclusive", "--constraint=a100"]."""
+
+    @field_validator("memory")
+    @classmethod
+    def _memory_has_a_unit(cls, memory: str) -> str:
+        if not _MEMORY.fullmatch(memory):
+            raise ValueError(f"{memory!r} is no amount of memory; type e.g. 64 GiB")
+        return memory
+
+    @field_validator("walltime")
+    @classmethod
+    def _walltime_is_slurms(cls, walltime: str) -> str:
+        if not _WALLTIME.fullmatch(walltime):
+            raise ValueError(f"{walltime!r} is no time of Slurm's; type e.g. 04:00:00 or 1-12:00:00")
+        return walltime
+
+
+class SlurmSection(Section):
+    """A cluster of Slurm jobs (`libra cluster slurm`), one for each rollout, train and tool worker."""
+
+    dir: Annotated[Path, Field(strict=False)] = Path("slurm")
+    """Directory for its certificates, logs and cluster.json; all nodes have to see it, and nobody else should read it."""
+    host: str | None = None
+    """Name or address under which the jobs reach the scheduler, which runs where `up` is typed. None: the machine's address."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the scheduler. 0: any free port."""
+    account: str | None = None
+    """Account the jobs are charged to. None: Slurm's default."""
+    setup: list[str] = []
+    """Shell lines at the beginning of each job, e.g. ["module load cuda/12.8"]."""
+    python: str | None = None
+    """Python of the jobs. None: the one that runs `libra`, which all nodes then have to see at the same path."""
+    reconcile_s: Annotated[float, Field(ge=1)] = 15.0
+    """Seconds between two looks at Slurm's queue for jobs that were lost."""
+    drain_s: Annotated[float, Field(ge=1)] = 120.0
+    """Seconds before a job's time limit at which its worker takes no new work; when it has finished what it does, it leaves."""
+
+
+class SlurmRolloutJobs(SlurmJobs):
+    """Slurm jobs of workers with an engine each (`rollout.slots` trajectories at once)."""
+
+
+class SlurmTrainJobs(SlurmJobs):
+    """Slurm jobs of workers with a training replica each."""
+
+
+class SlurmToolJobs(SlurmJobs):
+    """Slurm jobs of workers that run tools and graders (`cluster.tool_slots` actions at once); the first writes the store."""

@@ -1,0 +1,62 @@
+"""Job scripts are strings, so what would be submitted is tested without a Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra.cluster.slurm.jobs import scripts, worker_resources
+from libra.cluster.slurm.queue import lost
+from libra.config import RunConfig, config_from_dict
+from libra.errors import ClusterError, ConfigError
+
+
+def config(**more: object) -> RunConfig:
+    return config_from_dict(
+        {
+            "rollout": {"slots": 32},
+            "slurm": {"host": "login1", "port": 8786, "account": "lab", "setup": ["module load cuda"], "drain_s": 300},
+            "slurm_rollout": {"jobs": 2, "partition": "gpu", "gpus": 4, "cpus": 16, "memory": "64 GiB"},
+            "slurm_train": {"directives": ["--exclusive"]},
+            **more,
+        }
+    )
+
+
+def test_every_worker_has_the_resources_of_its_role_and_one_commits() -> None:
+    workers = worker_resources(config())
+    assert set(workers) == {"rollout-0", "rollout-1", "train-0", "tool-0"}
+    assert workers["rollout-1"] == {"ROLLOUT": 32}
+    assert sum(resources.get("COMMIT", 0) for resources in workers.values()) == 1
+
+
+def test_a_script_asks_slurm_for_what_the_section_says(tmp_path: Path) -> None:
+    made = scripts(config(), tmp_path)
+    rollout = made["rollout-0"].splitlines()
+    for line in ("-p gpu", "-A lab", "--cpus-per-task=16", "--mem=64G", "-t 04:00:00", "--gres=gpu:4"):
+        assert f"#SBATCH {line}" in rollout
+    assert rollout.index("module load cuda") < len(rollout) - 1
+    assert "--name rollout-0 --nthreads 40 " in rollout[-1]
+    assert "--resources ROLLOUT=32,GPU=4 " in rollout[-1]
+    assert f"--tls-key {tmp_path}/tls/key.pem" in rollout[-1]
+    assert "tls://login1:8786" in rollout[-1]
+    assert "export LIBRA_DRAIN_S=300" in rollout
+    assert "#SBATCH --exclusive" in made["train-0"]
+    assert "gres" not in made["train-0"]
+
+
+def test_a_role_without_jobs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"slurm_train\.jobs: 0 jobs.*type slurm_train\.jobs=1"):
+        scripts(config(slurm_train={"jobs": 0}), tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("walltime", "4h"), ("memory", "64"), ("gpus", -1), ("partitions", "x")])
+def test_a_wrong_value_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"slurm_rollout\.{field}"):
+        config(slurm_rollout={field: value})
+
+
+def test_a_job_that_ended_or_is_unknown_is_lost() -> None:
+    states = {"1": ("RUNNING", "n1"), "2": ("PENDING", "(Resources)"), "3": ("TIMEOUT", ""), "4": ("CANCELLED", "")}
+    assert lost(states, ["1", "2", "3", "4", "5"]) == ["3", "4", "5"]

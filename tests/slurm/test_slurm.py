@@ -1,0 +1,163 @@
+"""The quick start through a real Slurm: sbatch, squeue and scancel of Debian, fake GPUs, TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from distributed import Client
+from distributed.security import Security
+
+import single_node
+from libra.cluster.contact import Contact, connect
+from libra.errors import ClusterError
+
+REPOSITORY = Path(__file__).parents[2]
+LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]
+
+pytestmark = [
+    pytest.mark.skipif(bool(single_node.missing()), reason=f"no Slurm here: {single_node.missing()}"),
+    pytest.mark.timeout(400),
+]
+
+
+@dataclass
+class Slurm:
+    directory: Path
+    environment: dict[str, str]
+
+    def libra(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*LIBRA, *arguments], env=self.environment, cwd=self.directory, capture_output=True, text=True, check=False
+        )
+
+    def jobs(self) -> dict[str, str]:
+        return dict(json.loads((self.directory / "slurm" / "jobs.json").read_text()))
+
+    def queue(self) -> str:
+        command = ["squeue", "-h", "-o", "%j"]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with (
+        tempfile.TemporaryDirectory(prefix="libra-slurm-") as name,
+        single_node.single_node_slurm(Path(name)) as environment,
+    ):
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))}
+        job = {"cpus": 1, "memory": "2 GiB", "walltime": "00:20:00"}
+        settings = {
+            "extends": "libra/quickstart",
+            "cluster": {"dashboard_port": 0, "threads": 1},
+            "slurm": {
+                "host": "127.0.0.1",
+                "reconcile_s": 1.0,
+                "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"],
+            },
+            "slurm_rollout": {**job, "jobs": 2, "partition": "rollout", "gpus": 1},
+            "slurm_train": {**job, "partition": "train", "gpus": 1},
+            "slurm_tool": {**job, "partition": "train"},
+        }
+        (Path(name) / "my.yaml").write_text(yaml.safe_dump(settings))
+        yield Slurm(Path(name), environment)
+
+
+def until(condition: Callable[[], bool], what: str, step: Callable[[], object]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        step()
+    raise AssertionError(what)
+
+
+def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm) -> None:
+    before = slurm.libra("cluster", "slurm", "my.yaml", "status")
+    assert before.returncode == 2
+    assert "type libra cluster slurm CONFIG up" in before.stderr
+
+    up = slurm.libra("cluster", "slurm", "my.yaml", "up")
+    assert up.returncode == 0, up.stderr
+    try:
+        contact = slurm.directory / "slurm" / "cluster.json"
+        with _client(contact) as client:
+            client.wait_for_workers(4, timeout=120)
+            visible = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+            gpus = {name: visible[address] for address, name in _names(client).items()}
+        assert len({gpus["rollout-0"], gpus["rollout-1"], gpus["train-0"]} - {None}) == 3
+        assert gpus["tool-0"] is None
+
+        first = slurm.jobs()
+        run = subprocess.Popen(
+            [*LIBRA, "run", "my.yaml", "--scheduler", "slurm/cluster.json", "run.name=s", "run.iterations=4",
+             "evaluation.prompts=16"],
+            env=slurm.environment, cwd=slurm.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("iteration 0"):
+                subprocess.run(["scancel", first["rollout-1"]], env=slurm.environment, check=True)
+        _, errors = run.communicate()
+        assert run.returncode == 0, errors
+        assert sum(line.startswith("iteration ") for line in lines) == 4
+        metrics = [json.loads(row) for row in (slurm.directory / "runs/s/metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in metrics if "reward" in row][:4] == [0, 1, 2, 3]
+
+        with _client(contact) as client:
+            client.wait_for_workers(4, timeout=120)
+        until(
+            lambda: slurm.jobs().get("rollout-1") not in (None, first["rollout-1"]),
+            "the cancelled job was not submitted again",
+            lambda: subprocess.run(["squeue"], env=slurm.environment, check=True, capture_output=True),
+        )
+        status = slurm.libra("cluster", "slurm", "my.yaml", "status")
+        assert "2 rollout, 1 train, 1 tool workers connected" in status.stdout
+        assert slurm.jobs()["train-0"] == first["train-0"]
+    finally:
+        down = slurm.libra("cluster", "slurm", "my.yaml", "down")
+    assert down.returncode == 0, down.stderr
+    assert not contact.exists()
+    until(lambda: "libra-" not in slurm.queue(), "jobs are left in the queue", slurm.queue)
+    log = (slurm.directory / "slurm/logs/scheduler.log").read_text()
+    assert "Traceback" not in log
+
+
+def test_nobody_without_the_key_gets_in(slurm: Slurm) -> None:
+    up = slurm.libra("cluster", "slurm", "my.yaml", "up")
+    assert up.returncode == 0, up.stderr
+    try:
+        path = slurm.directory / "slurm" / "cluster.json"
+        contact = Contact.read(path)
+        assert Path(contact.key_file).stat().st_mode & 0o077 == 0
+        assert path.stat().st_mode & 0o077 == 0
+        with pytest.raises(ClusterError, match=r"type the path of its cluster\.json"):
+            connect(contact.address)
+        with pytest.raises((OSError, TimeoutError)):
+            Client(contact.address.replace("tls://", "tcp://"), timeout=3)
+        ours = Security.temporary()
+        with pytest.raises((OSError, TimeoutError)):
+            Client(contact.address, security=ours, timeout=3)
+        again = slurm.libra("cluster", "slurm", "my.yaml", "up")
+        assert again.returncode == 2
+        assert "is up already" in again.stderr
+    finally:
+        slurm.libra("cluster", "slurm", "my.yaml", "down")
+
+
+def _client(path: Path) -> Client:
+    contact = Contact.read(path)
+    return Client(contact.address, security=contact.security(), timeout=30, set_as_default=False)
+
+
+def _names(client: Client) -> dict[str, str]:
+    return {address: str(w["name"]) for address, w in client.scheduler_info(n_workers=-1)["workers"].items()}

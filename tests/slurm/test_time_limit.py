@@ -1,0 +1,71 @@
+"""A worker near the end of its job: it finishes what it runs, takes nothing new, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from distributed import Client, Event, Scheduler, Worker
+from distributed.core import Status
+
+from libra.cluster.time_limit import end_of_job_s, leave_in_time
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, None), ({"LIBRA_JOB_END_S": ""}, None), ({"LIBRA_JOB_END_S": "0"}, None), ({"LIBRA_JOB_END_S": "99"}, 99.0)],
+)
+def test_a_job_without_a_limit_never_leaves(environment: dict[str, str], expected: float | None) -> None:
+    assert end_of_job_s(environment) == expected
+
+
+async def _held(name: str) -> str:
+    await Event(f"{name}-began").set()
+    await Event(f"{name}-may-end").wait()
+    return name
+
+
+def test_what_runs_ends_and_nothing_new_comes() -> None:
+    async def body() -> None:
+        async with (
+            Scheduler(port=0, dashboard_address=":0") as scheduler,
+            Worker(scheduler.address, name="leaves", nthreads=4) as leaves,
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            running = client.submit(_held, "first")
+            await Event("first-began", client=client).wait()
+            end_s = time.time() + 1000
+            leaving = asyncio.ensure_future(leave_in_time(leaves, end_s, 1001))
+            while leaves.status is not Status.paused:  # noqa: ASYNC110 (its first step)
+                await asyncio.sleep(0)
+            later = client.submit(_held, "second")
+            async with Worker(scheduler.address, name="stays", nthreads=4) as stays:
+                await Event("second-began", client=client).wait()
+                assert later.key in stays.state.tasks
+                assert later.key not in leaves.state.tasks
+                assert not leaving.done()
+                await Event("first-may-end", client=client).set()
+                await leaving
+                assert await running == "first"
+                assert [ws.name for ws in scheduler.workers.values()] == ["stays"]
+                await Event("second-may-end", client=client).set()
+                assert await later == "second"
+
+    asyncio.run(body())
+
+
+def test_what_does_not_end_in_time_is_left_behind() -> None:
+    async def body() -> None:
+        async with (
+            Scheduler(port=0, dashboard_address=":0") as scheduler,
+            Worker(scheduler.address, name="leaves", nthreads=4) as leaves,
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            running = client.submit(_held, "endless")
+            await Event("endless-began", client=client).wait()
+            await leave_in_time(leaves, time.time(), 1001)
+            assert not scheduler.workers
+            await running.cancel()
+
+    asyncio.run(body())
