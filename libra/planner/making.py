@@ -9,7 +9,7 @@ import numpy as np
 from libra.errors import PlanError
 from libra.planner.bound import gpu_seconds
 from libra.planner.pace import Pace, best_concurrency
-from libra.planner.packing import Placement, filled, pack
+from libra.planner.packing import Placement, filled, pack, placement_of
 from libra.planner.plan import Alternative, Bounds, Bucket, Plan, Training
 from libra.planner.problem import Floats, Problem
 from libra.planner.search import Found, Planner
@@ -37,6 +37,11 @@ class Candidate:
         """Engines by TP degree."""
         return {bucket.tp: bucket.engines for bucket in self.buckets}
 
+    @property
+    def same_as(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Training GPUs and engines: two candidates of which these agree are one."""
+        return self.found.train_gpus, tuple(sorted(self.engines.items()))
+
 
 def plan(snapshot: Snapshot, planner: Planner | None = None) -> Plan:
     """The plan for a snapshot.
@@ -57,16 +62,18 @@ def plan(snapshot: Snapshot, planner: Planner | None = None) -> Plan:
     paces = _paces(snapshot, posed)
     found = planner.search(posed.problem)
     best = played("the search's optimum", snapshot, posed, paces, found)
+    drain = best.rollout_s / found.rollout_s
     others = [
         played(name, snapshot, posed, paces, other)
-        for name, other in _others(posed.problem, found, planner)
+        for name, other in _others(posed.problem, found, drain, planner)
         if other.layout.counts(len(posed.problem.kinds)).tolist() != found.layout.counts(len(posed.problem.kinds)).tolist()
         or other.train_gpus != found.train_gpus
     ]
     quickest = min([best, *others], key=lambda candidate: candidate.step_s)
     chosen = quickest if quickest.step_s < best.step_s * (1 - DRAIN_MARGIN_FRAC) else best
-    rest = sorted((c for c in [best, *others] if c is not chosen), key=lambda c: c.step_s)
-    alternatives = _distinct([against(c, chosen) for c in rest])[:NUM_ALTERNATIVES]
+    rest = sorted((c for c in [best, *others] if c.same_as != chosen.same_as), key=lambda c: c.step_s)
+    distinct = {c.same_as: c for c in reversed(rest)}.values()
+    alternatives = sorted((against(c, chosen) for c in distinct), key=lambda other: other.step_s)[:NUM_ALTERNATIVES]
     return _plan(snapshot, posed, found, chosen, tuple(alternatives))
 
 
@@ -90,9 +97,9 @@ def _paces(snapshot: Snapshot, posed: Posed) -> list[Pace]:
     return paces
 
 
-def _others(problem: Problem, found: Found, planner: Planner) -> list[tuple[str, Found]]:
-    """What else there is to compare with: one degree for all, and a training pool one size smaller or larger."""
-    asked: list[tuple[str, Problem]] = []
+def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
+    """What else there is: loads with the draining of the first layout, one degree for all, a smaller or larger trainer."""
+    asked = [("balanced with draining", problem.having(load_s=problem.load_s * drain))]
     degrees = sorted(set(problem.tp.tolist()))
     if len(degrees) > 1 and not problem.fixed_engines:
         asked += [(f"TP{degree} for all engines", problem.only(problem.tp == degree)) for degree in degrees]
@@ -103,7 +110,7 @@ def _others(problem: Problem, found: Found, planner: Planner) -> list[tuple[str,
     answers = []
     for name, other in asked:
         try:
-            answers.append((name, _renamed(problem, other, planner.search(other))))
+            answers.append((name, _retimed(problem, _renamed(problem, other, planner.search(other)))))
         except PlanError:
             continue  # it cannot be, which is no alternative
     return answers
@@ -119,6 +126,14 @@ def _renamed(problem: Problem, other: Problem, found: Found) -> Found:
     number = {kind: k for k, kind in enumerate(problem.kinds)}
     names = np.array([number[kind] for kind in other.kinds], dtype=np.int64)
     return replace(found, layout=replace(found.layout, kind_of=names[found.layout.kind_of]))
+
+
+def _retimed(problem: Problem, found: Found) -> Found:
+    """The find with the seconds of ``problem``, for which it need not have been made."""
+    layout = placement_of(problem, found.layout.kind_of, found.layout.engine_of)
+    train_s = float(problem.train_s[problem.train_gpus == found.train_gpus][0])
+    both = max(layout.time_s, train_s) if problem.eta else layout.time_s + train_s
+    return replace(found, layout=layout, rollout_s=layout.time_s, step_s=both + problem.update_s)
 
 
 def played(name: str, snapshot: Snapshot, posed: Posed, paces: list[Pace], found: Found) -> Candidate:
@@ -226,17 +241,6 @@ def against(candidate: Candidate, chosen: Candidate) -> Alternative:
     return Alternative(candidate.name, found.train_gpus, candidate.engines, candidate.step_s, slower, reason)
 
 
-def _distinct(alternatives: list[Alternative]) -> list[Alternative]:
-    seen: set[tuple[int, str]] = set()
-    kept = []
-    for alternative in alternatives:
-        key = (alternative.train_gpus, str(dict(alternative.engines)))
-        if key not in seen:
-            seen.add(key)
-            kept.append(alternative)
-    return kept
-
-
 def _plan(snapshot: Snapshot, posed: Posed, found: Found, chosen: Candidate, alternatives: tuple[Alternative, ...]) -> Plan:
     problem, mine = posed.problem, chosen.found
     train, cost = mine.train_gpus, posed.training[mine.train_gpus]
@@ -272,7 +276,13 @@ def _plan(snapshot: Snapshot, posed: Posed, found: Found, chosen: Candidate, alt
         update_s=problem.update_s,
         bottleneck=bottleneck,
         bounds=Bounds(
-            found.lower_s, mine.step_s / found.lower_s - 1, found.binning_frac, found.longest_s, float(throughput_s), mine.train_s
+            found.lower_s,
+            found.gap_frac,
+            mine.step_s / found.lower_s - 1,
+            found.binning_frac,
+            found.longest_s,
+            float(throughput_s),
+            mine.train_s,
         ),
         idle_frac=_idle(problem, chosen, spare),
         gpu_hours_per_step=problem.num_gpus * chosen.step_s / 3600.0,

@@ -68,7 +68,9 @@ class Bounds:
     step_s : float
         Proven for every split, every layout and every assignment of whole trajectories, of the model without draining.
     gap_frac : float
-        The plan's step in that model over it, less 1.
+        The best step found in that model over it, less 1.
+    chosen_frac : float
+        This plan's step in that model over it, less 1: above the gap where another layout drains so much quicker.
     binning_frac : float
         Largest error of the programs over classes of trajectories on the way; no part of the gap.
     longest_s : float
@@ -81,6 +83,7 @@ class Bounds:
 
     step_s: float
     gap_frac: float
+    chosen_frac: float
     binning_frac: float
     longest_s: float
     throughput_s: float
