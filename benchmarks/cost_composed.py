@@ -54,7 +54,10 @@ def score_composed(
             if comm is None:
                 continue
             predicted, measured = predicted + comm[0], measured + comm[1]
-            for kind, points in (("decode", _decode_points(att_asked, tokens)), ("prefill", _prefill_points(att_asked, tokens))):
+            for kind, points in (
+                ("decode", _decode_points(att_asked, tokens)),
+                ("prefill", _prefill_points(att_asked, tokens)),
+            ):
                 if not len(points):
                     continue
                 seconds = (decode_s if kind == "decode" else prefill_s)(gpu, eff, att_learned, points)

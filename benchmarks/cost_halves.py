@@ -161,9 +161,7 @@ def score_collective(profile: CollectiveProfile) -> Score:
     """An all-reduce of each half of the sizes from the other."""
     errors = []
     for learn in halves(profile.num_bytes):
-        table = all_reduce_table(
-            replace(profile, num_bytes=profile.num_bytes[learn], seconds=profile.seconds[learn])
-        )
+        table = all_reduce_table(replace(profile, num_bytes=profile.num_bytes[learn], seconds=profile.seconds[learn]))
         errors.append(np.abs(table.seconds(profile.num_bytes[~learn]) / profile.seconds[~learn] - 1.0))
     return Score(f"{profile.workers}x{profile.workers_per_node}", np.concatenate(errors))
 

@@ -133,7 +133,9 @@ def _score_halves(profiles: Sequence[Profile], board: Board, unknown: set[str]) 
             for part, score in score_attention(gpu, profile, start).items():
                 board.add(f"attention_{part}_mape", f"{place}/tp{profile.tp}", score)
         elif isinstance(profile, CollectiveProfile) and profile.collective == "all_reduce":
-            board.add("allreduce_mape", f"{place}/{profile.workers}x{profile.workers_per_node}", score_collective(profile))
+            board.add(
+                "allreduce_mape", f"{place}/{profile.workers}x{profile.workers_per_node}", score_collective(profile)
+            )
         elif isinstance(profile, TrainingProfile):
             distinct = len(np.unique(profile.points, axis=0))
             if distinct < FEWEST_POINTS:
@@ -174,7 +176,9 @@ def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -
                 if f"{kind}_tp1" in scores:
                     notes.append(f"{kind}_mape/{place} at tp1, attention measured: {scores[f'{kind}_tp1'].mape:.2f} %")
         elif full:
-            notes.append(f"decode_mape/{place} and prefill_mape/{place}: layers without attention, which was not measured")
+            notes.append(
+                f"decode_mape/{place} and prefill_mape/{place}: layers without attention, which was not measured"
+            )
             for kind in ("decode", "prefill"):
                 for score in board.scores[f"linear_{kind}"].get(place, []):
                     board.add(f"{kind}_mape", place, score)
@@ -196,7 +200,9 @@ def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
                 errors = np.concatenate([np.abs(p / m - 1.0) for _, _, p, m in sums])
                 board.add("transfer_gpu_mape", _place(profile), Score("transfer", errors))
             if _same_chip(gpu, load_gpu(FITTED_ON)):
-                notes.append(f"transfer_gpu_mape of {name}: the same chip as {FITTED_ON}; it says little of other chips")
+                notes.append(
+                    f"transfer_gpu_mape of {name}: the same chip as {FITTED_ON}; it says little of other chips"
+                )
         for profile in files:
             rest = [other for other in files if other.shape != profile.shape]
             if not rest:
@@ -223,8 +229,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON object as the last line")
     options = parser.parse_args()
     profiles, refused = refuse(read_directory(options.data))
-    print(f"{len(profiles)} profiles; constants of a half: {len(GEMM_CONSTANTS)} of matrix products, {len(MOVE_CONSTANTS)} of")
-    print("elementwise operators, 3 and 2 of attention, fitted to the half that is learned from, and its points as a table")
+    print(
+        f"{len(profiles)} profiles; constants of a half: {len(GEMM_CONSTANTS)} of matrix products, {len(MOVE_CONSTANTS)} of"
+    )
+    print(
+        "elementwise operators, 3 and 2 of attention, fitted to the half that is learned from, and its points as a table"
+    )
     board, unknown = Board(), set[str]()
     notes = _score_halves(profiles, board, unknown)
     notes += _score_steps(profiles, board, unknown)

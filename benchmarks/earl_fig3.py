@@ -1,1 +1,2 @@
-def earl_figures(): return {}, []
+def earl_figures():
+    return {}, []

@@ -1,1 +1,2 @@
-def hindcast_figures(): return {}, []
+def hindcast_figures():
+    return {}, []

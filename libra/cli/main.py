@@ -141,7 +141,9 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
 @cli.command()
 @_CONFIG
 @_OVERRIDES
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="CSV of agents' turns to draw the batch from.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="CSV of agents' turns to draw the batch from."
+)
 @click.option(
     "--why",
     multiple=True,

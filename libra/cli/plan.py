@@ -115,7 +115,9 @@ def _workload(config: RunConfig, trace: Path | None) -> Workload:
     return drawn(turns, num, config.run.seed, config.rollout.max_context_tokens)
 
 
-def _normal_quantiles(share: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _normal_quantiles(
+    share: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     from statistics import NormalDist
 
     normal = NormalDist()
@@ -153,8 +155,14 @@ def print_plan(config: RunConfig, *, trace: Path | None, why: Sequence[str], wha
         if note:
             values["left_out"]["engine"] = note
         values["why"] = [
-            {"choice": other.name, "train_gpus": other.train_gpus, "engines": dict(other.engines), "step_s": other.step_s,
-             "slower_frac": other.slower_frac, "reason": other.reason}
+            {
+                "choice": other.name,
+                "train_gpus": other.train_gpus,
+                "engines": dict(other.engines),
+                "step_s": other.step_s,
+                "slower_frac": other.slower_frac,
+                "reason": other.reason,
+            }
             for other in asked
         ]
         click.echo(json.dumps(values, allow_nan=False))

@@ -131,7 +131,9 @@ def _training(profile: TrainingProfile) -> list[str]:
         return [f"{profile.model}: a pass takes no time at all"]
     ratio = float(np.median(totals[1] / totals[0]))
     if not 0.8 < ratio < 6.0:
-        return [f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is possible: mixed up columns?"]
+        return [
+            f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is possible: mixed up columns?"
+        ]
     return []
 
 

@@ -56,7 +56,9 @@ def fit_attention(measured: Sequence[tuple[GPU, AttentionProfile]], start: Effic
     return eff
 
 
-def fit_all_reduce(measured: Sequence[tuple[GPU, CollectiveProfile]], start: Efficiencies | None = None) -> Efficiencies:
+def fit_all_reduce(
+    measured: Sequence[tuple[GPU, CollectiveProfile]], start: Efficiencies | None = None
+) -> Efficiencies:
     """Constants of the all-reduce; the others are those of ``start``."""
     eff = start or Efficiencies()
     used = [(gpu, p) for gpu, p in measured if p.collective == "all_reduce"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def save_tables(tables: Tables, path: str | Path, *, source: str, points: int = 
             }
             for rows in tables_of_rows
         ]
-    lines = json.dumps(document, separators=(",", ":")).replace('{"operator"', '\n{"operator"').replace("]],[[", "]],\n[[")
+    lines = (
+        json.dumps(document, separators=(",", ":")).replace('{"operator"', '\n{"operator"').replace("]],[[", "]],\n[[")
+    )
     Path(path).write_text(lines + "\n")
 
 
@@ -109,7 +111,9 @@ def read_tables(path: str | Path) -> Tables:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: not a table of measured ratios ({error}); make one with: libra calibrate FILES --save") from error
+        raise ConfigError(
+            f"{path}: not a table of measured ratios ({error}); make one with: libra calibrate FILES --save"
+        ) from error
 
 
 def _rows(tables: list[dict[str, Any]]) -> tuple[RatioRows, ...]:
@@ -123,7 +127,7 @@ def _rows(tables: list[dict[str, Any]]) -> tuple[RatioRows, ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def shipped_tables(gpu_name: str) -> Tables | None:
     """The package's tables of a GPU; None where there are none and the forms have to do."""
     path = _FOLDER / f"{gpu_name.lower().replace('-', '_')}.json"

@@ -180,7 +180,9 @@ def _sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ...]:
     return gemm_columns_inner(operator, shape, tp)
 
 
-def _near(curves: Sequence[RatioCurve], operator: str, sizes: tuple[float, ...]) -> tuple[tuple[float, RatioCurve], ...]:
+def _near(
+    curves: Sequence[RatioCurve], operator: str, sizes: tuple[float, ...]
+) -> tuple[tuple[float, RatioCurve], ...]:
     """Curves with the weight each has for an operator of these sizes; weights add up to less than 1, the rest is doubt."""
     if operator in MOVES:
         kin = [curve for curve in curves if curve.operator == operator]
@@ -256,6 +258,4 @@ def make_tables(gpu: GPU, eff: Efficiencies, profiles: Iterable[Profile]) -> Tab
 
 def all_reduce_table(profile: CollectiveProfile) -> AllReduceTable:
     """The table of a profile."""
-    return AllReduceTable(
-        profile.workers, profile.workers_per_node, np.log(profile.num_bytes), np.log(profile.seconds)
-    )
+    return AllReduceTable(profile.workers, profile.workers_per_node, np.log(profile.num_bytes), np.log(profile.seconds))

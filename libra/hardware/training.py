@@ -101,7 +101,9 @@ def fit_training(points: Array, seconds: Array) -> TrainingForm:
     """
     sizes, tps = points[:, 0], points[:, 1].astype(int)
     degrees = sorted({int(tp) for tp in tps if tp > 1})
-    start = np.array([0.1 * seconds.min(), float(np.median(seconds / sizes * tps)) / 2, *[seconds.min() / 4] * len(degrees)])
+    start = np.array(
+        [0.1 * seconds.min(), float(np.median(seconds / sizes * tps)) / 2, *[seconds.min() / 4] * len(degrees)]
+    )
 
     def form(values: Array) -> TrainingForm:
         return TrainingForm(values[0], values[1], dict(zip(degrees, values[2:].tolist(), strict=True)), {}, {})

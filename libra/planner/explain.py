@@ -45,8 +45,10 @@ def text(plan: Plan) -> str:
 
 
 def _bucket_line(bucket: Bucket) -> str:
-    tokens = f"from {bucket.from_tokens:,.0f} tokens" if bucket.to_tokens is None else (
-        f"{bucket.from_tokens:,.0f} to {bucket.to_tokens:,.0f} tokens"
+    tokens = (
+        f"from {bucket.from_tokens:,.0f} tokens"
+        if bucket.to_tokens is None
+        else (f"{bucket.from_tokens:,.0f} to {bucket.to_tokens:,.0f} tokens")
     )
     return (
         f"    {bucket.engines:>4} x TP{bucket.tp:<2}                 trajectories that generate {tokens} ({bucket.num_trajectories}), "
@@ -68,9 +70,7 @@ def _bound_lines(plan: Plan) -> list[str]:
 def alternative_line(other: Alternative) -> str:
     """One alternative: what it is, what it takes, and why it lost."""
     engines = " + ".join(f"{number} x TP{tp}" for tp, number in other.engines.items())
-    return (
-        f"  {_s(other.step_s):>10}  ({100 * other.slower_frac:+.1f} %)  {other.name}: {other.train_gpus} training GPUs, {engines}; {other.reason}"
-    )
+    return f"  {_s(other.step_s):>10}  ({100 * other.slower_frac:+.1f} %)  {other.name}: {other.train_gpus} training GPUs, {engines}; {other.reason}"
 
 
 def _s(seconds: float) -> str:

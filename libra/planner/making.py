@@ -43,7 +43,7 @@ class Candidate:
         return self.found.train_gpus, tuple(sorted(self.engines.items()))
 
 
-def plan(snapshot: Snapshot, planner: Planner | None = None) -> Plan:
+def plan(snapshot: Snapshot, planner: Planner | None = None, *, alternatives: bool = True) -> Plan:
     """The plan for a snapshot.
 
     Parameters
@@ -51,6 +51,8 @@ def plan(snapshot: Snapshot, planner: Planner | None = None) -> Plan:
     snapshot : Snapshot
     planner : Planner, optional
         Remembers layouts of the same workload from one call to the next.
+    alternatives : bool
+        Look at what else there is, which may drain quicker. False for what is fixed anyway.
 
     Raises
     ------
@@ -65,16 +67,14 @@ def plan(snapshot: Snapshot, planner: Planner | None = None) -> Plan:
     drain = best.rollout_s / found.rollout_s
     others = [
         played(name, snapshot, posed, paces, other)
-        for name, other in _others(posed.problem, found, drain, planner)
-        if other.layout.counts(len(posed.problem.kinds)).tolist() != found.layout.counts(len(posed.problem.kinds)).tolist()
-        or other.train_gpus != found.train_gpus
+        for name, other in (_others(posed.problem, found, drain, planner) if alternatives else ())
     ]
     quickest = min([best, *others], key=lambda candidate: candidate.step_s)
     chosen = quickest if quickest.step_s < best.step_s * (1 - DRAIN_MARGIN_FRAC) else best
     rest = sorted((c for c in [best, *others] if c.same_as != chosen.same_as), key=lambda c: c.step_s)
     distinct = {c.same_as: c for c in reversed(rest)}.values()
-    alternatives = sorted((against(c, chosen) for c in distinct), key=lambda other: other.step_s)[:NUM_ALTERNATIVES]
-    return _plan(snapshot, posed, found, chosen, tuple(alternatives))
+    next_best = sorted((against(c, chosen) for c in distinct), key=lambda other: other.step_s)[:NUM_ALTERNATIVES]
+    return _plan(snapshot, posed, found, chosen, tuple(next_best))
 
 
 def compare(snapshot: Snapshot, other: Snapshot, name: str, planner: Planner | None = None) -> Alternative:
@@ -92,7 +92,9 @@ def _paces(snapshot: Snapshot, posed: Posed) -> list[Pace]:
     paces = []
     for k, engine in enumerate(posed.engines.values()):
         alone_s = posed.problem.alone_s[k]
-        uncorrected = np.where(np.isfinite(alone_s), (alone_s - workload.tool_wait_s) / factor + workload.tool_wait_s, 0.0)
+        uncorrected = np.where(
+            np.isfinite(alone_s), (alone_s - workload.tool_wait_s) / factor + workload.tool_wait_s, 0.0
+        )
         paces.append(Pace.of(workload, engine, uncorrected))
     return paces
 
@@ -241,7 +243,9 @@ def against(candidate: Candidate, chosen: Candidate) -> Alternative:
     return Alternative(candidate.name, found.train_gpus, candidate.engines, candidate.step_s, slower, reason)
 
 
-def _plan(snapshot: Snapshot, posed: Posed, found: Found, chosen: Candidate, alternatives: tuple[Alternative, ...]) -> Plan:
+def _plan(
+    snapshot: Snapshot, posed: Posed, found: Found, chosen: Candidate, alternatives: tuple[Alternative, ...]
+) -> Plan:
     problem, mine = posed.problem, chosen.found
     train, cost = mine.train_gpus, posed.training[mine.train_gpus]
     model_s = max(mine.rollout_s, mine.train_s) if problem.eta else mine.rollout_s + mine.train_s
