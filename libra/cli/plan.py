@@ -42,12 +42,13 @@ def snapshot_of(config: RunConfig, trace: Path | None, what_if: bool) -> tuple[S
     degrees = tuple(tp for tp in section.tp if what_if or runnable is None or tp in runnable)
     if not degrees:
         raise PlanError(
-            f"planner.tp: rollout.engine={config.rollout.engine} runs TP degrees {list(runnable or ())} only, got {list(section.tp)}; "
-            f"type planner.tp={list(runnable or ())}, or --what-if"
+            f"planner.tp: rollout.engine={config.rollout.engine} runs TP degrees {list(runnable or ())} only, got "
+            f"{list(section.tp)}; type planner.tp={list(runnable or ())}, or --what-if"
         )
     left = [tp for tp in section.tp if tp not in degrees]
     note = (
-        f"Without TP {', '.join(map(str, left))}: rollout.engine={config.rollout.engine} cannot run them; --what-if plans with them."
+        f"Without TP {', '.join(map(str, left))}, which rollout.engine={config.rollout.engine} cannot run; --what-if plans "
+        "with them."
         if left
         else ""
     )

@@ -44,8 +44,8 @@ def splits_of(problem: Problem) -> Ints:
     if not chosen.any():
         counts = problem.train_gpus[runs].tolist()
         raise PlanError(
-            f"planner.min_train_gpus: got {problem.min_train_gpus}, and {why_needed}, out of {problem.num_gpus} GPUs; training runs on "
-            f"{_some(counts)} GPUs; type planner.min_train_gpus={least_train}, or planner.min_rollout_gpus={smallest}"
+            f"planner.min_train_gpus: got {problem.min_train_gpus}, and {why_needed}, out of {problem.num_gpus} GPUs; training "
+            f"runs on {_some(counts)} GPUs; type planner.min_train_gpus={least_train}, or planner.min_rollout_gpus={smallest}"
         )
     return np.flatnonzero(chosen)
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from libra.errors import PlanError
 from libra.planner.bound import gpu_seconds
+from libra.planner.nodes import placed
 from libra.planner.pace import Pace, best_concurrency
 from libra.planner.packing import Placement, filled, pack, placement_of
 from libra.planner.plan import Alternative, Bounds, Bucket, Plan, Training
-from libra.planner.problem import Floats, Problem
+from libra.planner.problem import Floats, Ints, Problem
 from libra.planner.search import Found, Planner
 from libra.planner.snapshot import Posed, Snapshot, pose
 
@@ -190,7 +191,7 @@ def _buckets(
     return tuple(buckets), slow_s
 
 
-def _last_engines(problem: Problem, placement: Placement, mine: Floats) -> list[int]:
+def _last_engines(problem: Problem, placement: Placement, mine: Ints) -> list[int]:
     """Of the engines ``mine`` the one with most load, and the one with the longest trajectory."""
     most = int(mine[placement.load_s[mine].argmax()])
     items = np.flatnonzero(np.isin(placement.engine_of, mine))
@@ -202,7 +203,7 @@ def _last_engines(problem: Problem, placement: Placement, mine: Floats) -> list[
 
 
 def _boundaries(
-    problem: Problem, kinds: Floats, tokens: Floats, present: list[int]
+    problem: Problem, kinds: Ints, tokens: Floats, present: list[int]
 ) -> dict[int, tuple[float, float | None]]:
     """Generated tokens from and to which each kind is meant, so that each carries the load the layout gives it."""
     rows = np.arange(len(tokens))
@@ -291,6 +292,7 @@ def _plan(
         idle_frac=_idle(problem, chosen, spare),
         gpu_hours_per_step=problem.num_gpus * chosen.step_s / 3600.0,
         alternatives=alternatives,
+        nodes=placed(problem.num_gpus, problem.gpus_per_node, train, chosen.engines),
         left_out={f"TP{tp}": reason for tp, reason in posed.left_out.items()},
     )
 

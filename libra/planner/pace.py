@@ -67,7 +67,7 @@ class Pace:
                 following += 1
             else:
                 heapq.heappop(active)
-        return now_s
+        return float(now_s)
 
     def _steps(self, items: Ints, most: int) -> tuple[list[float], Floats]:
         """Seconds per token with 0, 1, ..., ``most`` in flight, and each one's tool calls in tokens of the full engine."""

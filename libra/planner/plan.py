@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from libra.planner.nodes import NodeGroup
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -129,6 +131,8 @@ class Plan:
     gpu_hours_per_step : float
     alternatives : tuple of Alternative
         The three best others, the best first.
+    nodes : tuple of NodeGroup
+        What is on which nodes, those that are alike together.
     left_out : mapping of what was asked for and could not be to the reason
     """
 
@@ -153,6 +157,7 @@ class Plan:
     idle_frac: Mapping[str, float]
     gpu_hours_per_step: float
     alternatives: tuple[Alternative, ...]
+    nodes: tuple[NodeGroup, ...]
     left_out: Mapping[str, str]
 
     @property

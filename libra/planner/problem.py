@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -162,7 +163,7 @@ def _check_shapes(problem: Problem) -> None:
 
 def _check_degrees(problem: Problem) -> None:
     degrees = sorted(set(problem.tp.tolist()) | {problem.gpus_per_node})
-    for small, large in zip(degrees, degrees[1:], strict=False):
+    for small, large in pairwise(degrees):
         if large % small or large > problem.gpus_per_node:
             raise PlanError(
                 f"TP degrees {sorted(set(problem.tp.tolist()))} on nodes of {problem.gpus_per_node} GPUs: {small} and {large} "

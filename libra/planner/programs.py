@@ -82,7 +82,8 @@ def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_node
     problem = cp.Problem(cp.Maximize(rate), rows)
     if not _solve(problem, mip_rel_gap=RATE_GAP * 10, mip_max_nodes=max_nodes) or rate.value is None or rate.value <= 0:
         return None
-    return np.rint(np.asarray(engines.value)).astype(np.int64)
+    whole: Ints = np.rint(np.asarray(engines.value)).astype(np.int64)
+    return whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)

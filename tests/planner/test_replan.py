@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_drifting_noise_never_flaps_beyond_the_bound(noise, drift, confirmations
         if replanner.consider(iteration, current_s, proposal, remaining_iterations=1000).accepted:
             changes.append(iteration)
     assert len(changes) <= 1 + len(noise) / max(confirmations, rest)
-    assert all(b - a > rest for a, b in zip(changes, changes[1:], strict=False))
+    assert all(b - a > rest for a, b in pairwise(changes))
     assert not changes or changes[0] >= confirmations - 1
 
 
