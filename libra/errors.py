@@ -19,8 +19,9 @@
     |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
-        +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
-        +-- CheckpointError                a checkpoint cannot be written or read, or is none
+    |   +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
+    |   +-- CheckpointError                a checkpoint cannot be written or read, or is none
+    +-- PlanError(ValueError)              no plan fits what was asked, or what was asked contradicts itself
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
 allowed and what to type.
@@ -103,3 +104,7 @@ class MismatchAlarm(TrainError):
 
 class CheckpointError(TrainError):
     """A checkpoint cannot be written or read, is torn, is of another model, or is no checkpoint at all."""
+
+
+class PlanError(LibraError, ValueError):
+    """No plan fits what was asked; the message names the constraint and what to change."""

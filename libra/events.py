@@ -430,6 +430,47 @@ class StallDetected(Event):
     restarts: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PlanConsidered(Event):
+    """A plan was weighed against what runs after an iteration, accepted or not, for this reason.
+
+    Steps are predicted by the same model, corrected by ``rollout_factor`` and ``training_factor``, which predicted
+    ``predicted_step_s`` for the iteration that took ``realised_step_s``. ``gain_s`` is over ``remaining_iterations``;
+    ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines`` are (TP degree, number).
+    """
+
+    name: ClassVar[str] = "plan_considered"
+    iteration: int
+    predicted_step_s: float
+    realised_step_s: float
+    current_step_s: float
+    proposed_step_s: float
+    gain_s: float
+    cost_s: float
+    num_changes: int
+    remaining_iterations: int
+    required_gain_frac: float
+    rollout_factor: float
+    training_factor: float
+    train_gpus: int
+    engines: tuple[tuple[int, int], ...]
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAccepted(Event):
+    """The plan considered in the line before is to be carried out by ``commands``, each (name, numbers in words)."""
+
+    name: ClassVar[str] = "plan_accepted"
+    iteration: int
+    train_gpus: int
+    engines: tuple[tuple[int, int], ...]
+    boundaries_tokens: tuple[float, ...]
+    concurrency: tuple[tuple[int, int], ...]
+    commands: tuple[tuple[str, str], ...]
+
+
 _KINDS: tuple[type[Event], ...] = (
     RunStarted,
     PolicySnapshot,
@@ -462,6 +503,8 @@ _KINDS: tuple[type[Event], ...] = (
     WorkerLost,
     FailureClassified,
     StallDetected,
+    PlanConsidered,
+    PlanAccepted,
 )
 EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}
 """Every kind of event by name."""

@@ -139,6 +139,37 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
 
 
 @cli.command()
+@_CONFIG
+@_OVERRIDES
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="CSV of agents' turns to draw the batch from."
+)
+@click.option(
+    "--why",
+    multiple=True,
+    metavar="CHOICE",
+    help="Say what another choice would cost: train=16, tp=4 or engines.2=8. May be repeated.",
+)
+@click.option("--what-if", is_flag=True, help="Also plan layouts that engine and trainer cannot run yet.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+def plan(
+    config: str, overrides: tuple[str, ...], trace: Path | None, why: tuple[str, ...], what_if: bool, as_json: bool
+) -> None:
+    """Say how many GPUs to train with and how many to generate with, in which engines, what to expect, and why.
+
+    What to plan for is section `planner` of CONFIG; nothing is started.
+
+    \b
+    libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
+    libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
+    """
+    from libra.cli.plan import print_plan
+    from libra.config import load_config
+
+    print_plan(load_config(config, overrides), trace=trace, why=why, what_if=what_if, as_json=as_json)
+
+
+@cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--index", type=int, help="Position in the store, from 0; negative counts from the end.")
 @click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out questions.")

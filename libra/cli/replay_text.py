@@ -107,6 +107,10 @@ def _other_text(event: events.Event) -> str:
             return f"version {event.version} is published"
         case events.StallDetected():
             return f"no progress for {event.idle_s:.0f} s: {event.detail}"
+        case events.PlanConsidered():
+            return f"a plan of {event.proposed_step_s:.1f} s a step is weighed against {event.current_step_s:.1f} s: {event.reason}"
+        case events.PlanAccepted():
+            return f"the plan is accepted: {event.train_gpus} GPUs for training, engines {dict(event.engines)}"
         case events.PolicySnapshot():
             return "snapshot of what the policy knows"
     return event.name

@@ -37,6 +37,7 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
         *_evaluation(config),
         *_watchdog(config),
         *_mismatch(config),
+        *_planner(config),
     )
 
 
@@ -218,4 +219,22 @@ def _watchdog(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("watchdog.restart", "watchdog.timeout_s"),
             "watchdog.restart: nothing is restarted while watchdog.timeout_s=null says that nobody looks; type "
             "watchdog.timeout_s=600, or watchdog.restart=false",
+        )
+
+
+def _planner(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    planner = config.planner
+    if planner.generated_p99_tokens < planner.generated_p50_tokens:
+        yield CrossFieldProblem(
+            ("planner.generated_p99_tokens", "planner.generated_p50_tokens"),
+            f"planner.generated_p99_tokens: {planner.generated_p99_tokens:g} is below the median, "
+            f"planner.generated_p50_tokens={planner.generated_p50_tokens:g}; type "
+            f"planner.generated_p99_tokens={4 * planner.generated_p50_tokens:g}",
+        )
+    pools = planner.min_train_gpus + planner.min_rollout_gpus
+    if max(planner.min_train_gpus, planner.min_rollout_gpus) > 1 and pools > planner.num_gpus:
+        yield CrossFieldProblem(
+            ("planner.num_gpus", "planner.min_train_gpus", "planner.min_rollout_gpus"),
+            f"planner.num_gpus: {planner.num_gpus} GPUs do not hold planner.min_train_gpus={planner.min_train_gpus} and "
+            f"planner.min_rollout_gpus={planner.min_rollout_gpus}; type planner.num_gpus={pools}",
         )

@@ -27,6 +27,7 @@ from libra.config.algorithms import (
     preset_values,
 )
 from libra.config.checks import cross_field_problems
+from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
 from libra.keys import check_run_name
@@ -402,6 +403,7 @@ class RunConfig(Section):
     slurm_train: SlurmTrainJobs = SlurmTrainJobs()
     slurm_tool: SlurmToolJobs = SlurmToolJobs()
     simulation: SimulationSection = SimulationSection()
+    planner: PlannerSection = PlannerSection()
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

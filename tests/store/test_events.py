@@ -24,6 +24,8 @@ _BY_TYPE = {
     "float | None": st.none() | _FLOATS,
     "tuple[int, ...]": st.lists(st.integers()).map(tuple),
     "tuple[str, ...]": st.lists(st.text()).map(tuple),
+    "tuple[float, ...]": st.lists(_FLOATS).map(tuple),
+    "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     "tuple[tuple[int, int], ...]": st.lists(st.tuples(st.integers(), st.integers())).map(tuple),
     "dict[str, int]": st.dictionaries(st.text(), st.integers()),
     "dict[str, float]": st.dictionaries(st.text(), _FLOATS),

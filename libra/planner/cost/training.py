@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from libra.errors import ConfigError
 from libra.hardware import GPU, Efficiencies, ModelOnGPU, ModelShape
 from libra.hardware.forms import all_reduce_s
-from libra.hardware.training import backward_over_forward, forward_s
+from libra.hardware.training import backward_over_forward
+from libra.hardware.training import forward_s as model_forward_s
 
 Array = NDArray[np.float64]
 
@@ -43,6 +44,8 @@ class Layout:
         Optimizer states live in the host's memory; they cross ``host_bytes_per_s`` twice per step.
     micro_batch_tokens : int
         Tokens of one forward pass on one GPU.
+    logits_chunk_tokens : int or None
+        Tokens whose logits are held at once (`libra.train.chunked`). None: all of a micro-batch.
     epochs : int
         Passes over the batch.
     minibatches : int
@@ -64,6 +67,7 @@ class Layout:
     reference: bool = False
     offload_optimizer: bool = False
     micro_batch_tokens: int = 16384
+    logits_chunk_tokens: int | None = None
     epochs: int = 1
     minibatches: int = 1
     optimizer_bytes_per_param: float = 12.0
@@ -130,6 +134,7 @@ def training_cost(
     *,
     efficiencies: Efficiencies | None = None,
     engine: ModelOnGPU | None = None,
+    forward_s: Array | None = None,
 ) -> TrainingCost:
     """Seconds and bytes of one step over whole sequences.
 
@@ -146,6 +151,8 @@ def training_cost(
         Of the forms; None: the package's.
     engine : ModelOnGPU, optional
         The same model on one GPU: its tables correct the forms where there are some.
+    forward_s : (n,) array, optional
+        `sequences_s` of the same arguments, for whoever asks about many numbers of GPUs.
     """
     layout = layout or Layout()
     eff = efficiencies or Efficiencies()
@@ -157,7 +164,9 @@ def training_cost(
             f"num_gpus: got {num_gpus}; more than one node of {gpu.gpus_per_node} takes whole nodes, e.g. "
             f"{nodes * gpu.gpus_per_node}"
         )
-    forward = _forward_s(gpu, eff, shape, sequence_tokens, num_gpus, layout, engine)
+    if forward_s is None:
+        forward_s = sequences_s(gpu, shape, sequence_tokens, layout, efficiencies=eff, engine=engine)
+    forward = float(max(forward_s.sum() / num_gpus, forward_s.max()))  # a sequence is never cut
     again = 1.0 if layout.gradient_checkpointing else 0.0
     update = layout.epochs * forward * (1.0 + again + backward_over_forward(shape))
     logprobs = forward * (layout.recompute_logprobs + layout.reference)
@@ -183,23 +192,23 @@ def training_table(
     gpu: GPU, shape: ModelShape, sequence_tokens: Array, gpu_counts: list[int], layout: Layout | None = None
 ) -> dict[int, TrainingCost]:
     """`training_cost` for each number of GPUs, those that do not fit included."""
-    return {num: training_cost(gpu, shape, sequence_tokens, num, layout) for num in gpu_counts}
+    each_s = sequences_s(gpu, shape, sequence_tokens, layout or Layout())
+    return {num: training_cost(gpu, shape, sequence_tokens, num, layout, forward_s=each_s) for num in gpu_counts}
 
 
-def _forward_s(
+def sequences_s(
     gpu: GPU,
-    eff: Efficiencies,
     shape: ModelShape,
     sequence_tokens: Array,
-    num_gpus: int,
     layout: Layout,
-    engine: ModelOnGPU | None,
-) -> float:
-    """One forward pass of the whole batch, of the GPU with most of it: at least the longest sequence, which is never cut."""
-    per_token, attention = forward_s(gpu, eff, shape, sequence_tokens, layout.micro_batch_tokens, engine)
-    linear = per_token * sequence_tokens / (1.0 - layout.padding_frac)
-    seconds = linear + attention
-    return float(max(seconds.sum() / num_gpus, seconds.max()))
+    *,
+    efficiencies: Efficiencies | None = None,
+    engine: ModelOnGPU | None = None,
+) -> Array:
+    """Seconds of one GPU in a forward pass of each sequence, (n,)."""
+    eff = efficiencies or Efficiencies()
+    per_token, attention = model_forward_s(gpu, eff, shape, sequence_tokens, layout.micro_batch_tokens, engine)
+    return np.asarray(per_token * sequence_tokens / (1.0 - layout.padding_frac) + attention)
 
 
 def _communication_s(
@@ -254,6 +263,8 @@ def _memory_bytes(shape: ModelShape, num_gpus: int, layout: Layout, longest_toke
         "optimizer": 0.0 if layout.offload_optimizer else shape.num_params * layout.optimizer_bytes_per_param / shards,
         "reference": shape.num_params * width / shards if layout.reference else 0.0,
         "activations": activations,
-        "logits": tokens * shape.vocab * (4 + 4),  # float32, and their gradient
+        "logits": min(tokens, layout.logits_chunk_tokens or tokens)
+        * shape.vocab
+        * (4 + 4),  # float32, and their gradient
         "runtime": 2.0e9,
     }

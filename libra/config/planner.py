@@ -1,0 +1,60 @@
+"""Section ``planner``: what `libra plan` plans for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from libra.config.section import AtLeastOne, AtLeastZero, Section
+
+
+class PlannerSection(Section):
+    """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it."""
+
+    gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
+    """GPU of every node: a name that Libra knows, or the path of a datasheet."""
+    num_gpus: AtLeastOne = 8
+    """GPUs to share out between training and rollout."""
+    gpus_per_node: AtLeastOne | None = None
+    """GPUs of one node; no engine spans two. None: as the datasheet says."""
+    tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]
+    """Tensor-parallel degrees an engine may have; each has to divide the next, and the last one the node."""
+    trace: Annotated[Path, Field(strict=False)] | None = None
+    """CSV of agents' turns that the batch is drawn from, with columns task, sample, turn, prompt_tokens (the context before the
+    turn), completion_tokens and, if known, tool_s. None: lengths as given below."""
+    trajectories: AtLeastOne | None = None
+    """Trajectories of one step. None: `trainer.prompts` x `trainer.group_size`."""
+    prompt_tokens: AtLeastOne = 512
+    """Tokens before the first turn, where there is no trace."""
+    generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0
+    """Median of a trajectory's generated tokens, where there is no trace; lengths are taken as log-normal."""
+    generated_p99_tokens: Annotated[float, Field(gt=0)] = 4096.0
+    """99th percentile of the same."""
+    observation_tokens: AtLeastZero = 0
+    """Tokens that tools add to the context of a trajectory, where there is no trace."""
+    turns: AtLeastOne = 1
+    """Generations of a trajectory, where there is no trace."""
+    tool_s: Annotated[float, Field(ge=0)] = 0.5
+    """Seconds of a tool call, where the trace does not say."""
+    max_concurrency: AtLeastOne = 256
+    """Trajectories that generate at once on one engine at most, whatever its memory holds."""
+    training: Literal["dp", "fsdp2"] = "fsdp2"
+    """How training lies on its GPUs: copies (dp), or weights, gradients and optimizer state in shards (fsdp2)."""
+    gradient_checkpointing: bool = True
+    """Keep a layer's input alone in training, and compute the rest again."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory."""
+    logits_chunk_tokens: AtLeastOne | None = 1024
+    """Tokens whose logits training holds at once. None: those of a whole micro-batch."""
+    update_s: Annotated[float, Field(ge=0)] = 10.0
+    """Seconds from a step's end until engines serve its weights."""
+    min_train_gpus: AtLeastOne = 1
+    """Core training pool: at least so many GPUs."""
+    min_rollout_gpus: AtLeastOne = 1
+    """Core rollout pool: at least so many GPUs."""
+    fixed_train_gpus: AtLeastOne | None = None
+    """Exactly so many GPUs for training. None: as is best."""
+    fixed_engines: dict[int, int] = {}
+    """Exactly so many engines of a degree, e.g. {1: 4, 8: 1}; degrees that are not named are free."""

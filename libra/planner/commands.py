@@ -1,0 +1,78 @@
+"""What an accepted plan asks for, as values. Applying them to live workers is the elastic pool's part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from libra.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Let so many GPUs more work as ``role`` ("train" or "rollout"), taken from the other one."""
+
+    role: str
+    num_gpus: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebucket:
+    """Have this many engines of each TP degree, as (degree, number) pairs, and route by these generated tokens.
+
+    ``boundaries_tokens`` are one fewer than the buckets, ascending with the degrees.
+    """
+
+    engines: tuple[tuple[int, int], ...]
+    boundaries_tokens: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetConcurrency:
+    """Let each engine of this TP degree generate for so many trajectories at once."""
+
+    tp: int
+    concurrency: int
+    reason: str
+
+
+Command = SetRole | Rebucket | SetConcurrency
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """What runs now: GPUs of the trainer, engines and concurrency by TP degree."""
+
+    train_gpus: int
+    engines: Mapping[int, int]
+    concurrency: Mapping[int, int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Deployed:
+        """What runs once a plan is carried out."""
+        return cls(
+            plan.training.gpus,
+            {bucket.tp: bucket.engines for bucket in plan.buckets},
+            {bucket.tp: bucket.concurrency for bucket in plan.buckets},
+        )
+
+    def same_layout(self, other: Deployed) -> bool:
+        """Whether split and engines are the same; concurrency may differ, it costs nothing to change."""
+        return self.train_gpus == other.train_gpus and dict(self.engines) == dict(other.engines)
+
+
+def commands(deployed: Deployed, plan: Plan, reason: str) -> tuple[Command, ...]:
+    """What turns ``deployed`` into ``plan``: roles first, then engines, then concurrency; nothing for what stays."""
+    wanted, found = Deployed.of(plan), list[Command]()
+    moved = wanted.train_gpus - deployed.train_gpus
+    if moved:
+        found.append(SetRole("train" if moved > 0 else "rollout", abs(moved), reason))
+    if dict(wanted.engines) != dict(deployed.engines):
+        edges = tuple(bucket.to_tokens for bucket in plan.buckets if bucket.to_tokens is not None)
+        found.append(Rebucket(tuple(sorted(wanted.engines.items())), edges, reason))
+    for tp, concurrency in wanted.concurrency.items():
+        if deployed.concurrency.get(tp) != concurrency:
+            found.append(SetConcurrency(tp, concurrency, reason))
+    return tuple(found)

@@ -1,0 +1,88 @@
+"""A plan in words and numbers, for somebody who has read nothing else."""
+
+from __future__ import annotations
+
+from libra.planner.nodes import NodeGroup
+from libra.planner.plan import Alternative, Bucket, Plan
+
+_WHY = {
+    "training": "it takes longer than generating, so that a GPU is worth more there",
+    "rollout throughput": "engines are busy nearly all the time; more of them would shorten the step",
+    "longest trajectory": "the longest take this long however many GPUs there are; faster engines would help, more would not",
+}
+
+
+def text(plan: Plan) -> str:
+    """The whole plan, a screenful."""
+    steps = "at the same time" if plan.eta else "one after the other (run.eta=0)"
+    training, number = plan.training, sum(bucket.engines for bucket in plan.buckets)
+    lines = [
+        f"Plan for {plan.model} on {plan.num_gpus} x {plan.gpu}: {plan.num_trajectories} trajectories a step, "
+        f"rollout and training {steps}",
+        "",
+        f"  training {training.gpus:>6} GPUs  {training.layout}, done after {_s(plan.train_s)}; fullest GPU "
+        f"{training.memory_bytes / 1e9:.0f} GB, {training.headroom_bytes / 1e9:.0f} GB free",
+        f"  rollout  {plan.rollout_gpus:>6} GPUs  {number} engine{'s' * (number > 1)}, done after {_s(plan.rollout_s)}",
+        *map(_bucket_line, plan.buckets),
+    ]
+    if plan.spare_gpus:
+        lines.append(f"  neither  {plan.spare_gpus:>6} GPUs  no pool would be faster with them")
+    lines += [
+        f"  nodes    {'; '.join(map(_node_words, plan.nodes))}",
+        "",
+        f"  one step    {_s(plan.step_s)}, of which {_s(plan.update_s)} for new weights; {plan.gpu_hours_per_step:.2g} GPU-hours",
+        f"              {_s(plan.low_s)} if engines never drained, {_s(plan.high_s)} if the shortest trajectories come first",
+        f"  bottleneck  {plan.bottleneck}: {_WHY[plan.bottleneck]}",
+        "  GPU time    "
+        + ", ".join(f"{100 * share:.0f} % {cause}" for cause, share in plan.idle_frac.items() if share >= 0.005),
+    ]
+    if plan.needed_gpus < plan.num_gpus - plan.spare_gpus:
+        lines.append(f"  fewer GPUs  {plan.needed_gpus} would do, were there no draining; the others shorten it")
+    lines += ["", "No plan is faster than", *_bound_lines(plan)]
+    if plan.alternatives:
+        lines += ["", "Next best, and why not", *map(alternative_line, plan.alternatives)]
+    if plan.left_out:
+        lines += ["", "Left out", *(f"  {name}: {reason}" for name, reason in plan.left_out.items())]
+    return "\n".join(lines)
+
+
+def _bucket_line(bucket: Bucket) -> str:
+    tokens = f"of {bucket.from_tokens:,.0f} tokens and more"
+    if bucket.to_tokens is not None:
+        tokens = f"of {bucket.from_tokens:,.0f} to {bucket.to_tokens:,.0f} tokens"
+    return (
+        f"    {bucket.engines:>5} x TP{bucket.tp:<2}        {bucket.num_trajectories} trajectories {tokens}, up to "
+        f"{bucket.concurrency} at once per engine; busy {100 * bucket.load_frac:.0f} %, KV memory "
+        f"{100 * bucket.kv_used_frac:.0f} % full"
+    )
+
+
+def _node_words(group: NodeGroup) -> str:
+    parts = [f"{group.train_gpus} training"] if group.train_gpus else []
+    parts += [f"{number} x TP{tp}" for tp, number in group.engines.items()]
+    parts += [f"{group.free_gpus} free"] if group.free_gpus else []
+    return f"{group.num_nodes} with {' + '.join(parts)}"
+
+
+def _bound_lines(plan: Plan) -> list[str]:
+    bounds = plan.bounds
+    return [
+        f"  {_s(bounds.longest_s):>9}  the longest trajectory alone on its best engine, tools included",
+        f"  {_s(bounds.throughput_s):>9}  all generating, evenly over the rollout's GPUs",
+        f"  {_s(bounds.training_s):>9}  training on its GPUs",
+        f"  {_s(bounds.step_s):>9}  any split and any engines: proven for whole trajectories, were there no draining; the best "
+        f"found is {100 * bounds.gap_frac:.3f} % above",
+    ]
+
+
+def alternative_line(other: Alternative) -> str:
+    """One alternative: what it is, what it takes, and why it lost."""
+    engines = " + ".join(f"{number} x TP{tp}" for tp, number in other.engines.items())
+    return (
+        f"  {_s(other.step_s):>9}  ({100 * other.slower_frac:+.1f} %)  {other.name}: {other.train_gpus} for training, {engines}; "
+        f"{other.reason}"
+    )
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"

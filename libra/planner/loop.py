@@ -1,0 +1,181 @@
+"""After each iteration: learn from what it took, plan again with what was learned, and weigh the plan. Pure; the caller has the
+clock, the thread and the event log.
+
+::
+
+    loop = PlanLoop(snapshot, Deployed(train_gpus=1, engines={1: 2}, concurrency={1: 64}))
+    outcome = loop.after(iteration, Realised(rollout_s, training_s, step_s), workload, remaining_iterations)
+    outcome.metrics, outcome.considered, outcome.considered.commands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from libra import events
+from libra.planner.commands import Deployed
+from libra.planner.correction import Correction
+from libra.planner.cost import Workload
+from libra.planner.making import plan
+from libra.planner.plan import Plan
+from libra.planner.replan import Considered, Replanner, Rules
+from libra.planner.search import Planner
+from libra.planner.snapshot import Snapshot
+
+GAP_FRAC = 5e-3
+"""Gap of the plans in the loop: a fraction of what predictions are off by, and quick between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Realised:
+    """Seconds that an iteration took: until its last trajectory was done, its optimizer step, and from step to step."""
+
+    rollout_s: float
+    training_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an iteration.
+
+    Attributes
+    ----------
+    considered : Considered
+    predicted_step_s : float
+        What had been predicted for the iteration, by what was known before it.
+    realised_step_s : float
+    correction : Correction
+        With this iteration in it.
+    next_step_s : float
+        Prediction for the next one, of what runs then.
+    plan : Plan
+        The proposal.
+    """
+
+    considered: Considered
+    predicted_step_s: float
+    realised_step_s: float
+    correction: Correction
+    next_step_s: float
+    plan: Plan
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """For the metrics of the iteration."""
+        return {
+            "plan/predicted_step_s": self.predicted_step_s,
+            "plan/realised_step_s": self.realised_step_s,
+            "plan/error_frac": self.predicted_step_s / self.realised_step_s - 1.0,
+            "plan/rollout_factor": self.correction.rollout.factor,
+            "plan/training_factor": self.correction.training.factor,
+            "plan/proposed_step_s": self.considered.proposed_step_s,
+            "plan/accepted": float(self.considered.accepted),
+        }
+
+    def events(self, run: str, t_s: float) -> tuple[events.Event, ...]:
+        """What the event log is told."""
+        seen, learned = self.considered, self.correction
+        told: list[events.Event] = [
+            events.PlanConsidered(
+                run=run,
+                t_s=t_s,
+                iteration=seen.iteration,
+                predicted_step_s=self.predicted_step_s,
+                realised_step_s=self.realised_step_s,
+                current_step_s=seen.current_step_s,
+                proposed_step_s=seen.proposed_step_s,
+                gain_s=seen.gain_s,
+                cost_s=seen.cost_s,
+                num_changes=seen.num_changes,
+                remaining_iterations=seen.remaining_iterations,
+                required_gain_frac=seen.required_gain_frac,
+                rollout_factor=learned.rollout.factor,
+                training_factor=learned.training.factor,
+                train_gpus=seen.train_gpus,
+                engines=seen.engines,
+                accepted=seen.accepted,
+                reason=seen.reason,
+            )
+        ]
+        if seen.accepted:
+            edges = tuple(bucket.to_tokens for bucket in self.plan.buckets if bucket.to_tokens is not None)
+            told.append(
+                events.PlanAccepted(
+                    run=run,
+                    t_s=t_s,
+                    iteration=seen.iteration,
+                    train_gpus=seen.train_gpus,
+                    engines=seen.engines,
+                    boundaries_tokens=edges,
+                    concurrency=tuple((bucket.tp, bucket.concurrency) for bucket in self.plan.buckets),
+                    commands=tuple((type(command).__name__, str(command)) for command in seen.commands),
+                )
+            )
+        return tuple(told)
+
+
+@dataclass(slots=True)
+class PlanLoop:
+    """What replanning knows between iterations.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        Hardware, model and limits; its workload is what is expected of the first iteration.
+    deployed : Deployed
+        What runs.
+    rules : Rules
+    """
+
+    snapshot: Snapshot
+    deployed: Deployed
+    rules: Rules = field(default_factory=Rules)
+    correction: Correction = field(default_factory=Correction)
+    replanner: Replanner = field(init=False)
+    planner: Planner = field(default_factory=lambda: Planner(GAP_FRAC))
+    predicted: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replanner = Replanner(self.deployed, self.rules)
+        self.predicted = self._of_deployed()
+
+    def after(self, iteration: int, realised: Realised, workload: Workload, remaining_iterations: int) -> Outcome:
+        """Learn from an iteration and weigh what would be better.
+
+        Parameters
+        ----------
+        iteration : int
+        realised : Realised
+        workload : Workload
+            The trajectories of that iteration, taken as what is to come.
+        remaining_iterations : int
+        """
+        before = self.predicted.step_s
+        # What this iteration's own trajectories should have taken: lengths that came differently are no fault of the model.
+        self.snapshot = replace(self.snapshot, workload=workload)
+        same = self._of_deployed()
+        self.correction = self.correction.after(
+            same.rollout_s / self.correction.rollout.factor,
+            realised.rollout_s,
+            same.train_s / self.correction.training.factor,
+            realised.training_s,
+        )
+        current = self._of_deployed()
+        proposal = plan(self._corrected(), self.planner)
+        considered = self.replanner.consider(
+            iteration, current.step_s, proposal, remaining_iterations, self.correction.noise_frac
+        )
+        self.predicted = proposal if considered.accepted else current
+        return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposal)
+
+    def _corrected(self) -> Snapshot:
+        return replace(self.snapshot, corrections=self.correction.corrections)
+
+    def _of_deployed(self) -> Plan:
+        """The plan that is forced to be what runs."""
+        now = self.replanner.deployed
+        fixed = {tp: now.engines.get(tp, 0) for tp in self.snapshot.tp}
+        forced = replace(self._corrected(), fixed_train_gpus=now.train_gpus, fixed_engines=fixed)
+        return plan(forced, self.planner, alternatives=False)

@@ -1,0 +1,177 @@
+"""The plan: what to run where, how long it will take, why not otherwise. Values only, so that it prints and travels as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from libra.planner.nodes import NodeGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The engines of one TP degree, and the trajectories meant for them.
+
+    Attributes
+    ----------
+    tp, engines : int
+    concurrency : int
+        Trajectories that should generate at once on each.
+    from_tokens, to_tokens : float
+        Generated tokens of the trajectories meant for it, in [from, to), so that every bucket carries its share of the load. None:
+        the last bucket has no end.
+    num_trajectories : int
+    load_frac : float
+        Share of the rollout's seconds for which an engine is busy, on average.
+    rollout_s : float
+        Seconds until its last engine is done.
+    kv_capacity_tokens : int
+        Of each engine.
+    kv_used_frac : float
+        Share of it that trajectories at this concurrency hold on average.
+    """
+
+    tp: int
+    engines: int
+    concurrency: int
+    from_tokens: float
+    to_tokens: float | None
+    num_trajectories: int
+    load_frac: float
+    rollout_s: float
+    kv_capacity_tokens: int
+    kv_used_frac: float
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the bucket."""
+        return self.tp * self.engines
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The training pool: seconds of a step and its parts, and memory of the fullest GPU."""
+
+    gpus: int
+    layout: str
+    step_s: float
+    communication_s: float
+    memory_bytes: float
+    headroom_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no plan can beat, in seconds.
+
+    Attributes
+    ----------
+    step_s : float
+        Proven for every split, every layout and every assignment of whole trajectories, of the model without draining.
+    gap_frac : float
+        The best step found in that model over it, less 1.
+    chosen_frac : float
+        This plan's step in that model over it, less 1: above the gap where another layout drains so much quicker.
+    binning_frac : float
+        Largest error of the programs over classes of trajectories on the way; no part of the gap.
+    longest_s : float
+        The longest trajectory alone on its best engine, tools included: no number of GPUs helps.
+    throughput_s : float
+        All GPU-seconds of the rollout, evenly over its GPUs.
+    training_s : float
+        Training on its pool.
+    """
+
+    step_s: float
+    gap_frac: float
+    chosen_frac: float
+    binning_frac: float
+    longest_s: float
+    throughput_s: float
+    training_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way, and why it lost: ``slower_frac`` is its step over the plan's, less 1."""
+
+    name: str
+    train_gpus: int
+    engines: Mapping[int, int]
+    step_s: float
+    slower_frac: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A split of the GPUs, a layout of the engines, and what follows from them.
+
+    Attributes
+    ----------
+    gpu, model : str
+    num_gpus, gpus_per_node, eta, num_trajectories : int
+    training : Training
+    buckets : tuple of Bucket
+        By rising TP degree.
+    spare_gpus : int
+        In neither pool: they would gain nothing.
+    needed_gpus : int
+        With so few the step is no longer than this one in the model without draining.
+    step_s, low_s, high_s : float
+        Predicted step; it would be low if no engine had to drain, and is high if the shortest trajectories happen to come first.
+    rollout_s, train_s, update_s : float
+        Predicted parts of it.
+    bottleneck : str
+        "training", "rollout throughput" or "longest trajectory".
+    bounds : Bounds
+    idle_frac : mapping of cause to share of all GPU-seconds of a step
+        With "busy" they add up to 1.
+    gpu_hours_per_step : float
+    alternatives : tuple of Alternative
+        The three best others, the best first.
+    nodes : tuple of NodeGroup
+        What is on which nodes, those that are alike together.
+    left_out : mapping of what was asked for and could not be to the reason
+    """
+
+    gpu: str
+    model: str
+    num_gpus: int
+    gpus_per_node: int
+    eta: int
+    num_trajectories: int
+    training: Training
+    buckets: tuple[Bucket, ...]
+    spare_gpus: int
+    needed_gpus: int
+    step_s: float
+    low_s: float
+    high_s: float
+    rollout_s: float
+    train_s: float
+    update_s: float
+    bottleneck: str
+    bounds: Bounds
+    idle_frac: Mapping[str, float]
+    gpu_hours_per_step: float
+    alternatives: tuple[Alternative, ...]
+    nodes: tuple[NodeGroup, ...]
+    left_out: Mapping[str, str]
+
+    @property
+    def engines(self) -> dict[int, int]:
+        """Engines by TP degree."""
+        return {bucket.tp: bucket.engines for bucket in self.buckets}
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs of all engines."""
+        return sum(bucket.gpus for bucket in self.buckets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as dicts, lists, numbers and strings, every field by its name."""
+        values = asdict(self)
+        values["rollout_gpus"] = self.rollout_gpus
+        return values

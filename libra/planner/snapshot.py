@@ -1,0 +1,169 @@
+"""What a plan is made from, and the problem in plain numbers that follows from it.
+
+Each TP degree is one kind of engine, at the concurrency its KV memory allows: a trajectory takes its share of the engine
+(`RolloutCost.engine_s`, which adds up), and never less than its time alone. How concurrent an engine should be in the end, and
+how long it then takes, `libra.planner.pace` works out for the layout that was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+
+from libra.errors import ConfigError, PlanError
+from libra.hardware import GPU, ModelShape, engine_seconds
+from libra.planner.cost import Layout, TrainingCost, Workload, rollout_cost, training_table
+from libra.planner.cost.rollout import ManySeconds
+from libra.planner.problem import EngineKind, Floats, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """What realised steps say of the model: seconds are multiplied by these. 1: as modelled."""
+
+    rollout: float = 1.0
+    training: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Hardware, model, the batch to come, and what may be chosen.
+
+    Attributes
+    ----------
+    gpu : GPU
+    shape : ModelShape
+    num_gpus : int
+    workload : Workload
+        The trajectories of one step.
+    tp : tuple of int
+        Degrees an engine may have; those the model cannot be cut into, or that do not hold it, are left out.
+    gpus_per_node : int or None
+        None: as the GPU's datasheet says.
+    training : Layout
+        Of the trainer.
+    eta : int
+    update_s : float
+        Publishing and loading new weights.
+    min_train_gpus, min_rollout_gpus, fixed_train_gpus, fixed_engines
+        As of `Problem`.
+    max_concurrency : int
+        Trajectories that generate at once on one engine at most.
+    corrections : Corrections
+    engines : mapping of TP degree to engine, or None
+        Measured or emulated engines instead of the datasheet's.
+    """
+
+    gpu: GPU
+    shape: ModelShape
+    num_gpus: int
+    workload: Workload
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    gpus_per_node: int | None = None
+    training: Layout = field(default_factory=Layout)
+    eta: int = 1
+    update_s: float = 0.0
+    min_train_gpus: int = 1
+    min_rollout_gpus: int = 1
+    fixed_train_gpus: int | None = None
+    fixed_engines: Mapping[int, int] = field(default_factory=dict)
+    max_concurrency: int = 256
+    corrections: Corrections = field(default_factory=Corrections)
+    engines: Mapping[int, ManySeconds] | None = None
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of a node."""
+        return self.gpus_per_node or self.gpu.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Posed:
+    """A problem, and the costs behind its numbers.
+
+    Attributes
+    ----------
+    problem : Problem
+    engines : mapping of TP degree to engine
+        In the order of ``Problem.kinds``.
+    training : mapping of GPU count to TrainingCost
+        Those that do not fit included.
+    left_out : mapping of TP degree to the reason
+        Degrees that were asked for and cannot be.
+    """
+
+    problem: Problem
+    engines: Mapping[int, ManySeconds]
+    training: Mapping[int, TrainingCost]
+    left_out: Mapping[int, str]
+
+
+def pose(snapshot: Snapshot) -> Posed:
+    """The problem that a snapshot poses.
+
+    Raises
+    ------
+    PlanError
+        No degree holds the model.
+    """
+    engines, left_out = _engines(snapshot)
+    if not engines:
+        reasons = "; ".join(f"TP{tp}: {reason}" for tp, reason in left_out.items())
+        raise PlanError(f"planner.tp: no degree of {list(snapshot.tp)} holds the model; {reasons}")
+    kinds, loads, alones = zip(*(_kind(snapshot, tp, engine) for tp, engine in engines.items()), strict=True)
+    training = _training(snapshot)
+    problem = Problem(
+        num_gpus=snapshot.num_gpus,
+        gpus_per_node=snapshot.node_gpus,
+        kinds=kinds,
+        load_s=np.stack(loads),
+        alone_s=np.stack(alones),
+        train_gpus=np.array(list(training), dtype=np.int64),
+        train_s=np.array([cost.step_s if cost.fits else np.inf for cost in training.values()])
+        * snapshot.corrections.training,
+        eta=snapshot.eta,
+        update_s=snapshot.update_s,
+        min_train_gpus=snapshot.min_train_gpus,
+        min_rollout_gpus=snapshot.min_rollout_gpus,
+        fixed_train_gpus=snapshot.fixed_train_gpus,
+        fixed_engines=dict(snapshot.fixed_engines),
+    )
+    return Posed(problem, engines, training, left_out)
+
+
+def _engines(snapshot: Snapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
+    if snapshot.engines is not None:
+        return {tp: snapshot.engines[tp] for tp in snapshot.tp if tp in snapshot.engines}, {}
+    engines: dict[int, ManySeconds] = {}
+    left_out: dict[int, str] = {}
+    for tp in snapshot.tp:
+        if tp > snapshot.node_gpus:
+            left_out[tp] = f"a node has {snapshot.node_gpus} GPUs"
+            continue
+        try:
+            engines[tp] = cast("ManySeconds", engine_seconds(snapshot.gpu, snapshot.shape, tp))
+        except ConfigError as error:
+            left_out[tp] = str(error)
+    return engines, left_out
+
+
+def _kind(snapshot: Snapshot, tp: int, engine: ManySeconds) -> tuple[EngineKind, Floats, Floats]:
+    """The kind of this degree, at the concurrency of most throughput: loads (N,) and critical paths (N,), in seconds."""
+    workload, factor = snapshot.workload, snapshot.corrections.rollout
+    most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency
+    concurrency = max(int(most), 1)
+    cost = rollout_cost(workload, engine, concurrency=concurrency, max_sequences=snapshot.max_concurrency)
+    load_s = np.where(cost.fits, np.maximum(cost.engine_s, 1e-9) * factor, np.inf)
+    alone_s = np.where(cost.fits, cost.tool_wait_s + (cost.alone_s - cost.tool_wait_s) * factor, np.inf)
+    return EngineKind(tp, concurrency), load_s, alone_s
+
+
+def _training(snapshot: Snapshot) -> dict[int, TrainingCost]:
+    """Training on every number of GPUs that fills a part of one node evenly, or whole nodes."""
+    node, tokens = snapshot.node_gpus, snapshot.workload.final_context_tokens
+    sheet = snapshot.gpu if snapshot.gpu.gpus_per_node == node else replace(snapshot.gpu, gpus_per_node=node)
+    counts = [*range(1, min(node, snapshot.num_gpus)), *range(node, snapshot.num_gpus + 1, node)]
+    return training_table(sheet, snapshot.shape, tokens, counts, snapshot.training)

@@ -1,0 +1,139 @@
+"""A plan explains itself: its numbers agree with each other, and each alternative says why it lost."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+
+from libra.errors import PlanError
+from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.planner.cost import Layout, Workload, rollout_cost
+from libra.planner.explain import text
+from libra.planner.making import compare, plan
+from libra.planner.pace import Pace, best_concurrency
+from libra.planner.plan import Plan
+from libra.planner.snapshot import Snapshot, pose
+from libra.planner.trace import drawn, workload_of_turns
+
+
+def snapshot(num_gpus: int = 32, **changes: object) -> Snapshot:
+    tokens = np.random.default_rng(0).lognormal(8.5, 0.7, 96).clip(200, 30_000)
+    workload = Workload.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
+    settings = {"training": Layout(logits_chunk_tokens=1024), "update_s": 5.0, **changes}
+    return Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    return plan(snapshot())
+
+
+def test_the_parts_agree(made: Plan) -> None:
+    assert made.training.gpus + made.rollout_gpus + made.spare_gpus == made.num_gpus
+    assert sum(made.idle_frac.values()) == pytest.approx(1.0)
+    assert made.low_s <= made.step_s <= made.high_s
+    assert made.step_s == pytest.approx(max(made.rollout_s, made.train_s) + made.update_s)
+    assert made.bounds.step_s <= made.low_s * (1 + 1e-9)
+    assert made.bounds.gap_frac <= 1e-3
+    assert made.bounds.longest_s + made.update_s <= made.bounds.step_s * (1 + 1e-9)
+    assert made.gpu_hours_per_step == pytest.approx(made.num_gpus * made.step_s / 3600)
+    assert sum(bucket.num_trajectories for bucket in made.buckets) == made.num_trajectories
+    edges = [edge for bucket in made.buckets for edge in (bucket.from_tokens, bucket.to_tokens)]
+    assert edges[0] == 0
+    assert edges[-1] is None
+    assert edges[1:-1:2] == edges[2::2]
+    assert all(0 < bucket.kv_used_frac <= 1.01 for bucket in made.buckets)
+    assert made.needed_gpus <= made.num_gpus
+    held = sum(group.num_nodes * group.engines.get(tp, 0) for group in made.nodes for tp in made.engines)
+    assert held == sum(made.engines.values())
+
+
+def test_synchronous_steps_add_up() -> None:
+    made = plan(snapshot(eta=0))
+    assert made.step_s == pytest.approx(made.rollout_s + made.train_s + made.update_s)
+    assert made.idle_frac["engines wait for the trainer"] > 0
+
+
+def test_alternatives_are_other_plans_and_say_why_they_lost(made: Plan) -> None:
+    assert 1 <= len(made.alternatives) <= 3
+    for other in made.alternatives:
+        assert (other.train_gpus, dict(other.engines)) != (made.training.gpus, made.engines)
+        assert other.slower_frac == pytest.approx(other.step_s / made.step_s - 1)
+        assert other.slower_frac >= -0.02  # what the plan may be behind in draining alone
+        assert " s" in other.reason
+    assert [o.step_s for o in made.alternatives] == sorted(o.step_s for o in made.alternatives)
+
+
+def test_a_fixed_choice_is_compared_and_never_better_in_the_model(made: Plan) -> None:
+    other = compare(snapshot(), dataclasses.replace(snapshot(), fixed_train_gpus=24), "train=24")
+    assert other.train_gpus == 24
+    assert other.slower_frac > -0.05
+    assert sum(tp * number for tp, number in other.engines.items()) <= 8
+
+
+def test_it_is_json_and_text(made: Plan) -> None:
+    values = json.loads(json.dumps(made.to_dict(), allow_nan=False))
+    assert values["training"]["gpus"] == made.training.gpus
+    assert values["rollout_gpus"] == made.rollout_gpus
+    words = text(made)
+    for part in ("bottleneck", "No plan is faster than", "Next best", f"{made.training.gpus:>6} GPUs", "GPU time"):
+        assert part in words
+
+
+def test_what_holds_no_engine_is_left_out_with_its_reason() -> None:
+    big = dataclasses.replace(snapshot(64), shape=load_shape("Qwen2.5-72B-Instruct"), tp=(1, 2, 4, 8))
+    posed = pose(big)
+    assert 1 in posed.left_out
+    assert "weights take" in posed.left_out[1]
+    with pytest.raises(PlanError, match="no degree of"):
+        pose(dataclasses.replace(big, tp=(1,)))
+
+
+def test_an_engine_with_one_trajectory_takes_its_time_alone() -> None:
+    workload = Workload.of(500.0, np.array([3000.0, 100.0]), tool_wait_s=np.array([7.0, 1.0]))
+    engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
+    alone_s = rollout_cost(workload, engine, concurrency=1).alone_s
+    pace = Pace.of(workload, engine, alone_s)
+    assert pace.engine_s(np.array([0]), 8) == pytest.approx(alone_s[0], rel=1e-6)
+    assert pace.engine_s(np.array([0, 1]), 1) == pytest.approx(alone_s.sum(), rel=1e-6)
+    both_s = pace.engine_s(np.array([0, 1]), 2)
+    assert alone_s[0] <= both_s < alone_s.sum()
+
+
+def test_longest_first_drains_sooner_and_the_best_concurrency_is_the_quickest() -> None:
+    tokens = np.array([400.0] * 60 + [4000.0] * 4)
+    workload = Workload.of(200.0, tokens)
+    engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
+    pace, items = Pace.of(workload, engine, rollout_cost(workload, engine, concurrency=1).alone_s), np.arange(64)
+    assert pace.engine_s(items, 16) < pace.engine_s(items, 16, longest_first=False)
+    concurrency, quickest_s, _ = best_concurrency(pace, [items], 64)
+    assert quickest_s == min(pace.engine_s(items, c) for c in (64, 32, 16, 8, 4, 2, 1))
+    assert pace.engine_s(items, concurrency) == quickest_s
+
+
+TRACE = """task,sample,turn,prompt_tokens,completion_tokens,tool_s
+a,0,1,160,30,0.25
+a,0,0,100,20,1.5
+b,0,0,50,5,
+"""
+
+
+def test_a_trace_becomes_a_workload() -> None:
+    workload = workload_of_turns(csv.DictReader(io.StringIO(TRACE)), tool_s=9.0)
+    assert workload.prompt_tokens.tolist() == [100, 50]
+    assert workload.generated_tokens.tolist() == [50, 5]
+    assert workload.observation_tokens.tolist() == [40, 0]
+    assert workload.num_turns.tolist() == [2, 1]
+    assert workload.tool_wait_s.tolist() == [1.75, 9.0]
+    batch = drawn(workload, 40, 0, max_context_tokens=110)
+    assert batch.final_context_tokens.max() <= 110
+    assert len(batch) == 40
+    with pytest.raises(PlanError, match="line 2"):
+        workload_of_turns(csv.DictReader(io.StringIO("task,turn\na,0\n")), 1.0)
+    with pytest.raises(PlanError, match="no row"):
+        workload_of_turns([], 1.0)
