@@ -132,7 +132,7 @@ class Posterior:
         self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
         self._weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
         self._weights[1, 0] = 1.0  # knowing nothing: as much is to come as was, the least attained service first
-        self._weights[3, 1] = 1.0
+        self._weights[0, 1] = 1.0
         self._weights[:, 2:] = np.tile(self._weights[:, :2], len(EXPERTS) - 1)
         self._few = np.zeros(WIDTH)
         self._mix()
@@ -240,7 +240,7 @@ class Posterior:
             math.exp(rest) * TOKEN_SCALE if sure else 0.0,
             family,
         )
-        x[NUM_FEW:] = self._pool.counts[live.slot]
+        np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
         base_log, base_mean, log, mean = (x @ self._final).tolist()
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
         log = min(max(log, 0.0), _LARGEST_LOG)
