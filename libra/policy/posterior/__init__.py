@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from libra.policy.posterior.columns import SIGNALS
-from libra.policy.posterior.forecaster import Dials, Posterior
+from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.forecaster import Posterior
 
 __all__ = ["SIGNALS", "Dials", "Posterior"]

@@ -25,8 +25,6 @@ def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
     return np.concatenate(parts)
 
 
-
-
 class Sums:
     """Weighted sums of a regression's normal equations; the constant is column 0."""
 
@@ -47,13 +45,11 @@ class Sums:
         self.cross *= factor
         self.trajectories *= factor
 
-    def plus(self, other: Sums) -> Sums:
-        """Both together."""
-        both = Sums()
-        both.gram = self.gram + other.gram
-        both.cross = self.cross + other.cross
-        both.trajectories = self.trajectories + other.trajectories
-        return both
+    def copy(self) -> Sums:
+        """The same sums, on their own."""
+        other = Sums()
+        other.gram, other.cross, other.trajectories = self.gram.copy(), self.cross.copy(), self.trajectories
+        return other
 
 
 def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> Floats:
