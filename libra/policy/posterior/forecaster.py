@@ -66,7 +66,10 @@ class Posterior:
         self._waiting: deque[tuple[array[int], int]] = deque(maxlen=WAITING)
         self._learner = Learner(dials)
         self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
-        self._spread = 1.0
+        self._spread = (0.5, 0.5)  # variance of log totals within and between groups
+        self._within = [0.0, 0.0]  # finished ones with finished siblings: how many, sum of squares
+        self._uses_siblings = "siblings" in dials.signals
+        self._uses_families = "family" in dials.signals
         self._x = np.zeros(WIDTH)
 
     # --- events ---
@@ -124,6 +127,8 @@ class Posterior:
     def _ended(self, key: str, live: Live, completed: bool) -> None:
         total = log_tokens(live.tokens) if completed else None
         if live.group:
+            if total is not None:
+                self._compare(live.group, total)
             self._groups.leave(live.group, key, live.information, live.imputed, total)
         if live.family:
             self._families.leave(live.family, key, live.information, live.imputed, total)
@@ -135,6 +140,16 @@ class Posterior:
                 everyone[i] = self.dials.forget * everyone[i] + value
             self._waiting.append((live.rows, live.tokens))
         self._pool.give(live.slot)
+
+    def _compare(self, group: str, total: float) -> None:
+        """How far it ended from its finished siblings tells how much groups have in common."""
+        siblings = self._groups.groups[group]
+        if siblings.weight >= 0.5:
+            deviation = total - siblings.total / siblings.weight
+            within = self._within
+            within[0] = self.dials.forget * within[0] + 1.0
+            share = siblings.weight / (siblings.weight + 1.0)
+            within[1] = self.dials.forget * within[1] + share * deviation * deviation
 
     def _published(self) -> None:
         keep = self.dials.version_forget
@@ -151,14 +166,15 @@ class Posterior:
         everyone = self._all
         known = everyone[0] + everyone[3] - weight
         centre = (everyone[1] + everyone[4] - weight * value) / known if known > 1e-6 else value
-        shift = sure = rest = family = 0.0
-        own = weight if self.dials.running_siblings else 0.0
-        if live.group:
-            shift, sure = self._groups.shift(live.group, centre, own, value)
-            if sure:
-                rest = lognormal_remaining(centre + shift, self._spread, log_tokens(tokens))
-        if live.family:
+        shift = sure = family = 0.0
+        if live.family and self._uses_families:
             family, _ = self._families.shift(live.family, centre, weight, value)
+            centre += family
+        if live.group and self._uses_siblings:
+            own = weight if self.dials.running_siblings else 0.0
+            shift, sure = self._groups.shift(live.group, centre, own, value)
+        within, between = self._spread
+        rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_tokens(tokens))
         x = self._x
         x[:NUM_FEW] = (
             *progress(tokens, live.returns, live.pending),
@@ -167,7 +183,7 @@ class Posterior:
             shift,
             sure,
             rest,
-            math.exp(rest) * TOKEN_SCALE if sure else 0.0,
+            math.exp(rest) * TOKEN_SCALE,
             family,
         )
         np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
@@ -221,7 +237,8 @@ class Posterior:
             "waiting": packing.dump_rows([rows for rows, _ in self._waiting]),
             "totals": [total for _, total in self._waiting],
             "all": list(self._all),
-            "spread": self._spread,
+            "spread": list(self._spread),
+            "within": list(self._within),
             "learner": self._learner.snapshot(),
         }
 
@@ -237,7 +254,8 @@ class Posterior:
         rows = packing.load_rows(snapshot["waiting"])
         self._waiting = deque(zip(rows, snapshot["totals"], strict=True), maxlen=WAITING)
         self._all = [float(value) for value in snapshot["all"]]
-        self._spread = float(snapshot["spread"])
+        self._spread = (float(snapshot["spread"][0]), float(snapshot["spread"][1]))
+        self._within = [float(value) for value in snapshot["within"]]
         self._learner.restore(snapshot["learner"])
 
     def remaining(self, key: str) -> Forecast:
@@ -265,9 +283,16 @@ class Posterior:
         finished = list(self._waiting)
         self._waiting.clear()
         self._learner.learn(finished, self._running() if self.dials.censored else ())
+        self._spread = self._spreads()
+        self._groups.prior = min(max(self._spread[0] / self._spread[1], 0.25), 8.0)
+
+    def _spreads(self) -> tuple[float, float]:
+        """Variance of log totals within groups and between them; until siblings have finished, half is taken for each."""
         weight, total, squares = self._all[:3]
-        variance = squares / weight - (total / weight) ** 2 if weight > 2.0 else 1.0
-        self._spread = max(math.sqrt(max(variance, 0.0)), 0.2)
+        variance = max(squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
+        count, deviations = self._within
+        within = (deviations + 5.0 * 0.5 * variance) / (count + 5.0)
+        return within, max(variance - within, 0.1 * within)
 
     def _running(self) -> Iterator[tuple[Running, float]]:
         """Running trajectories that said something, at most ``sample`` of them, each with how many it stands for."""
