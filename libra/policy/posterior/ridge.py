@@ -16,7 +16,7 @@ from libra.policy.posterior.columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCA
 from libra.policy.posterior.rows import Floats
 
 EXPERTS = ("progress", *SIGNALS, "joint")
-"""Forecasts that the solve gives: progress alone, progress and one signal, everything."""
+"""Progress alone, progress and one signal, everything."""
 
 
 def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
@@ -45,13 +45,11 @@ class Sums:
         self.cross *= factor
         self.trajectories *= factor
 
-    def plus(self, other: Sums) -> Sums:
-        """Both together."""
-        both = Sums()
-        both.gram = self.gram + other.gram
-        both.cross = self.cross + other.cross
-        both.trajectories = self.trajectories + other.trajectories
-        return both
+    def copy(self) -> Sums:
+        """The same sums, on their own."""
+        other = Sums()
+        other.gram, other.cross, other.trajectories = self.gram.copy(), self.cross.copy(), self.trajectories
+        return other
 
 
 def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> Floats:
