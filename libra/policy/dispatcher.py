@@ -7,8 +7,8 @@ Invariants
 ----------
 1. A worker never holds more quanta of a phase than it has slots.
 2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
-   at home there; whoever prefers its bucket; whoever is overdue (level -1); and, where a slot would stay free otherwise,
-   whoever waits elsewhere so long that computing its context again pays (`_pays`).
+   at home there, unless moving pays (`Loads.better_home`); whoever prefers its bucket; whoever is overdue (level -1); and, where
+   a slot would stay free otherwise, whoever waits elsewhere so long that computing its context again pays (`_pays`).
 3. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
    under way (`Loads.fits`), and no move pays.
 4. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
@@ -283,7 +283,7 @@ class Dispatcher:
                     best, worker, reason = entry, home, "home"
         for bucket, order in queue.in_bucket.items():
             entry = order.first()
-            if entry is not None and (best is None or entry < best):
+            if entry is not None and (best is None or entry <= best):  # the same one: it prefers this to its home
                 target = self._roomiest(queue, entry[2], self._fleet.buckets.get(bucket, ()))
                 if target is not None:
                     best, worker, reason = entry, target, "preferred bucket"
@@ -292,7 +292,13 @@ class Dispatcher:
             target = self._first_home(queue, entry)
             if target is not None:
                 best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
-        return None if best is None else Place(best[2], Phase.ROLLOUT, worker, reason)
+        if best is None:
+            return None
+        if reason == "home":
+            better = self._loads.better_home(best[2], queue.free)
+            if better is not None:
+                worker, reason = better[0], f"move: both engines are over {better[1]:.0f} s sooner"
+        return Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
         """Where a trajectory without a home, or one that is overdue, had best go; None where it would push others out."""

@@ -90,7 +90,9 @@ class SimulatedEngine:
         self._queue: list[tuple[tuple[int, ...], int, Request]] = []
         self._running: list[tuple[float, int, str]] = []  # heap of (step of its last token, serial, key)
         self._requests: dict[str, Request] = {}
-        self._kept: OrderedDict[str, tuple[int, str]] = OrderedDict()  # context kept between turns, oldest first; its group
+        self._kept: OrderedDict[str, tuple[int, str]] = (
+            OrderedDict()
+        )  # context kept between turns, oldest first; its group
         self._prompts: dict[str, int] = {}  # how many contexts of a group are here
         self._reserved = self._kept_tokens = 0
         self._context = 0.0  # tokens that running requests attend to, now
@@ -170,9 +172,7 @@ class SimulatedEngine:
     @property
     def counters(self) -> Counters:
         """What it has done so far."""
-        return Counters(
-            self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak
-        )
+        return Counters(self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak)
 
     @property
     def kv_tokens(self) -> int:

@@ -58,13 +58,13 @@ def slots_of(tables: EngineTables, context_tokens: int) -> int:
     return max(1, min(MAX_SLOTS, tables.kv_capacity_tokens // max(1, context_tokens)))
 
 
-def fleet(layout: Mapping[int, int], tables: Mapping[int, EngineTables], slots: Mapping[int, int]) -> tuple[EngineSpec, ...]:
+def fleet(
+    layout: Mapping[int, int], tables: Mapping[int, EngineTables], slots: Mapping[int, int]
+) -> tuple[EngineSpec, ...]:
     """Engines of a layout, given as number of engines by degree; ConfigError where it has none, or a degree has no seconds."""
     missing = sorted(tp for tp, count in layout.items() if count > 0 and tp not in tables)
     if missing or not any(count > 0 for count in layout.values()):
         raise ConfigError(f"layout {dict(layout)}: degrees {missing or 'none'}; seconds are known for {sorted(tables)}")
     return tuple(
-        EngineSpec(f"tp{tp}-{index}", tp, slots[tp], tables[tp])
-        for tp in sorted(layout)
-        for index in range(layout[tp])
+        EngineSpec(f"tp{tp}-{index}", tp, slots[tp], tables[tp]) for tp in sorted(layout) for index in range(layout[tp])
     )

@@ -36,7 +36,9 @@ def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
             reader = csv.DictReader(file)
             missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
             if missing:
-                raise ConfigError(f"traces {path}: columns {', '.join(missing)} are missing; it has {reader.fieldnames}")
+                raise ConfigError(
+                    f"traces {path}: columns {', '.join(missing)} are missing; it has {reader.fieldnames}"
+                )
             rows: dict[tuple[str, ...], list[dict[str, str]]] = {}
             for row in reader:
                 place = tuple(row.get(name) or "" for name in ("source", "model", "task", "sample"))

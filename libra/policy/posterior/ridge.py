@@ -25,8 +25,6 @@ def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
     return np.concatenate(parts)
 
 
-
-
 class Sums:
     """Weighted sums of a regression's normal equations; the constant is column 0."""
 
