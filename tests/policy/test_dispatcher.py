@@ -163,19 +163,21 @@ def test_a_preferred_bucket_takes_it_as_soon_as_it_has_room() -> None:
     assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "c", "preferred bucket"),)
 
 
-def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_but_overdue_ones_do() -> None:
+def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_overdue_one_is_next() -> None:
     dispatcher = Dispatcher()
-    dispatcher.handle(WorkerJoined("a", rollout_slots=4, kv_tokens=1000))
+    dispatcher.handle(WorkerJoined("a", rollout_slots=4, kv_tokens=1300))
     assert at_home(dispatcher, "x", 700) == "a"
     park(dispatcher, "y", 0, context=700)
-    assert dispatcher.dispatch(ROLLOUT) == ()
+    park(dispatcher, "z", 5, context=200)
     dispatcher.apply([SetPriority("y", Priority(0, -1, 0), "overdue")])
-    assert dispatcher.dispatch(ROLLOUT) == (Place("y", ROLLOUT, "a", "overdue"),)
-    park(dispatcher, "z", 0, context=700)
-    assert dispatcher.dispatch(ROLLOUT) == ()
-    for key in ("x", "y"):
-        dispatcher.handle(TrajectoryEnded(key))
-    assert [place.key for place in dispatcher.dispatch(ROLLOUT)] == ["z"]
+    assert dispatcher.dispatch(ROLLOUT) == ()  # z would fit, but starts no earlier than y
+    park(dispatcher, "x", 9, context=700)
+    assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "a", "home"),)
+    dispatcher.handle(TrajectoryEnded("x"))
+    assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [
+        ("y", "overdue"),
+        ("z", "first home"),
+    ]
 
 
 def test_a_lost_home_is_no_home() -> None:
