@@ -37,6 +37,7 @@ class Trace:
     """A recorded trajectory: its prompt (``group``), its environment (``family``), its turns."""
 
     key: str
+    task: str
     group: str
     family: str
     turns: tuple[Turn, ...]
@@ -70,7 +71,7 @@ def read_traces(path: Path) -> list[Trace]:
         for row in csv.DictReader(lines):
             turns.setdefault((row["source"], row["task"], row["sample"]), []).append(_turn(row))
     return [
-        Trace("/".join(names), "/".join(names[:2]), names[0], tuple(made))
+        Trace("/".join(names), names[1], "/".join(names[:2]), names[0], tuple(made))
         for names, made in turns.items()
         if sum(turn.tokens for turn in made) > 0
     ]

@@ -129,6 +129,7 @@ def dump(cohorts: Cohorts) -> dict[str, Any]:
     groups = cohorts.groups
     return {
         "version": cohorts.version,
+        "prior": cohorts.prior,
         "names": list(groups),
         "weight": [group.weight for group in groups.values()],
         "total": [group.total for group in groups.values()],
@@ -145,6 +146,7 @@ def dump(cohorts: Cohorts) -> dict[str, Any]:
 def load(cohorts: Cohorts, dumped: Mapping[str, Any]) -> None:
     """Let ``cohorts`` know what was dumped, and nothing else."""
     cohorts.version = int(dumped["version"])
+    cohorts.prior = float(dumped["prior"])
     cohorts.groups = {}
     parts = ("weight", "total", "running", "running_total", "finished", "live", "probe")
     for name, version, *values in zip(dumped["names"], dumped["versions"], *(dumped[p] for p in parts), strict=True):

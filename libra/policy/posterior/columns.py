@@ -16,11 +16,11 @@ from libra.policy.posterior.rows import START, Floats, Table
 SIGNALS = ("last", "tree", "siblings", "family", "tools")
 """What a forecast may rest on beside progress, in the order of their columns."""
 
-PROGRESS = 7
+PROGRESS = 4
 TOOL_SLOTS = 24
 """Tools counted by name, the last slot for all others."""
-DECAY = 0.88
-"""A tool's count after each later return; half-life 5 returns."""
+DECAY = 0.85
+"""A tool's count after each later return; half-life 4 returns."""
 TOKEN_SCALE = 1e-3
 
 _COUNTED = TOOL_SLOTS + 3  # failures, other statuses, payload
@@ -34,6 +34,8 @@ for _signal in SIGNALS:
 WIDTH = _next
 """Number of columns."""
 _SIBLINGS, _FAMILY, _TOOLS = (OFFSETS[name].start for name in SIGNALS[2:])
+REST = _SIBLINGS + 2
+"""Column of the closed-form log remaining tokens, and after it the tokens themselves, in thousands."""
 NUM_FEW = _TOOLS
 """Columns before the tools' counts."""
 
@@ -73,18 +75,13 @@ def _contributions() -> Floats:
 ADDS = _contributions()
 
 
-def progress(tokens: float, returns: int, last_tokens: float) -> tuple[float, ...]:
-    """The progress columns: constant, tokens and returns so far (logarithms, plain), tokens of the last turn."""
-    log_tokens = math.log1p(tokens)
-    return (
-        1.0,
-        log_tokens,
-        math.log1p(returns),
-        tokens * TOKEN_SCALE,
-        returns * 0.1,
-        log_tokens * log_tokens * 0.1,
-        math.log1p(last_tokens),
-    )
+def progress(tokens: float, returns: int, last_tokens: float) -> tuple[float, float, float, float]:
+    """The progress columns: constant, and logarithms of tokens and returns so far and of the last turn's tokens.
+
+    Logarithms only: with the plain numbers beside them the few longest trajectories rule the fit, and it runs away where
+    forecasts of running trajectories are learned from.
+    """
+    return 1.0, math.log1p(tokens), math.log1p(returns), math.log1p(last_tokens)
 
 
 def matrix(table: Table, last: Floats, tree: Floats) -> Floats:
@@ -99,23 +96,19 @@ def matrix(table: Table, last: Floats, tree: Floats) -> Floats:
     state, tokens = table.state, table.tokens
     num_rows = len(state)
     returns = np.arange(num_rows, dtype=np.float64)
-    log_tokens = np.log1p(tokens)
     x = np.empty((num_rows, WIDTH))
     x[:, 0] = 1.0
-    x[:, 1] = log_tokens
+    x[:, 1] = np.log1p(tokens)
     x[:, 2] = np.log1p(returns)
-    x[:, 3] = tokens * TOKEN_SCALE
-    x[:, 4] = returns * 0.1
-    x[:, 5] = log_tokens * log_tokens * 0.1
-    x[:, 6] = np.log1p(np.diff(tokens, prepend=0.0))
-    x[:, OFFSETS["tools"]] = decays(num_rows) @ ADDS[state]
+    x[:, 3] = np.log1p(np.diff(tokens, prepend=0.0))
+    x[:, OFFSETS["tools"]] = np.log1p(decays(num_rows) @ ADDS[state])
     x[:, OFFSETS["last"]] = last
     x[:, OFFSETS["tree"]] = tree
     stored = table.stored
     x[:, _SIBLINGS] = stored[:, 0]
     x[:, _SIBLINGS + 1] = stored[:, 1]
-    x[:, _SIBLINGS + 2] = stored[:, 2] * (stored[:, 1] > 0)
-    x[:, _SIBLINGS + 3] = np.exp(stored[:, 2]) * TOKEN_SCALE * (stored[:, 1] > 0)
+    x[:, _SIBLINGS + 2] = stored[:, 2]
+    x[:, _SIBLINGS + 3] = np.exp(stored[:, 2]) * TOKEN_SCALE
     x[:, _FAMILY] = stored[:, 3]
     assert state[0] == START
     return x

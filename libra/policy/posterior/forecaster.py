@@ -23,87 +23,29 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from libra.policy.forecast import Forecast
 from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.policy.posterior import cohorts, packing
 from libra.policy.posterior.cohorts import Cohorts, lognormal_remaining
-from libra.policy.posterior.columns import (
-    ADDS,
-    DECAY,
-    NUM_FEW,
-    SIGNALS,
-    TOKEN_SCALE,
-    TOOLS,
-    WIDTH,
-    Pool,
-    matrix,
-    progress,
-    state_of,
-)
-from libra.policy.posterior.residuals import BACK_OFF, SILENT, States, Tree, child
-from libra.policy.posterior.ridge import EXPERTS, Sums, solve, targets
-from libra.policy.posterior.rows import (
-    MAX_ROWS,
-    START,
-    STRIDE,
-    Floats,
-    Live,
-    Table,
-    log_tokens,
-    stored_log,
-    stored_shift,
-)
-from libra.policy.posterior.stack import Guard, Mixture
+from libra.policy.posterior.columns import ADDS, DECAY, NUM_FEW, TOKEN_SCALE, TOOLS, WIDTH, Pool, progress, state_of
+from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.learner import Learner, Running
+from libra.policy.posterior.residuals import BACK_OFF, SILENT, child
+from libra.policy.posterior.ridge import EXPERTS
+from libra.policy.posterior.rows import MAX_ROWS, START, STRIDE, Live, log_tokens, stored_log, stored_shift
 
+SCHEMA = 1
+"""Of snapshots."""
 WAITING = 1024
 """Finished trajectories that wait for `learn`; more drop the oldest."""
 _ADDS32 = ADDS.astype(np.float32)
 _DECAY32 = np.float32(DECAY)
 _LARGEST_LOG = 16.0
-
-
-@dataclass(frozen=True, slots=True)
-class Dials:
-    """What the posterior believes before it has seen anything.
-
-    Attributes
-    ----------
-    signals : tuple of str
-        Those it may use, of `SIGNALS`.
-    forget : float
-        Weight of a finished trajectory after each later one.
-    version_forget : float
-        Weight of everything learned after each new version of the weights.
-    progress_shrink, signal_shrink, stack_shrink : float
-        Trajectories' worth of belief that a column of progress, a column of a signal, an expert says nothing.
-    sibling_prior, family_prior : float
-        Members' worth of belief that a group, a family is like all others.
-    guard_sigmas : float
-        Standard errors by which a gain must stand out to be used in full.
-    censored : bool
-        Learn from running trajectories.
-    running_siblings : bool
-        Count running siblings; else finished ones only.
-    sample : int
-        Running trajectories that a `learn` looks at.
-    """
-
-    signals: tuple[str, ...] = SIGNALS
-    forget: float = 0.998
-    version_forget: float = 0.9
-    progress_shrink: float = 1.0
-    signal_shrink: float = 10.0
-    stack_shrink: float = 3.0
-    sibling_prior: float = 1.0
-    family_prior: float = 5.0
-    guard_sigmas: float = 1.0
-    censored: bool = True
-    running_siblings: bool = True
-    sample: int = 64
 
 
 class Posterior:
@@ -122,20 +64,13 @@ class Posterior:
         self._groups = Cohorts(dials.sibling_prior, dials.version_forget)
         self._families = Cohorts(dials.family_prior, dials.version_forget)
         self._waiting: deque[tuple[array[int], int]] = deque(maxlen=WAITING)
-        self._states, self._tree, self._unit = States(), Tree(), 1.0
-        self._sums = Sums()
-        self._mixtures = (
-            Mixture(len(EXPERTS) - 1, dials.stack_shrink),
-            Mixture(len(EXPERTS) - 1, dials.stack_shrink),
-        )
-        self._guards = (Guard(dials.guard_sigmas), Guard(dials.guard_sigmas))
+        self._learner = Learner(dials)
         self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
-        self._weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
-        self._weights[1, 0] = 1.0  # knowing nothing: as much is to come as was, the least attained service first
-        self._weights[3, 1] = 1.0
-        self._weights[:, 2:] = np.tile(self._weights[:, :2], len(EXPERTS) - 1)
-        self._few = np.zeros(WIDTH)
-        self._mix()
+        self._spread = (0.5, 0.5)  # variance of log totals within and between groups
+        self._within = [0.0, 0.0]  # finished ones with finished siblings: how many, sum of squares
+        self._uses_siblings = "siblings" in dials.signals
+        self._uses_families = "family" in dials.signals
+        self._x = np.zeros(WIDTH)
 
     # --- events ---
 
@@ -174,23 +109,26 @@ class Posterior:
             if number < TOOLS - 1:
                 self._tools[tool] = number
         state = state_of(number, status, payload_tokens)
+        learner = self._learner
         counts = self._pool.counts[live.slot]
         counts *= _DECAY32
         counts += _ADDS32[state]
         live.returns += 1
         live.node = node = child(live.node, state)
-        said = None if live.missed else self._tree.says(node, live.tree, self._unit)
+        said = None if live.missed else learner.tree.says(node, live.tree, learner.unit)
         if said is None:
             live.missed += 1
             log, tokens = live.tree
             live.tree = (log * BACK_OFF, tokens * BACK_OFF)
         else:
             live.tree = said
-        self._forecast(live, state, self._states.says(state, self._unit))
+        self._forecast(live, state, learner.states.says(state, learner.unit))
 
     def _ended(self, key: str, live: Live, completed: bool) -> None:
         total = log_tokens(live.tokens) if completed else None
         if live.group:
+            if total is not None:
+                self._compare(live.group, total)
             self._groups.leave(live.group, key, live.information, live.imputed, total)
         if live.family:
             self._families.leave(live.family, key, live.information, live.imputed, total)
@@ -203,14 +141,21 @@ class Posterior:
             self._waiting.append((live.rows, live.tokens))
         self._pool.give(live.slot)
 
+    def _compare(self, group: str, total: float) -> None:
+        """How far it ended from its finished siblings tells how much groups have in common."""
+        siblings = self._groups.groups[group]
+        if siblings.weight >= 0.5:
+            deviation = total - siblings.total / siblings.weight
+            within = self._within
+            within[0] = self.dials.forget * within[0] + 1.0
+            share = siblings.weight / (siblings.weight + 1.0)
+            within[1] = self.dials.forget * within[1] + share * deviation * deviation
+
     def _published(self) -> None:
         keep = self.dials.version_forget
-        self._sums.scale(keep)
-        for part in (*self._mixtures, *self._guards):
-            part.scale(keep)
+        self._learner.published()
         for i in range(3):
             self._all[i] *= keep
-        self._unit /= keep
         self._groups.version += 1
         self._families.version += 1
 
@@ -221,15 +166,16 @@ class Posterior:
         everyone = self._all
         known = everyone[0] + everyone[3] - weight
         centre = (everyone[1] + everyone[4] - weight * value) / known if known > 1e-6 else value
-        shift = sure = rest = family = 0.0
-        own = weight if self.dials.running_siblings else 0.0
-        if live.group:
-            shift, sure = self._groups.shift(live.group, centre, own, value)
-            if sure:
-                rest = lognormal_remaining(centre + shift, self._spread, log_tokens(tokens))
-        if live.family:
+        shift = sure = family = 0.0
+        if live.family and self._uses_families:
             family, _ = self._families.shift(live.family, centre, weight, value)
-        x = self._few
+            centre += family
+        if live.group and self._uses_siblings:
+            own = weight if self.dials.running_siblings else 0.0
+            shift, sure = self._groups.shift(live.group, centre, own, value)
+        within, between = self._spread
+        rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_tokens(tokens))
+        x = self._x
         x[:NUM_FEW] = (
             *progress(tokens, live.returns, live.pending),
             *last,
@@ -237,15 +183,15 @@ class Posterior:
             shift,
             sure,
             rest,
-            math.exp(rest) * TOKEN_SCALE if sure else 0.0,
+            math.exp(rest) * TOKEN_SCALE,
             family,
         )
-        x[NUM_FEW:] = self._pool.counts[live.slot]
-        base_log, base_mean, log, mean = (x @ self._final).tolist()
+        np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
+        base_log, base_mean, log, mean = (x @ self._learner.final).tolist()
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
         log = min(max(log, 0.0), _LARGEST_LOG)
         base_mean, mean = max(base_mean, TOKEN_SCALE), max(mean, TOKEN_SCALE)
-        guard_log, guard_mean = self._guards
+        guard_log, guard_mean = self._learner.guards
         live.order = math.exp(base_log + guard_log.factor * (log - base_log))
         live.mean = (base_mean + guard_mean.factor * (mean - base_mean)) / TOKEN_SCALE
         if len(live.rows) < MAX_ROWS * STRIDE:
@@ -280,6 +226,38 @@ class Posterior:
         if live.family:
             self._families.change(live.family, weight, value, information, imputed)
 
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold; what is live in packed columns."""
+        return {
+            "schema": SCHEMA,
+            "live": packing.dump_live(self._live, self._pool),
+            "tools": list(self._tools),
+            "groups": cohorts.dump(self._groups),
+            "families": cohorts.dump(self._families),
+            "waiting": packing.dump_rows([rows for rows, _ in self._waiting]),
+            "totals": [total for _, total in self._waiting],
+            "all": list(self._all),
+            "spread": list(self._spread),
+            "within": list(self._within),
+            "learner": self._learner.snapshot(),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        if snapshot["schema"] != SCHEMA:
+            raise ValueError(f"snapshot of a posterior: schema {snapshot['schema']!r}; this version reads {SCHEMA}")
+        self._pool = Pool()
+        self._live = packing.load_live(snapshot["live"], self._pool)
+        self._tools = {str(tool): number for number, tool in enumerate(snapshot["tools"])}
+        cohorts.load(self._groups, snapshot["groups"])
+        cohorts.load(self._families, snapshot["families"])
+        rows = packing.load_rows(snapshot["waiting"])
+        self._waiting = deque(zip(rows, snapshot["totals"], strict=True), maxlen=WAITING)
+        self._all = [float(value) for value in snapshot["all"]]
+        self._spread = (float(snapshot["spread"][0]), float(snapshot["spread"][1]))
+        self._within = [float(value) for value in snapshot["within"]]
+        self._learner.restore(snapshot["learner"])
+
     def remaining(self, key: str) -> Forecast:
         """Forecast for a live trajectory; KeyError for one never parked or already ended.
 
@@ -289,7 +267,7 @@ class Posterior:
         mean, order, pending = live.mean, live.order, live.pending
         if pending:
             mean, order = mean * mean / (mean + pending), order * order / (order + pending)
-        return Forecast(mean, order, self._guards[0].skill)
+        return Forecast(mean, order, self._learner.guards[0].skill)
 
     def is_probe(self, key: str) -> bool:
         """Whether it should run ahead of its siblings, of whose length nothing is known yet; KeyError as `remaining`."""
@@ -302,82 +280,36 @@ class Posterior:
         """Take in what has finished since, look at what runs, and solve for all weights; milliseconds."""
         if not self._waiting:
             return
-        while self._waiting:
-            self._take_in(*self._waiting.popleft())
-        if self._unit > 1e6:
-            for table in (self._states, self._tree):
-                table.scale(1.0 / self._unit)
-            self._unit = 1.0
-        self._tree.prune()
-        sums = self._sums.plus(self._running()) if self.dials.censored else self._sums
-        self._weights = solve(sums, (self.dials.progress_shrink, self.dials.signal_shrink), self.dials.signals)
-        for mixture, guard in zip(self._mixtures, self._guards, strict=True):
-            mixture.solve()
-            guard.solve(1.0)
-        self._mix()
+        finished = list(self._waiting)
+        self._waiting.clear()
+        self._learner.learn(finished, self._running() if self.dials.censored else ())
+        self._spread = self._spreads()
+        self._groups.prior = min(max(self._spread[0] / self._spread[1], 0.25), 8.0)
 
-    def _columns(self, table: Table) -> Floats:
-        last = np.array([self._states.says(state, self._unit) for state in table.state.tolist()])
-        return matrix(table, last, self._tree.path(table.state.tolist(), self._unit))
-
-    def _take_in(self, rows: array[int], total: int) -> None:
-        table = Table(rows)
-        left = total - table.tokens
-        scored = left >= 1.0  # after the last return nothing is left; that is no length
-        if not scored.any():
-            return
-        x, y = self._columns(table)[scored], targets(left[scored])
-        told = x @ self._weights
-        forget = self.dials.forget
-        served = table.stored[scored]
-        for target, (mixture, guard) in enumerate(zip(self._mixtures, self._guards, strict=True)):
-            base = told[:, target]
-            mixture.scale(forget)
-            mixture.add(told[:, 2 + target :: 2] - base[:, None], y[:, target] - base, 1.0)
-            then, mixed = served[:, 4 + target], served[:, 6 + target]
-            if target:
-                then, mixed = np.exp(then) * TOKEN_SCALE, np.exp(mixed) * TOKEN_SCALE
-            guard.scale(forget)
-            guard.add(mixed - then, y[:, target] - then, 1.0)
-        self._unit /= forget
-        residuals = (y - told[:, :2]).tolist()
-        states = table.state[scored].tolist()
-        self._states.learn(states, residuals, self._unit)
-        self._tree.learn(states, residuals, self._unit)
-        self._sums.scale(forget)
-        self._sums.add(x, y, 1.0)
-
-    def _running(self) -> Sums:
-        """Running trajectories with the totals now expected of them."""
-        sums = Sums()
-        chosen: Sequence[Live] = [live for live in self._live.values() if live.returns]
-        weight = 1.0
-        if len(chosen) > self.dials.sample:
-            weight = len(chosen) / self.dials.sample
-            chosen = [chosen[int(i * weight)] for i in range(self.dials.sample)]
-        for live in chosen:
-            table = Table(live.rows)
-            done = live.tokens - table.tokens
-            y = np.stack([np.log(done + live.order), (done + live.mean) * TOKEN_SCALE], axis=1)
-            sums.add(self._columns(table), y, weight)
-        return sums
-
-    def _mix(self) -> None:
-        """One matrix for the base and the mixture of both targets."""
-        self._final = np.empty((WIDTH, 4))
-        for target, mixture in enumerate(self._mixtures):
-            base = self._weights[:, target]
-            away = self._weights[:, 2 + target :: 2] - base[:, None]
-            self._final[:, target] = base
-            self._final[:, 2 + target] = base + away @ mixture.weights
+    def _spreads(self) -> tuple[float, float]:
+        """Variance of log totals within groups and between them; until siblings have finished, half is taken for each."""
         weight, total, squares = self._all[:3]
-        spread = squares / weight - (total / weight) ** 2 if weight > 2 else 1.0
-        self._spread = max(math.sqrt(max(spread, 0.0)), 0.2)
+        variance = max(squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
+        count, deviations = self._within
+        within = (deviations + 5.0 * 0.5 * variance) / (count + 5.0)
+        return within, max(variance - within, 0.1 * within)
 
+    def _running(self) -> Iterator[tuple[Running, float]]:
+        """Running trajectories that said something, at most ``sample`` of them, each with how many it stands for."""
+        running = [live for live in self._live.values() if live.returns]
+        chosen = min(self.dials.sample, len(running))
+        for i in range(chosen):
+            live = running[i * len(running) // chosen]
+            yield Running(live.rows, live.tokens, live.order, live.mean), len(running) / chosen
+
+    @property
+    def skill(self) -> float:
+        """Share of the progress-only forecast's squared error (of logarithms) that this one saved, measured as it was served."""
+        return self._learner.guards[0].skill
+
+    @property
     def weights(self) -> dict[str, float]:
         """How far each expert is followed in the order, guard included, 0 to 1; "joint" rests on all signals at once."""
-        factor = self._guards[0].factor
-        return {
-            expert: factor * float(weight)
-            for expert, weight in zip(EXPERTS[1:], self._mixtures[0].weights, strict=True)
-        }
+        factor = self._learner.guards[0].factor
+        earned = self._learner.mixtures[0].weights.tolist()
+        return {expert: factor * weight for expert, weight in zip(EXPERTS[1:], earned, strict=True)}

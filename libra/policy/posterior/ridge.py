@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.policy.posterior.columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCALE, WIDTH
+from libra.policy.posterior.columns import OFFSETS, PROGRESS, REST, SIGNALS, TOKEN_SCALE, WIDTH
 from libra.policy.posterior.rows import Floats
 
-EXPERTS = ("progress", *SIGNALS, "joint")
-"""Forecasts that the solve gives: progress alone, progress and one signal, everything."""
+EXPERTS = ("progress", *SIGNALS, "joint", "totals")
+"""Progress alone, progress and one signal, everything; last what the lognormal totals of group and family say, unfitted."""
 
 
 def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
+    if expert == "totals":
+        return np.arange(PROGRESS)
     chosen = signals if expert == "joint" else (expert,) if expert in signals else ()
     parts = [np.arange(PROGRESS), *(np.arange(WIDTH)[OFFSETS[signal]] for signal in chosen)]
     return np.concatenate(parts)
@@ -45,17 +47,17 @@ class Sums:
         self.cross *= factor
         self.trajectories *= factor
 
-    def plus(self, other: Sums) -> Sums:
-        """Both together."""
-        both = Sums()
-        both.gram = self.gram + other.gram
-        both.cross = self.cross + other.cross
-        both.trajectories = self.trajectories + other.trajectories
-        return both
+    def copy(self) -> Sums:
+        """The same sums, on their own."""
+        other = Sums()
+        other.gram, other.cross, other.trajectories = self.gram.copy(), self.cross.copy(), self.trajectories
+        return other
 
 
 def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> Floats:
     """Coefficients of every expert, (WIDTH, 2 * experts): log target in the even, thousands of tokens in the odd columns.
+
+    With neither siblings nor families among the signals, "totals" is progress alone.
 
     Parameters
     ----------
@@ -81,6 +83,11 @@ def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> 
         slopes = np.linalg.solve(ridged[np.ix_(chosen, chosen)], middle[chosen])
         weights[chosen, 2 * index : 2 * index + 2] = slopes
         weights[0, 2 * index : 2 * index + 2] = sums.cross[0] / rows - mean[chosen] @ slopes
+    if "siblings" in signals or "family" in signals:
+        weights[:, -2:] = 0.0
+        weights[REST, -2] = 1.0
+        weights[0, -2] = sums.cross[0, 0] / rows - mean[REST]  # a mean's logarithm is above the logarithm's mean
+        weights[REST + 1, -1] = 1.0
     return weights
 
 

@@ -34,7 +34,6 @@ class Live:
     """A trajectory that is not over."""
 
     __slots__ = (
-        "base_order",
         "family",
         "group",
         "imputed",
@@ -66,7 +65,6 @@ class Live:
         self.information = 0.0  # share of the total that is known, 0..1
         self.mean = 0.0
         self.order = 0.0
-        self.base_order = 0.0
 
 
 def stored_log(value: float) -> int:

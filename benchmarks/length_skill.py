@@ -1,0 +1,212 @@
+"""How well the remaining length is forecast, on traces of real agents.
+
+``python -m benchmarks.length_skill --data DIR --json`` reads every ``DIR/agent_turns/*.csv`` (default: the excerpt in
+``benchmarks/data``).
+
+Two ways of asking, both at every tool return after which something was left to generate (what follows a terminal return
+has no length and is not scored):
+
+five folds
+    by task: learn from the trajectories of four folds, one after another, then forecast those of the fifth without learning
+    from them. In a set with groups (several samples per task) the three questions of siblings as well: ``_three`` (all
+    others have finished), ``_together`` (all run at once), ``_probe`` (the first runs ahead); for the last two the groups
+    that it learned from ran in the same way.
+replayed
+    in virtual time and prequentially: groups arrive in random order, all samples of one start together, 32 trajectories in
+    flight; only what had happened is known. Mean over ``--orders`` orders; the second half of the returns is scored.
+
+Figures, for every predictor and set: ``<predictor>_{r2,logr2,spearman}_<set>`` from five folds (with three finished siblings
+where the set has groups, and ``..._alone`` without any, ``..._together``, ``..._probe``), ``..._replayed`` from the replay, and
+``<predictor>_tail25_<set>``, ``tail50``: of the longest tenth, how many are in the forecast's top tenth when all alive have
+generated a quarter (half) of the tail's threshold. ``weight_<expert>_<set>`` is how far the posterior follows each expert at
+the end of a replay, ``skill_<set>`` its skill. R2 is of the mean forecast on tokens, log-R2 and Spearman of the order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.agent_traces import EXCERPT, Trace, read_traces, sets_in
+from benchmarks.length_replay import Said, replay, scores, tail_recall, told
+from benchmarks.report import Figure, emit
+from libra.errors import ConfigError
+from libra.policy.forecast import Forecaster
+from libra.policy.posterior import FORECASTERS, Dials, Posterior
+
+FOLDS = 5
+MIN_ORDERS = 5
+MODES = ("alone", "three", "together", "probe")
+
+MakeForecaster = Callable[[], Forecaster]
+
+PREDICTORS: dict[str, MakeForecaster] = {
+    **FORECASTERS,
+    "finished_only": lambda: Posterior(Dials(running_siblings=False)),
+    "uncensored": lambda: Posterior(Dials(censored=False, running_siblings=False)),
+    "progress_uncensored": lambda: Posterior(Dials(signals=(), censored=False)),
+}
+"""Beside `FORECASTERS`: the posterior that counts finished siblings only, and those that learn from finished trajectories only."""
+
+GOALS: dict[str, float] = {
+    "posterior_spearman_mini_swe": 0.58,
+    "posterior_r2_mini_swe": 0.15,
+    "posterior_spearman_agentcgroup": 0.40,
+    "posterior_r2_tau": 0.33,
+    "posterior_r2_tau_together": 0.157,
+}
+
+
+def groups_of(traces: Sequence[Trace]) -> list[list[Trace]]:
+    """Samples of one prompt together, in the order of the file."""
+    groups: dict[str, list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(trace.group, []).append(trace)
+    return list(groups.values())
+
+
+def folds_of(traces: Sequence[Trace]) -> list[list[list[Trace]]]:
+    """Groups in ``FOLDS`` folds; what shares a task shares a fold, also where its environment differs."""
+    tasks = sorted({trace.task for trace in traces})
+    fold = {tasks[at]: rank % FOLDS for rank, at in enumerate(np.random.default_rng(0).permutation(len(tasks)))}
+    folds: list[list[list[Trace]]] = [[] for _ in range(FOLDS)]
+    for group in groups_of(traces):
+        folds[fold[group[0].task]].append(group)
+    return folds
+
+
+def five_folds(make: MakeForecaster, traces: Sequence[Trace], modes: Sequence[str]) -> dict[str, list[Said]]:
+    """What it said of every trajectory of every fold, having learned from the other four, by mode."""
+    folds = folds_of(traces)
+    said: dict[str, list[Said]] = {mode: [] for mode in modes}
+    for held_out in range(FOLDS):
+        train = [trace for at, fold in enumerate(folds) if at != held_out for group in fold for trace in group]
+        one_by_one = make()
+        told(one_by_one, [train[i] for i in np.random.default_rng(held_out).permutation(len(train))])
+        for mode in modes:
+            forecaster = one_by_one
+            if mode in ("together", "probe"):
+                forecaster = make()
+                learned_from = [group for at, fold in enumerate(folds) if at != held_out for group in fold]
+                for at in np.random.default_rng(held_out).permutation(len(learned_from)):
+                    replay(forecaster, arrivals_of(learned_from[at], mode), 1)
+            for group in folds[held_out]:
+                said[mode] += ask(forecaster, group, mode)
+    return said
+
+
+def arrivals_of(group: Sequence[Trace], mode: str) -> list[Sequence[Trace]]:
+    """The group's samples as they start: all at once, or the first before the others."""
+    return [group] if mode == "together" or len(group) < 2 else [group[:1], group[1:]]
+
+
+def ask(learned: Forecaster, group: Sequence[Trace], mode: str) -> list[Said]:
+    """What a copy of ``learned`` says of a group that it has not seen; nothing is learned but what siblings tell."""
+    if mode == "alone":
+        return [
+            item for trace in group for item in replay(learned, [[trace]], 1, learn=False, completed=False)
+        ]  # forgotten at once: no copy needed
+    if mode == "three":
+        said: list[Said] = []
+        for trace in group:
+            forecaster = copy.deepcopy(learned)
+            told(forecaster, [sibling for sibling in group if sibling is not trace])
+            said += replay(forecaster, [[trace]], 1, learn=False)
+        return said
+    return replay(copy.deepcopy(learned), arrivals_of(group, mode), 1, learn=False)
+
+
+def replays(
+    make: MakeForecaster, traces: Sequence[Trace], orders: int, in_flight: int
+) -> tuple[dict[str, float], Forecaster]:
+    """Mean scores over random orders of arrival, on the second half of the returns; and the last order's forecaster."""
+    groups = groups_of(traces)
+    found: list[dict[str, float]] = []
+    forecaster = make()
+    for order in range(orders):
+        forecaster = make()
+        arrivals = [groups[i] for i in np.random.default_rng(1000 + order).permutation(len(groups))]
+        said = replay(forecaster, arrivals, in_flight)
+        half = said[len(said) // 2 :]
+        found.append(
+            {
+                **scores(half),
+                "tail25": tail_recall(said, traces, 0.25),
+                "tail50": tail_recall(said, traces, 0.5),
+            }
+        )
+    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}, forecaster
+
+
+def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> dict[str, Figure]:
+    """All figures of one set."""
+    grouped = max(len(group) for group in groups_of(traces)) > 2
+    modes = MODES if grouped else MODES[:1]
+    figures: dict[str, Figure] = {}
+
+    def add(figure: str, value: float) -> None:
+        unit = "share" if "tail" in figure or "weight" in figure else "ratio"
+        figures[figure] = Figure(value, unit, "higher", GOALS.get(figure))
+
+    for predictor in options.predictors:
+        make = PREDICTORS[predictor]
+        for mode, said in five_folds(make, traces, modes).items():
+            suffix = "" if mode == ("three" if grouped else "alone") else f"_{mode}"
+            for score, value in scores(said).items():
+                add(f"{predictor}_{score}_{name}{suffix}", value)
+            if not suffix:
+                for share in (25, 50):
+                    add(f"{predictor}_tail{share}_{name}", tail_recall(said, traces, share / 100))
+        mean, forecaster = replays(make, traces, options.orders, options.in_flight)
+        for score, value in mean.items():
+            add(f"{predictor}_{score}_{name}_replayed", value)
+        if predictor == "posterior" and isinstance(forecaster, Posterior):
+            add(f"skill_{name}", forecaster.skill)
+            for expert, weight in forecaster.weights.items():
+                add(f"weight_{expert}_{name}", weight)
+        _show(name, predictor, figures)
+    return figures
+
+
+def _show(name: str, predictor: str, figures: dict[str, Figure]) -> None:
+    """One readable line per predictor, as soon as it is there."""
+    found = [
+        f"{figure.removeprefix(predictor + '_').replace('_' + name, '')} {figures[figure].value:.3f}"
+        for figure in figures
+        if figure.startswith(f"{predictor}_")
+        and figure.split("_")[predictor.count("_") + 1] in ("r2", "logr2", "spearman")
+    ]
+    print(f"{name} {predictor}: {', '.join(found)}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=EXCERPT, help="directory with agent_turns/*.csv")
+    parser.add_argument("--sets", nargs="+", help="names of sets; default: all that are there")
+    parser.add_argument("--predictors", nargs="+", choices=list(PREDICTORS), default=list(PREDICTORS))
+    parser.add_argument("--orders", type=int, default=MIN_ORDERS, help="random orders of arrival")
+    parser.add_argument("--in-flight", type=int, default=32, help="trajectories at once")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.orders < MIN_ORDERS:
+        raise ConfigError(
+            f"--orders: got {options.orders}; a mean rests on at least {MIN_ORDERS}, type --orders {MIN_ORDERS}"
+        )
+    sets = sets_in(options.data)
+    if unknown := set(options.sets or ()) - set(sets):
+        raise ConfigError(f"--sets: no {', '.join(sorted(unknown))} in {options.data}; there are {', '.join(sets)}")
+    figures: dict[str, Figure] = {}
+    for name in options.sets or sets:
+        traces = read_traces(sets[name])
+        print(f"{name}: {len(traces)} trajectories in {len(groups_of(traces))} groups")
+        figures |= measure(name, traces, options)
+    emit("length_skill", figures, arguments=arguments, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

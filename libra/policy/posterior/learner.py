@@ -1,0 +1,157 @@
+"""What is learned from trajectories: every expert's coefficients, the mixture's weights, the guard.
+
+Called off the critical path; milliseconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from libra.policy.posterior import residuals, ridge, stack
+from libra.policy.posterior.columns import TOKEN_SCALE, WIDTH, matrix
+from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.residuals import States, Tree
+from libra.policy.posterior.ridge import EXPERTS, Sums, solve, targets
+from libra.policy.posterior.rows import Floats, Table
+from libra.policy.posterior.stack import Guard, Mixture
+
+_LARGEST_UNIT = 1e6
+
+
+class Running(NamedTuple):
+    """A trajectory that is not over, and what is now expected of it (tokens)."""
+
+    rows: array[int]
+    tokens: int
+    order: float
+    mean: float
+
+
+class Learner:
+    """Sums over what has finished, and the coefficients that follow from them.
+
+    Attributes
+    ----------
+    final : float array (WIDTH, 4)
+        Forecast = columns @ final: log order and mean (thousands of tokens) of progress alone, then of the mixture.
+    unit : float
+        What one visit weighs now in ``states`` and ``tree``.
+    guards : (Guard, Guard)
+        Of the order and of the mean.
+    """
+
+    def __init__(self, dials: Dials) -> None:
+        self.dials = dials
+        self.states, self.tree, self.unit = States(), Tree(), 1.0
+        self.sums = Sums()
+        self.mixtures = tuple(Mixture(len(EXPERTS) - 1, dials.stack_shrink) for _ in range(2))
+        self.guards = tuple(Guard(dials.guard_sigmas) for _ in range(2))
+        self.weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
+        self.weights[1, 0::2] = 1.0  # knowing nothing: as much is to come as was, the least attained service first
+        self.weights[0, 1::2] = 1.0
+        self.final: Floats
+        self._mix()
+
+    def published(self) -> None:
+        """The weights of the policy changed: what was learned is worth less."""
+        keep = self.dials.version_forget
+        self.sums.scale(keep)
+        for mixture, guard in zip(self.mixtures, self.guards, strict=True):
+            mixture.scale(keep)
+            guard.scale(keep)
+        self.unit /= keep
+
+    def learn(self, finished: Iterable[tuple[array[int], int]], running: Iterable[tuple[Running, float]]) -> None:
+        """Take in finished trajectories (rows, total tokens), look at running ones (with weights), solve for everything."""
+        for rows, total in finished:
+            self._take_in(rows, total)
+        if self.unit > _LARGEST_UNIT:
+            self.states.scale(1.0 / self.unit)
+            self.tree.scale(1.0 / self.unit)
+            self.unit = 1.0
+        self.tree.prune()
+        sums = self.sums.copy()
+        for one, weight in running:
+            self._look_at(sums, one, weight)
+        self.weights = solve(sums, (self.dials.progress_shrink, self.dials.signal_shrink), self.dials.signals)
+        for mixture, guard in zip(self.mixtures, self.guards, strict=True):
+            mixture.solve()
+            guard.solve(1.0)
+        self._mix()
+
+    def _columns(self, table: Table) -> Floats:
+        last = np.array([self.states.says(state, self.unit) for state in table.state.tolist()])
+        return matrix(table, last, self.tree.path(table.state.tolist(), self.unit))
+
+    def _take_in(self, rows: array[int], total: int) -> None:
+        table = Table(rows)
+        left = total - table.tokens
+        scored = left >= 1.0  # after the last return nothing is left; that is no length
+        if not scored.any():
+            return
+        x, y = self._columns(table)[scored], targets(left[scored])
+        told = x @ self.weights
+        forget = self.dials.forget
+        served = table.stored[scored]
+        for target, (mixture, guard) in enumerate(zip(self.mixtures, self.guards, strict=True)):
+            base = told[:, target]
+            mixture.scale(forget)
+            mixture.add(told[:, 2 + target :: 2] - base[:, None], y[:, target] - base, 1.0)
+            then, mixed = served[:, 4 + target], served[:, 6 + target]
+            if target:
+                then, mixed = np.exp(then) * TOKEN_SCALE, np.exp(mixed) * TOKEN_SCALE
+            guard.scale(forget)
+            guard.add(mixed - then, y[:, target] - then, 1.0)
+        self.unit /= forget
+        residuals = (y - told[:, :2]).tolist()
+        states = table.state[scored].tolist()
+        self.states.learn(states, residuals, self.unit)
+        self.tree.learn(states, residuals, self.unit)
+        self.sums.scale(forget)
+        self.sums.add(x, y, 1.0)
+
+    def _look_at(self, sums: Sums, running: Running, weight: float) -> None:
+        """Add a running trajectory with the total that is now expected of it."""
+        table = Table(running.rows)
+        done = running.tokens - table.tokens
+        y = np.stack([np.log(done + running.order), (done + running.mean) * TOKEN_SCALE], axis=1)
+        sums.add(self._columns(table), y, weight)
+
+    def _mix(self) -> None:
+        """One matrix for the base and the mixture of both targets."""
+        self.final = np.empty((WIDTH, 4))
+        for target, mixture in enumerate(self.mixtures):
+            base = self.weights[:, target]
+            away = self.weights[:, 2 + target :: 2] - base[:, None]
+            self.final[:, target] = base
+            self.final[:, 2 + target] = base + away @ mixture.weights
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it knows, as values that JSON can hold."""
+        return {
+            "states": residuals.dump(self.states.sums),
+            "tree": residuals.dump(self.tree.sums),
+            "unit": self.unit,
+            "sums": ridge.dump(self.sums),
+            "mixtures": [stack.dump_mixture(mixture) for mixture in self.mixtures],
+            "guards": [{name: getattr(guard, name) for name in stack.GUARD_STATE} for guard in self.guards],
+            "weights": self.weights.tolist(),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Know what ``snapshot`` says and nothing else."""
+        self.states.sums = residuals.load(snapshot["states"])
+        self.tree.sums = residuals.load(snapshot["tree"])
+        self.unit = float(snapshot["unit"])
+        self.sums = ridge.load(snapshot["sums"])
+        for mixture, dumped in zip(self.mixtures, snapshot["mixtures"], strict=True):
+            stack.load_mixture(mixture, dumped)
+        for guard, dumped in zip(self.guards, snapshot["guards"], strict=True):
+            for name in stack.GUARD_STATE:
+                setattr(guard, name, float(dumped[name]))
+        self.weights = np.array(snapshot["weights"], dtype=np.float64).reshape(WIDTH, 2 * len(EXPERTS))
+        self._mix()
