@@ -353,14 +353,14 @@ class SimulationSection(Section):
     gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
     """GPU of the engines: a name of `libra/hardware/gpus`, or a file of that form."""
     model: Annotated[str, Field(min_length=1)] = "Qwen3-14B"
-    """Model whose seconds are simulated: a name of `libra/hardware/models`, or a directory or config.json in Hugging Face layout."""
+    """Model whose seconds are simulated: a name of `libra/hardware/models`, or a Hugging Face directory or config.json."""
     layout: dict[Literal["tp1", "tp2", "tp4", "tp8"], AtLeastOne] = {"tp2": 8}
     """Engines by tensor-parallel degree, e.g. {"tp2": 8, "tp8": 1}: eight engines of two GPUs and one of eight."""
     slots: AtLeastOne | None = None
     """Generations at once on each engine. None: as many as have room in its KV memory at their mean length, 256 at most."""
     policy: PolicyName = "cmlfq"
-    """Who goes first, and where: cmlfq (forecasts of what is left), paper (the published rule), fifo, mlfq (least attained service),
-    completed_calls (DynaRL), predictor (lengths foreseen with `accuracy`), oracle (the true lengths)."""
+    """Who goes first, and where: cmlfq (forecasts of what is left), paper (the published rule), fifo, mlfq (least attained
+    service), completed_calls (DynaRL), predictor (lengths foreseen with `accuracy`), oracle (the true lengths)."""
     objective: Literal["makespan", "stream"] = "makespan"
     """Of cmlfq, predictor and oracle: the iteration ends soon, or groups are complete soon, one after the other."""
     accuracy: Annotated[float, Field(gt=0, le=1)] = 0.6

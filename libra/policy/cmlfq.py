@@ -15,7 +15,8 @@ Promises
 --------
 1. An earlier iteration always goes before a later one.
 2. Nobody is passed over for ever; the bound is `libra.policy.patience`'s, whose overdue ones have level 0.
-3. Buckets are preferred only where the move pays and the load allows it; see `libra.policy.buckets`.
+3. It says what it believes (`Prefer`) whenever that has changed by a class; where a trajectory goes follows from these beliefs,
+   the load of the engines and the price of a move: see `libra.policy.loads`.
 4. ``restore(snapshot())`` changes no later answer.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; nothing is
@@ -28,7 +29,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from libra.policy.attained import PATIENCE, overdue_first
-from libra.policy.buckets import Buckets
 from libra.policy.fleet import Fleet
 from libra.policy.forecast import Forecaster
 from libra.policy.known_lengths import KnownLengths
@@ -42,8 +42,6 @@ from libra.policy.messages import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-    WorkerJoined,
-    WorkerLeft,
 )
 from libra.policy.patience import Patience
 from libra.policy.posterior import Posterior
@@ -78,9 +76,8 @@ class CMLFQ:
         self._lives = Lives()
         self._patience = Patience(patience)
         self._fleet = Fleet()
-        self._buckets = Buckets(self._fleet)
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
-        self._told: dict[str, int] = {}  # length class of the context that the dispatcher was told to expect
+        self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._sampled_tokens = self._read_tokens = 0
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
@@ -102,8 +99,6 @@ class CMLFQ:
                 self._told.pop(key, None)
                 if life is not None:
                     self._ended(life)
-            case WorkerJoined() | WorkerLeft():
-                self._buckets.rebalance()
         return ()
 
     def learn(self) -> None:
@@ -124,15 +119,16 @@ class CMLFQ:
         return (*answers, *overdue_first(overdue, self._lives))
 
     def _prefer(self, key: str, mean_tokens: float) -> list[Prefer]:
-        """Buckets that suit it, where there are any, and the context it will reach, whenever that has become longer by a class."""
-        buckets = self._buckets.suited(key, mean_tokens)
+        """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
+        length = length_class(mean_tokens)
         growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
         final = self._fleet.context_tokens.get(key, 0) + int(mean_tokens * growth)
-        length = length_class(final)
-        if not buckets and length <= self._told.get(key, 0):
+        told = self._told.get(key)
+        if told == length:
             return []
-        self._told[key] = max(length, self._told.get(key, 0))
-        return [Prefer(key, buckets, f"cmlfq: {int(mean_tokens)} tokens left", int(mean_tokens), final)]
+        self._told[key] = length
+        left = int(mean_tokens) if self.objective == "makespan" else 0
+        return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left", left, final)]
 
     def _level(self, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
         begun = life.generated_tokens > 0
@@ -148,7 +144,6 @@ class CMLFQ:
 
     def _believe(self, life: Life, mean_tokens: float) -> None:
         before = life.remaining_tokens
-        self._buckets.changed(before, mean_tokens)
         life.remaining_tokens = mean_tokens
         if life.group:
             group = self._groups.get(life.group)
@@ -160,7 +155,6 @@ class CMLFQ:
             group[1] += mean_tokens - before
 
     def _ended(self, life: Life) -> None:
-        self._buckets.changed(life.remaining_tokens, 0.0)
         group = self._groups.get(life.group)
         if group is not None and life.counted:
             group[1] -= life.remaining_tokens
@@ -176,7 +170,6 @@ class CMLFQ:
             "lives": self._lives.snapshot(),
             "waiting": self._patience.snapshot(),
             "fleet": self._fleet.snapshot(),
-            "buckets": self._buckets.snapshot(),
             "groups": {group: list(state) for group, state in sorted(self._groups.items())},
             "told": dict(sorted(self._told.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
@@ -190,7 +183,6 @@ class CMLFQ:
         self._patience.restore(snapshot["waiting"])
         self._lives.restore(snapshot["lives"])
         self._fleet.restore(snapshot["fleet"])
-        self._buckets.restore(snapshot["buckets"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
         self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])

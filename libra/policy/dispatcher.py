@@ -7,11 +7,13 @@ Invariants
 ----------
 1. A worker never holds more quanta of a phase than it has slots.
 2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
-   at home there; whoever prefers its bucket; whoever is overdue (level -1); and, where a slot would stay free otherwise,
-   whoever waits elsewhere so long that computing its context again pays (`_pays`).
-3. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
+   at home there, unless moving pays (`Loads.better_home`); whoever prefers its bucket; whoever is overdue (level -1); and, where
+   a slot would stay free otherwise, whoever waits elsewhere so long that computing its context again pays (`_pays`).
+3. Who is overdue and under way goes before everybody else; who is overdue and has not begun, before everybody who has not. So
+   nobody waits for ever: those under way come to an end, and their KV memory goes to the first in order.
+4. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
    under way (`Loads.fits`), and no move pays.
-4. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
+5. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 """
 
 from __future__ import annotations
@@ -309,7 +311,7 @@ class Dispatcher:
                     best, worker, reason = entry, home, "home"
         for bucket, order in queue.in_bucket.items():
             entry = order.first()
-            if entry is not None and (best is None or entry < best):
+            if entry is not None and (best is None or entry <= best):  # the same one: it prefers this to its home
                 target = self._roomiest(queue, entry[2], self._fleet.buckets.get(bucket, ()))
                 if target is not None:
                     best, worker, reason = entry, target, "preferred bucket"
@@ -318,14 +320,20 @@ class Dispatcher:
             target = self._first_home(queue, entry)
             if target is not None:
                 best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
-        return None if best is None else Place(best[2], Phase.ROLLOUT, worker, reason)
+        if best is None:
+            return None
+        if reason == "home":
+            better = self._loads.better_home(best[2], queue.free)
+            if better is not None:
+                worker, reason = better[0], f"move: both engines are over {better[1]:.0f} s sooner"
+        return Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
         """Where a trajectory without a home, or one that is overdue, had best go; None where it would push others out."""
-        priority, _, key = entry
-        if priority.level == OVERDUE:
-            home = self._fleet.home.get(key)
-            return home if home in queue.free else self._fastest(queue, key, queue.free)
+        key = entry[2]
+        home = self._fleet.home.get(key)
+        if home in queue.free:
+            return home
         for bucket in self._buckets.get(key, ()):
             target = self._roomiest(queue, key, self._fleet.buckets.get(bucket, ()))
             if target is not None:

@@ -23,7 +23,7 @@ class KnownLengths:
     totals : mapping of key to tokens
     accuracy : float
         Correlation of the logarithm of what is said with that of the truth, in (0, 1]; 1: the truth. Below, what is said
-        regresses to the mean like a forecast of that correlation, with the spread of the truth: its errors are lognormal.
+        is the best guess of somebody who sees that well: its errors are lognormal, and it regresses to the mean.
     seed : int
         Of the errors.
     """
@@ -68,11 +68,11 @@ class KnownLengths:
 
 
 def said_lengths(totals: Mapping[str, int], accuracy: float, seed: int) -> dict[str, float]:
-    """Lengths whose logarithms correlate with those of ``totals`` by ``accuracy``, with the same mean and spread."""
+    """Best guesses whose logarithms correlate with those of ``totals`` by ``accuracy``; their spread is smaller by as much."""
     if accuracy == 1.0 or not totals:
         return {key: float(total) for key, total in totals.items()}
     logs = np.array([log(1.0 + total) for total in totals.values()])
     mean, spread = float(logs.mean()), float(logs.std())
     noise = np.random.default_rng(seed).standard_normal(len(logs))
-    said = mean + accuracy * (logs - mean) + sqrt(1.0 - accuracy * accuracy) * spread * noise
+    said = mean + accuracy * (accuracy * (logs - mean) + sqrt(1.0 - accuracy * accuracy) * spread * noise)
     return {key: exp(float(value)) - 1.0 for key, value in zip(totals, said, strict=True)}

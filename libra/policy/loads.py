@@ -2,17 +2,29 @@
 
 An engine gives every running trajectory a token per step, and a step takes a + c x (context of all of them) seconds. So the
 longest of them ends after a x (its tokens) + c x (sum over all of tokens left x context meanwhile): `finish_s`. A trajectory is
-put where that is least, which spreads the load and leaves the longest ones room to be fast.
+put where that is least. That is where the boundaries between buckets come from: the longer ones go to the faster engines as far
+as those have the capacity, and the longest ones share their engine with few. Nothing is decided by fixed lengths.
+
+Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ), whose boundaries are fixed lengths and whose moves are free of charge.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from libra.policy.fleet import Fleet
 
 GROWTH_HELD_FREE = 0.6
 """Share of the growth of contexts that KV memory is held free for: those of one engine do not all end at once."""
+PAYS_FACTOR = 2.0
+"""A move must save this many times the seconds it costs: forecasts err, and two moves that cancel out must not pay."""
+SOONER_FACTOR = 0.95
+"""A move must bring the end of the two engines' longest trajectory down to this share."""
+LOOKED_AT = 4
+"""Engines that a move is considered to: those that are over first."""
+LISTED_EVERY = 64
+"""Changes of homes between two looks at all engines for those."""
 
 
 @dataclass(slots=True)
@@ -35,6 +47,8 @@ class Loads:
         self._left: dict[str, tuple[float, float]] = {}  # tokens left, context at the end
         self._mean_final = 0.0
         self._num_ended = 0
+        self._idlest: list[str] = []
+        self._changes = 0
 
     def believe(self, key: str, left_tokens: float, final_tokens: float) -> None:
         """``key`` is believed to generate ``left_tokens`` more and to end with a context of ``final_tokens``."""
@@ -98,16 +112,62 @@ class Loads:
         Where nothing is believed of ``key``: seconds per token there, by what it holds.
         """
         host, load = self._fleet.hosts[worker], self._loads.get(worker)
-        if key not in self._left or not host.spec.kv_tokens:
-            return host.token_s(self._room(key), load.room if load is not None else 0.0)
+        if not self._left.get(key, (0.0,))[0] or not host.spec.kv_tokens:
+            own = load is not None and key in load.members
+            return host.token_s(0.0 if own else self._room(key), load.room if load is not None else 0.0)
         left, work = self._work(key)
-        longest = 0.0
-        if load is not None:
-            if load.longest is None:
-                load.longest = max((member[1] for member in load.members.values()), default=0.0)
-            longest, work = load.longest, work + load.work
-        spec = host.spec
-        return spec.token_s * max(left, longest) + (spec.token_full_s - spec.token_s) / spec.kv_tokens * work
+        if load is None:
+            return self._end_s(worker, left, work)
+        return self._end_s(
+            worker, max(left, self._longest(load)), load.work if key in load.members else load.work + work
+        )
+
+    def better_home(self, key: str, free: Mapping[str, int]) -> tuple[str, float] | None:
+        """Another engine with a free slot, where ``key`` would bring the end of both engines forward, and by how many seconds.
+
+        None where there is none for which that is worth computing its context again.
+        """
+        home = self._home.get(key)
+        left = self._left.get(key, (0.0, 0.0))[0]
+        if home is None or not left or len(self._fleet.hosts) < 2:
+            return None
+        load = self._loads[home]
+        here_s = self._end_s(home, self._longest(load), load.work)
+        for worker in self._first_over():
+            if worker == home or worker not in free or worker not in self._fleet.hosts or not self.fits(key, worker):
+                continue
+            host = self._fleet.hosts[worker]
+            price_s = self._fleet.context_tokens.get(key, 0) * host.spec.prefill_token_s
+            after_s = self.finish_s(key, worker) + price_s
+            if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
+                continue
+            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
+            after_s = max(after_s, self._end_s(home, longest, load.work - load.members[key][2]))
+            if after_s <= SOONER_FACTOR * here_s and here_s - after_s >= PAYS_FACTOR * price_s:
+                return worker, here_s - after_s
+        return None
+
+    def _first_over(self) -> list[str]:
+        """The engines that have least to do, looked up now and then."""
+        self._changes += 1
+        if self._changes % LISTED_EVERY == 1 or not self._idlest:
+            ends = []
+            for worker in self._fleet.hosts:
+                load = self._loads.get(worker)
+                ends.append((self._end_s(worker, self._longest(load), load.work) if load is not None else 0.0, worker))
+            self._idlest = [worker for _, worker in sorted(ends)[:LOOKED_AT]]
+        return self._idlest
+
+    def _end_s(self, worker: str, longest: float, work: float) -> float:
+        spec = self._fleet.hosts[worker].spec
+        if not spec.kv_tokens:
+            return spec.token_s * longest
+        return spec.token_s * longest + (spec.token_full_s - spec.token_s) / spec.kv_tokens * work
+
+    def _longest(self, load: _Load) -> float:
+        if load.longest is None:
+            load.longest = max((member[1] for member in load.members.values()), default=0.0)
+        return load.longest
 
     def _work(self, key: str) -> tuple[float, float]:
         left, final = self._left.get(key, (0.0, 0.0))

@@ -6,7 +6,8 @@ Nobody keeps a clock, so time is counted in parkings: a slot comes free about as
 while W others wait in its phase becomes *overdue* after ``patience`` x max(``FLOOR``, W) further parkings of its phase, and overdue
 ones go first, in the order in which they parked. So at most W + ``patience`` x max(``FLOOR``, W) dispatches of its iteration and
 phase pass it over: those that waited already, and those that parked before it was overdue. (Earlier iterations always go
-first; there are finitely many.)
+first; there are finitely many. Where it is KV memory and not slots that is short, one that has not begun also waits for
+some of those under way to end: `libra.policy.dispatcher`, 3.)
 """
 
 from __future__ import annotations

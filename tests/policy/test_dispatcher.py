@@ -1,0 +1,189 @@
+"""The dispatcher against a model: slots, homes, order, and who is left waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import (
+    Dispatcher,
+    Place,
+    Prefer,
+    Priority,
+    QuantumFinished,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+    WorkerJoined,
+    WorkerLeft,
+)
+from libra.types import Phase
+
+ROLLOUT, TOOL = Phase.ROLLOUT, Phase.TOOL
+KEYS = [f"k{i}" for i in range(8)]
+WORKERS = {"a": ("tp1", 1), "b": ("tp1", 2), "c": ("tp4", 2)}
+
+
+def joined(name: str, **more: Any) -> WorkerJoined:
+    bucket, slots = WORKERS[name]
+    return WorkerJoined(name, bucket, rollout_slots=slots, tool_slots=slots, **more)
+
+
+def park(dispatcher: Dispatcher, key: str, order: int, *, phase: Phase = ROLLOUT, context: int = 0) -> None:
+    dispatcher.handle(TrajectoryParked(key, 0, phase, 0, "", "", context))
+    dispatcher.apply([SetPriority(key, Priority(0, 0, order), "test")])
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("park"), st.sampled_from(KEYS), st.integers(-1, 3), st.sampled_from(Phase)),
+        st.tuples(st.just("prefer"), st.sampled_from(KEYS), st.sampled_from(["tp1", "tp4"])),
+        st.tuples(st.just("finish"), st.sampled_from(KEYS)),
+        st.tuples(st.just("end"), st.sampled_from(KEYS)),
+        st.tuples(st.just("join"), st.sampled_from(sorted(WORKERS))),
+        st.tuples(st.just("leave"), st.sampled_from(sorted(WORKERS))),
+        st.tuples(st.just("dispatch")),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(MOVES)
+def test_nothing_is_lost_or_run_twice_and_no_slot_is_given_twice(moves: list[tuple[Any, ...]]) -> None:
+    """KV and prices unknown: then it is work conserving without exception."""
+    dispatcher = Dispatcher()
+    waiting: dict[str, tuple[Phase, int]] = {}
+    running: dict[str, tuple[Phase, str]] = {}
+    there: set[str] = set()
+    for move, *what in moves:
+        match move:
+            case "park" if what[0] not in waiting:
+                key, level, phase = what
+                running.pop(key, None)
+                waiting[key] = (phase, level)
+                dispatcher.handle(TrajectoryParked(key, 0, phase, 0))
+                dispatcher.apply([SetPriority(key, Priority(0, level, 0), "test")])
+            case "prefer":
+                dispatcher.apply([Prefer(what[0], (what[1],), "test")])
+            case "finish" if what[0] in running:
+                phase, _ = running.pop(what[0])
+                dispatcher.handle(QuantumFinished(what[0], phase, 5, "t", "ok", 1.0, 3))
+            case "end":
+                waiting.pop(what[0], None)
+                running.pop(what[0], None)
+                dispatcher.handle(TrajectoryEnded(what[0]))
+            case "join":
+                there.add(what[0])
+                dispatcher.handle(joined(what[0]))
+            case "leave":
+                there.discard(what[0])
+                dispatcher.handle(WorkerLeft(what[0]))
+                running = {key: at for key, at in running.items() if at[1] != what[0]}
+            case "dispatch":
+                for phase in Phase:
+                    for place in dispatcher.dispatch(phase):
+                        assert waiting.pop(place.key)[0] is phase is place.phase
+                        assert place.worker in there
+                        running[place.key] = (phase, place.worker)
+                    free = {w: WORKERS[w][1] - sum(at == (phase, w) for at in running.values()) for w in there}
+                    assert min(free.values(), default=0) >= 0
+                    left = [key for key, (kind, _) in waiting.items() if kind is phase]
+                    assert not left or not any(free.values())
+        for phase in Phase:
+            assert dispatcher.num_waiting(phase) == sum(kind is phase for kind, _ in waiting.values())
+            for worker in there:
+                assert dispatcher.running_on(worker, phase) == sum(at == (phase, worker) for at in running.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.permutations(range(8)), st.integers(1, 8))
+def test_trajectories_leave_in_the_order_of_their_priority(orders: list[int], slots: int) -> None:
+    dispatcher = Dispatcher()
+    for key, order in zip(KEYS, orders, strict=True):
+        park(dispatcher, key, order)
+    dispatcher.handle(WorkerJoined("w", rollout_slots=slots))
+    placed = [place.key for place in dispatcher.dispatch(ROLLOUT)]
+    assert placed == sorted(KEYS, key=lambda key: orders[KEYS.index(key)])[:slots]
+
+
+def two_workers(**more: Any) -> Dispatcher:
+    dispatcher = Dispatcher()
+    dispatcher.handle(joined("a", **more))
+    dispatcher.handle(joined("b", **more))
+    return dispatcher
+
+
+def at_home(dispatcher: Dispatcher, key: str, context: int) -> str:
+    """Run one quantum of ``key``; where."""
+    park(dispatcher, key, 0, context=context)
+    (place,) = dispatcher.dispatch(ROLLOUT)
+    return place.worker
+
+
+def test_a_slot_goes_to_who_is_at_home_there_before_one_who_would_move() -> None:
+    dispatcher = two_workers(prefill_token_s=1.0)
+    homes = {key: at_home(dispatcher, key, 100) for key in ("x", "y", "z")}
+    assert sorted(homes.values()) == ["a", "b", "b"]
+    (mine,) = (key for key, home in homes.items() if home == "a")
+    other = next(key for key, home in homes.items() if home == "b")
+    park(dispatcher, other, 0, context=100)
+    assert [p.worker for p in dispatcher.dispatch(ROLLOUT)] == ["b"]
+    park(dispatcher, mine, 9, context=100)
+    assert dispatcher.dispatch(ROLLOUT) == (Place(mine, ROLLOUT, "a", "home"),)
+
+
+def test_a_move_must_pay() -> None:
+    for price, moved in ((0.001, True), (10.0, False)):
+        dispatcher = Dispatcher()
+        dispatcher.handle(WorkerJoined("a", rollout_slots=1, prefill_token_s=price))
+        for key in ("x", "y"):  # y waits for x's slot
+            at_home(dispatcher, key, 100)
+            dispatcher.handle(QuantumFinished(key, ROLLOUT, 10, "", "", 4.0))
+        park(dispatcher, "x", 0, context=100)
+        assert dispatcher.dispatch(ROLLOUT)[0].worker == "a"
+        park(dispatcher, "y", 1, context=100)
+        dispatcher.handle(WorkerJoined("b", rollout_slots=1, prefill_token_s=price))
+        places = dispatcher.dispatch(ROLLOUT)
+        assert [place.worker for place in places] == (["b"] if moved else [])
+
+
+def test_a_preferred_bucket_takes_it_as_soon_as_it_has_room() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(joined("a", prefill_token_s=1e9))
+    at_home(dispatcher, "x", 100)
+    dispatcher.handle(QuantumFinished("x", ROLLOUT, 10, "", "", 1.0))
+    at_home(dispatcher, "blocker", 100)
+    park(dispatcher, "x", 0, context=100)
+    dispatcher.apply([Prefer("x", ("tp4",), "test")])
+    assert dispatcher.dispatch(ROLLOUT) == ()
+    dispatcher.handle(joined("c", prefill_token_s=1e9))
+    assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "c", "preferred bucket"),)
+
+
+def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_overdue_one_is_next() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(WorkerJoined("a", rollout_slots=4, kv_tokens=1300))
+    assert at_home(dispatcher, "x", 700) == "a"
+    park(dispatcher, "y", 0, context=700)
+    park(dispatcher, "z", 5, context=200)
+    dispatcher.apply([SetPriority("y", Priority(0, -1, 0), "overdue")])
+    assert dispatcher.dispatch(ROLLOUT) == ()  # z would fit, but starts no earlier than y
+    park(dispatcher, "x", 9, context=700)
+    assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "a", "home"),)
+    dispatcher.handle(TrajectoryEnded("x"))
+    assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [
+        ("y", "overdue"),
+        ("z", "first home"),
+    ]
+
+
+def test_a_lost_home_is_no_home() -> None:
+    dispatcher = two_workers(prefill_token_s=1e9)
+    home = at_home(dispatcher, "x", 100)
+    dispatcher.handle(WorkerLeft(home))
+    park(dispatcher, "x", 0, context=100)
+    (place,) = dispatcher.dispatch(ROLLOUT)
+    assert place.worker != home and place.reason == "first home"

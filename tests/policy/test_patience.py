@@ -1,0 +1,97 @@
+"""The bound on waiting, for every ordering that has one: nobody is passed over more often than it says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import (
+    CMLFQ,
+    CompletedCalls,
+    Mlfq,
+    Oracle,
+    Ordering,
+    Priority,
+    QuantumFinished,
+    QuantumStarted,
+    SetPriority,
+    TrajectoryParked,
+)
+from libra.policy.patience import FLOOR, Patience
+from libra.types import Phase
+
+PATIENCE = 2
+LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
+ORDERINGS = {
+    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE),
+    "mlfq": lambda: Mlfq(patience=PATIENCE),
+    "completed_calls": lambda: CompletedCalls(patience=PATIENCE),
+    "cmlfq": lambda: CMLFQ(patience=PATIENCE),
+}
+
+
+class Queue:
+    """One phase, one slot: whoever is first in order is dispatched, runs, and parks again."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self.ordering = ordering
+        self.waiting: dict[str, Priority] = {}
+        self.passed: dict[str, int] = {}
+        self.bound: dict[str, int] = {}
+
+    def park(self, key: str) -> None:
+        self.bound[key] = len(self.waiting) + PATIENCE * max(FLOOR, len(self.waiting))
+        self.passed[key] = 0
+        self.waiting[key] = Priority(9, 9, 9)
+        for command in self.ordering.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0)):
+            if isinstance(command, SetPriority) and command.key in self.waiting:
+                self.waiting[command.key] = command.priority
+
+    def dispatch(self) -> str:
+        key = min(self.waiting, key=lambda k: (self.waiting[k], k))
+        del self.waiting[key]
+        for other in self.waiting:
+            self.passed[other] += 1
+            assert self.passed[other] <= self.bound[other], other
+        self.ordering.handle(QuantumStarted(key, Phase.ROLLOUT, "w"))
+        self.ordering.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "", "", 1.0))
+        self.ordering.handle(QuantumFinished(key, Phase.TOOL, 0, "bash", "ok", 1.0))
+        return key
+
+
+@pytest.mark.parametrize("name", ORDERINGS)
+@settings(max_examples=10, deadline=None)
+@given(num=st.integers(2, 40), data=st.data())
+def test_nobody_is_passed_over_more_often_than_the_bound(name: str, num: int, data: st.DataObject) -> None:
+    queue = Queue(ORDERINGS[name]())
+    for key in data.draw(st.permutations(["short", *(f"long-{i}" for i in range(num))])):
+        queue.park(key)
+    for _ in range(150):
+        queue.park(queue.dispatch())
+
+
+def test_without_patience_the_short_one_would_starve() -> None:
+    """The bound is what moves it: with endless patience it never runs."""
+    for patience, runs in ((PATIENCE, True), (10**9, False)):
+        queue = Queue(Oracle(LENGTHS, patience=patience))
+        queue.bound = dict.fromkeys(LENGTHS, 10**9)
+        for key in LENGTHS:
+            queue.park(key)
+            queue.bound[key] = 10**9
+        ran = set()
+        for _ in range(200):
+            key = queue.dispatch()
+            ran.add(key)
+            queue.park(key)
+            queue.bound[key] = 10**9
+        assert ("short" in ran) is runs
+
+
+def test_phases_are_counted_apart() -> None:
+    patience = Patience(1)
+    assert patience.parked("a", Phase.ROLLOUT) == []
+    for i in range(3 * FLOOR):
+        assert patience.parked(f"t{i}", Phase.TOOL) == [] or i >= FLOOR
+    found = [told for i in range(FLOOR) for told in patience.parked(f"r{i}", Phase.ROLLOUT)]
+    assert found == [("a", 1)]
