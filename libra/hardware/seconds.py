@@ -16,8 +16,11 @@ class EngineSeconds(Protocol):
         Tokens whose keys and values fit beside the weights.
     """
 
-    tp: int
-    kv_capacity_tokens: int
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def kv_capacity_tokens(self) -> int: ...
 
     def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
         """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""

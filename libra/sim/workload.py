@@ -87,7 +87,11 @@ class Workload(NamedTuple):
             if values["schema"] != SCHEMA:
                 raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
             plans = tuple(
-                TrajectoryPlan(*map(int, row[:4]), tuple(TurnPlan(*turn) for turn in row[5]), str(row[4]))
+                TrajectoryPlan(
+                    *(int(row[0]), int(row[1]), int(row[2]), int(row[3])),
+                    tuple(TurnPlan(*turn) for turn in row[5]),
+                    str(row[4]),
+                )
                 for row in values["trajectories"]
             )
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
