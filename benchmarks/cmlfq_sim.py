@@ -33,8 +33,8 @@ import numpy as np
 
 from benchmarks.report import Figure, emit
 from libra.hardware import engine_seconds
+from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
-from libra.sim.engine import EngineTables
 from libra.sim.fleet import fleet, slots_of
 from libra.sim.outcome import Outcome
 from libra.sim.simulator import Simulator

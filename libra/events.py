@@ -147,7 +147,7 @@ class PolicyLearned(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEnded(Event):
-    """The scheduler has forgotten a trajectory, and so may the policy; ``completed``: it came to an end of its own."""
+    """A trajectory is over, and the policy may forget it; ``completed``: it came to an end of its own, for the first time."""
 
     name: ClassVar[str] = "trajectory_ended"
     key: str

@@ -85,7 +85,7 @@ def event_text(event: events.Event) -> str:
             end = f"; the trajectory ends: {event.end}" if event.end else ""
             return f"quantum {event.quantum} of {event.key} is committed by {event.worker} ({event.phase}, {what}){end}"
         case events.TrajectoryEnded():
-            return f"{event.key} is forgotten"
+            return f"{event.key} is over" + ("" if event.completed else ", without an end of its own")
         case _:
             return _other_text(event)
 

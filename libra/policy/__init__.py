@@ -27,12 +27,13 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.policy.ordering import ORDERINGS, Learns, Ordering, make_ordering
+from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, make_ordering
 from libra.policy.paper import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
 __all__ = [
     "CMLFQ",
+    "LEARNS_EVERY",
     "ORDERINGS",
     "Admission",
     "Capacity",

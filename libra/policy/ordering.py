@@ -29,6 +29,10 @@ class Ordering(Protocol):
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
+LEARNS_EVERY = 8
+"""Trajectories that end between two calls of an ordering's ``learn``."""
+
+
 @runtime_checkable
 class Learns(Protocol):
     """An ordering that learns off the critical path."""
@@ -45,8 +49,8 @@ ORDERINGS: dict[str, type[Ordering]] = {
 
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:
     """The ordering that ``policy`` of a configuration asks for; KeyError for a name that is none."""
-    if name == Fifo.name:
-        return Fifo()
+    if name in (Fifo.name, PaperRule.name):
+        return ORDERINGS[name]()
     if name == CMLFQ.name:
         return CMLFQ(objective=objective, patience=patience)
     return ORDERINGS[name](patience=patience)  # type: ignore[call-arg]

@@ -276,7 +276,6 @@ class LibraPlugin(SchedulerPlugin):
         waiting = {phase: dispatcher.num_waiting(phase) for phase in Phase}
         used = {phase: dispatcher.slots(phase)[0] for phase in Phase}
         for state in self.runs.values():
-            state.learn()
             state.sample(waiting, used)
 
     def snapshots(self) -> list[dict[str, Any]]:

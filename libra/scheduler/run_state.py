@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
-from libra.policy import Admission, Learns, Ordering
+from libra.policy import LEARNS_EVERY, Admission, Learns, Ordering
 from libra.scheduler.holders import Holders
 from libra.store.event_log import EventLog
 from libra.types import EndReason, Phase
@@ -45,6 +45,7 @@ class Tracked:
     worker: str = ""  # name of the worker where it has, or last had, a slot
     context_tokens: int = 0  # as of its last report; 0 before
     end: str = ""  # why it ended, as reported
+    told_ended: bool = False  # whether the policy knows that it is over
 
     @property
     def completed(self) -> bool:
@@ -116,8 +117,8 @@ class RunState:
             self.log.write(event)
 
     def learn(self) -> None:
-        """Have the policy do the dear part of its learning, where something has finished since the last time."""
-        if self.num_ended > self.learned_ended and isinstance(self.policy, Learns):
+        """Have the policy do the dear part of its learning, where enough has finished since the last time."""
+        if self.num_ended >= self.learned_ended + LEARNS_EVERY and isinstance(self.policy, Learns):
             self.learned_ended = self.num_ended
             began_s = time.perf_counter()
             self.policy.learn()

@@ -66,7 +66,7 @@ class Trajectories:
         self.tracked: dict[str, Tracked] = {}
         self.contended = False
         self._only: RunState | object | None = None  # the one run that this dispatcher has ever been told of
-        self._kicked = False
+        self.kicked = False
         self._dispatches = 0
 
     # ---------------------------------------------------------------- telling the policy objects
@@ -79,13 +79,21 @@ class Trajectories:
     def introduce(self, state: RunState) -> None:
         """Tell a run that is new here which workers there are."""
         self._only = state if self._only is None and not self.tracked else _SEVERAL
+        self._meet_workers(new=state)
         for joined in self.workers.told.values():
             self._tell_run(state, joined)
 
-    def _tell_all(self, event: WorkerJoined | WorkerLeft) -> None:
+    def _meet_workers(self, new: RunState | None = None) -> None:
+        """Tell everybody which workers came, left or changed since the last time; ``new`` is told of all afterwards."""
+        quarantined = {address for state in self._runs.values() for address in state.quarantined}
+        for event in self.workers.changes(quarantined):
+            self._tell_all(event, new)
+
+    def _tell_all(self, event: WorkerJoined | WorkerLeft, but: RunState | None = None) -> None:
         self.dispatcher.handle(event)
         for state in self._runs.values():
-            self._tell_run(state, event)
+            if state is not but:
+                self._tell_run(state, event)
 
     def _tell_run(self, state: RunState, event: WorkerJoined | WorkerLeft) -> None:
         if isinstance(event, WorkerJoined):
@@ -117,6 +125,7 @@ class Trajectories:
             assert parsed is not None
             tracked = self.tracked[key] = Tracked(key, parsed, state)
         state, indices = tracked.run, tracked.parsed.indices
+        tracked.told_ended = False
         group = f"{tracked.parsed.split}-{indices[0]}-{indices[1]}"
         event = TrajectoryParked(
             key, indices[0], tracked.phase, tracked.quanta, group, state.family, tracked.context_tokens
@@ -140,25 +149,30 @@ class Trajectories:
         """The scheduler has forgotten the task."""
         tracked = self.tracked.pop(key, None)
         if tracked is not None:
+            self._over(tracked, completed=False)
+
+    def _over(self, tracked: Tracked, *, completed: bool) -> None:
+        """The trajectory has no more to do, which its run is told once for each time that it parked first."""
+        if not tracked.told_ended:
+            tracked.told_ended = True
             tracked.run.num_ended += 1
-            tracked.run.emit("trajectory_ended", key=key, completed=tracked.completed)
-            self._tell(tracked.run, TrajectoryEnded(key, tracked.completed))
+            tracked.run.emit("trajectory_ended", key=tracked.key, completed=completed)
+            self._tell(tracked.run, TrajectoryEnded(tracked.key, completed))
+            self._scheduler.loop.add_callback(tracked.run.learn)  # after what is going on now
 
     # ---------------------------------------------------------------- dispatch
 
     def kick(self) -> None:
         """Dispatch once, after what is going on now."""
-        if not self._kicked:
-            self._kicked = True
+        if not self.kicked:
+            self.kicked = True
             self._scheduler.loop.add_callback(self._dispatch)
 
     def _dispatch(self) -> None:
         """Give free slots to parked trajectories, phase by phase."""
-        self._kicked = False
+        self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        quarantined = {address for state in self._runs.values() for address in state.quarantined}
-        for event in self.workers.changes(quarantined):
-            self._tell_all(event)
+        self._meet_workers()
         releases: list[private.Release] = []
         alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         for phase in Phase:
@@ -243,7 +257,7 @@ class Trajectories:
         phase, address = tracked.at
         if msg["kind"] == "ended":
             tracked.found_ended(msg["quanta"], tracked.worker, msg["end"])
-            self.dispatcher.stopped(msg["key"])
+            self._over(tracked, completed=False)  # it was counted when it ended
             return
         tracked.reported, tracked.lost = True, 0
         tracked.quanta = msg["quantum"] + 1
@@ -286,6 +300,8 @@ class Trajectories:
         if msg["goes_on"]:
             state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=tracked.worker)
             self._tell(state, QuantumStarted(msg["key"], phase, tracked.worker))
+        if tracked.ended:
+            self._over(tracked, completed=tracked.completed)
         if msg["failure"] != "none":
             state.failures[msg["failure"]] += 1
             state.emit("failure_classified", key=msg["key"], failure=msg["failure"], detail=msg["detail"])

@@ -55,6 +55,11 @@ class Workers:
         self.told: dict[str, WorkerJoined] = {}
         self.address: dict[str, str] = {}
         self._speed: dict[str, Speed] = {}
+        self._declared: dict[str, WorkerJoined] = {}
+
+    def declare(self, spec: WorkerJoined) -> None:
+        """Say what a worker can do, by name; its speed is then not measured. Its slots are what it supplies."""
+        self._declared[spec.worker] = spec
 
     def changes(self, quarantined: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
         """What has changed since the last call, to be told at once, in this order.
@@ -78,7 +83,7 @@ class Workers:
             if told is not None and (told.rollout_slots, told.tool_slots) == slots:
                 continue
             joined = replace(
-                told or WorkerJoined(name, bucket=private.bucket(self._scheduler, address)),
+                told or self._declared.get(name) or WorkerJoined(name, bucket=private.bucket(self._scheduler, address)),
                 rollout_slots=slots[0],
                 tool_slots=slots[1],
             )
@@ -94,7 +99,7 @@ class Workers:
 
     def generated(self, worker: str, running: int, tokens: int, seconds: float) -> None:
         """A generation ended there."""
-        if tokens > 0 and worker in self.told:
+        if tokens > 0 and worker in self.told and worker not in self._declared:
             self._speed.setdefault(worker, Speed()).add(max(1, running), seconds / tokens)
 
     def respeeded(self) -> Iterator[WorkerJoined]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra.sim.engine import EngineTables, SimulatedEngine
+from libra.hardware.virtual_engine import EngineTables, VirtualEngine
 from libra.sim.fleet import EngineSpec, fleet, slots_of, typical_context
 from libra.sim.outcome import Dispatched, Outcome
 from libra.sim.simulator import Loss, Simulator, Surroundings
@@ -14,11 +14,11 @@ __all__ = [
     "EngineTables",
     "Loss",
     "Outcome",
-    "SimulatedEngine",
     "Simulator",
     "Surroundings",
     "TrajectoryPlan",
     "TurnPlan",
+    "VirtualEngine",
     "Workload",
     "draw",
     "fleet",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from libra.errors import ConfigError
+from libra.hardware.virtual_engine import EngineTables
 from libra.policy import WorkerJoined
-from libra.sim.engine import EngineTables
 from libra.sim.workload import TrajectoryPlan
 
 MAX_SLOTS = 256

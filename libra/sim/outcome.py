@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from libra.sim.engine import Counters
+from libra.hardware.virtual_engine import Counters
 from libra.sim.workload import Workload
 from libra.types import Phase
 

@@ -21,7 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
+from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.policy import (
+    LEARNS_EVERY,
     Admission,
     CommittedGroup,
     Dispatcher,
@@ -38,7 +40,6 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.sim.engine import Request, SimulatedEngine
 from libra.sim.fleet import EngineSpec, typical_context
 from libra.sim.outcome import Dispatched, Outcome
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
@@ -46,8 +47,6 @@ from libra.types import Phase
 
 TOOLS = "tools"
 """Name of the one worker that runs all tools."""
-LEARNS_EVERY = 8
-"""Trajectories that end between two calls of an ordering's ``learn``; live, a timer calls it."""
 
 
 class Loss(NamedTuple):
@@ -71,7 +70,7 @@ class Surroundings:
     tool_slots : int or None
         Actions at once. None: as many as are asked for, and actions do not wait in the scheduler.
     noise_frac : float
-        Standard deviation of the log of an engine's seconds, see `SimulatedEngine`.
+        Standard deviation of the log of an engine's seconds, see `VirtualEngine`.
     losses : tuple of Loss
     """
 
@@ -132,7 +131,7 @@ class Simulator:
             raise ConfigError("engines: two have the same name; name them apart")
         streams = np.random.SeedSequence(seed).spawn(len(engines))
         self._streams = {spec.name: np.random.default_rng(s) for spec, s in zip(engines, streams, strict=True)}
-        self._engines: dict[str, SimulatedEngine] = {}
+        self._engines: dict[str, VirtualEngine] = {}
         self._context = typical_context(workload.trajectories)
         self._runs: dict[str, _Run] = {}
         self._home: dict[str, str] = {}
@@ -216,7 +215,7 @@ class Simulator:
         self._dispatcher.apply(self._ordering.handle(event))
 
     def _join(self, spec: EngineSpec) -> None:
-        self._engines[spec.name] = SimulatedEngine(
+        self._engines[spec.name] = VirtualEngine(
             spec.name, spec.tables, noise_frac=self._around.noise_frac, rng=self._streams[spec.name]
         )
         self._tell(spec.joined(self._context))
@@ -259,14 +258,13 @@ class Simulator:
     # ---------------------------------------------------------------- quanta
 
     def _park(self, run: _Run) -> None:
-        self._tell(
-            TrajectoryParked(
-                run.key, run.plan.iteration, run.phase, run.quanta, run.group, run.plan.family, run.context_tokens
-            )
-        )
+        # Live, nobody has counted the tokens of its prompt before an engine has.
+        context = run.context_tokens if run.quanta else 0
+        plan = run.plan
+        self._tell(TrajectoryParked(run.key, plan.iteration, run.phase, run.quanta, run.group, plan.family, context))
 
     def _dispatch(self) -> None:
-        touched: dict[str, SimulatedEngine] = {}
+        touched: dict[str, VirtualEngine] = {}
         for phase in Phase:
             for place in self._dispatcher.dispatch(phase):
                 key, worker = place.key, place.worker
@@ -281,7 +279,7 @@ class Simulator:
         for engine in touched.values():
             self._next_of(engine)
 
-    def _generate(self, run: _Run, worker: str) -> SimulatedEngine:
+    def _generate(self, run: _Run, worker: str) -> VirtualEngine:
         engine = self._engines[worker]
         home = self._home.get(run.key)
         if home is not None and home != worker:
@@ -299,19 +297,19 @@ class Simulator:
         engine.submit(self._now, request, ())
         return engine
 
-    def _next_of(self, engine: SimulatedEngine) -> None:
+    def _next_of(self, engine: VirtualEngine) -> None:
         at_s = engine.next_finish_s()
         if at_s is not None:
             self._at(at_s, "engine", engine.name, engine.changes)
 
-    def _generated(self, engine: SimulatedEngine) -> None:
+    def _generated(self, engine: VirtualEngine) -> None:
         for request in engine.finished(self._now):
             run = self._runs[request.key]
             turn = run.plan.turns[run.turn]
             run.context_tokens += turn.new_tokens
             run.computed_tokens = run.context_tokens
             run.quanta += 1
-            latency_s = self._now - run.started_s
+            latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
             self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, "", "", latency_s))
             if not turn.tool:
                 self._end(run)
@@ -335,7 +333,7 @@ class Simulator:
         run.context_tokens += turn.payload_tokens
         run.quanta += 1
         run.turn += 1
-        latency_s = self._now - run.started_s
+        latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
         self._tell(QuantumFinished(key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
         if run.turn == len(run.plan.turns):
             self._end(run)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware import EngineSeconds
+from libra.hardware.seconds import EngineSeconds
 
 CONTEXT_GRAIN = 256
 """Tables of step seconds are made once per so many tokens of context: a lookup instead of a sum over operators."""
@@ -80,7 +80,7 @@ class Counters(NamedTuple):
     peak_kv_tokens: int
 
 
-class SimulatedEngine:
+class VirtualEngine:
     """One engine; ``noise_frac`` is the standard deviation of the log of its seconds between two changes, 0 for none."""
 
     def __init__(self, name: str, tables: EngineTables, *, noise_frac: float, rng: np.random.Generator) -> None:
@@ -138,6 +138,34 @@ class SimulatedEngine:
     def forget(self, key: str) -> None:
         """Drop the KV of a trajectory that will not come back, if it is kept."""
         self._drop(key)
+
+    def cancel(self, now_s: float, key: str) -> bool:
+        """Take back a trajectory's request, and its KV; whether it had one."""
+        self._advance(now_s)
+        self._drop(key)
+        waiting = [entry for entry in self._queue if entry[2].key != key]
+        had = len(waiting) < len(self._queue)
+        if had:
+            self._queue = waiting
+            heapq.heapify(self._queue)
+        request = self._requests.pop(key, None)
+        if request is not None:
+            finish = next(entry[0] for entry in self._running if entry[2] == key)
+            self._running = [entry for entry in self._running if entry[2] != key]
+            heapq.heapify(self._running)
+            self._reserved -= request.context_tokens + request.new_tokens
+            self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
+            self._prompts[request.group] -= 1
+            if not self._prompts[request.group]:
+                del self._prompts[request.group]
+            had = True
+        self._admit()
+        return had
+
+    @property
+    def load_now(self) -> tuple[int, int, int]:
+        """Requests that generate, requests that wait, and trajectories whose context is kept."""
+        return len(self._running), len(self._queue), len(self._kept)
 
     def next_finish_s(self) -> float | None:
         """When the next request will be done if nothing changes; None where nothing runs. Void once ``changes`` moves on."""

@@ -1,0 +1,65 @@
+"""The live plugin and the simulator are one policy: on the same workload they give the same slots to the same trajectories, in
+the same order, and are done in the same (virtual) second."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+import emulated_run
+from libra.events import from_dict
+from libra.hardware import engine_seconds
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import make_ordering
+from libra.policy.replay import replay
+from libra.sim import Simulator, Surroundings, Workload, fleet, synthetic
+
+TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
+LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}
+
+
+def in_live_order(workload: Workload, directory: Path) -> Workload:
+    """The workload in the order in which the live scheduler first saw its trajectories: Dask's, and none of ours."""
+    seen = [
+        e["key"] for e in emulated_run.plugin_events(directory) if e["name"] == "trajectory_parked" and not e["quanta"]
+    ]
+    by_key = {workload.key(plan): plan for plan in workload.trajectories}
+    assert sorted(seen) == sorted(by_key)
+    return Workload(workload.name, tuple(by_key[key] for key in seen))
+
+
+def without_ties(workload: Workload) -> Workload:
+    """Every tool a little slower than the one before: what happens in the same instant has no order that could be compared."""
+    count = itertools.count(1)
+    plans = [
+        plan._replace(turns=tuple(turn._replace(tool_s=turn.tool_s + 1e-5 * next(count)) for turn in plan.turns))
+        for plan in workload.trajectories
+    ]
+    return Workload(workload.name, tuple(plans))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["fifo", "mlfq", "completed_calls", "paper", "cmlfq"])
+def test_live_dispatch_is_the_simulators(name: str, layout: str, tmp_path: Path) -> None:
+    workload = without_ties(synthetic(48, turns=4, seed=3, group_size=8, name="parity"))
+    specs = fleet(LAYOUTS[layout], TABLES, dict.fromkeys(TABLES, 4))
+    policy = {"name": name, "objective": "makespan", "patience": 4}
+    live, live_s = asyncio.run(emulated_run.emulate(workload, specs, policy, tmp_path, tool_slots=6))
+
+    simulator = Simulator(
+        in_live_order(workload, tmp_path), specs, make_ordering(**policy), surroundings=Surroundings(tool_slots=6)
+    )
+    outcome = simulator.run()
+    simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]
+    assert len(simulated) == sum(2 * len(plan.turns) - 1 for plan in workload.trajectories)
+    differing = next((i for i, (a, b) in enumerate(zip(live, simulated, strict=True)) if a != b), None)
+    assert differing is None, (
+        f"dispatch {differing} of {len(live)}: live {live[differing]}, simulated {simulated[differing]}"
+    )
+    assert live_s == pytest.approx(outcome.makespan_s, rel=1e-9)
+
+    lines = ((i, from_dict(event)) for i, event in enumerate(emulated_run.plugin_events(tmp_path), 1))
+    assert [told.difference for told in replay(lines) if told.difference] == []
