@@ -73,7 +73,7 @@ def test_all_reduces_and_hosts_count() -> None:
     fast = engine_seconds("H100-80G", "Qwen3-14B", 8, tables=None, overhead=Overhead(0.0, 0.0))
     slow = ModelOnGPU(fast.gpu, fast.shape, 8, efficiencies=Efficiencies(hop_s=20e-6), overhead=Overhead(5e-3, 0.0))
     gap = slow.decode_step_s(4, 400) - fast.decode_step_s(4, 400)
-    assert gap == pytest.approx(5e-3 + 80 * 2 * 3 * 14e-6, rel=0.01)  # two per layer, two passes of three hops each
+    assert gap == pytest.approx(5e-3 + 80 * 2 * 3 * 18e-6, rel=0.01)  # two per layer, two passes of three hops each
 
 
 def test_chunks_add_up() -> None:
