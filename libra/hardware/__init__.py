@@ -6,6 +6,7 @@ from libra.hardware.gpus import GPU, known_gpus, load_gpu
 from libra.hardware.residuals import Residuals, SampledSeconds, sampled
 from libra.hardware.seconds import EngineSeconds
 from libra.hardware.shapes import ModelShape, known_models, load_shape
+from libra.hardware.shipped import read_tables
 
 __all__ = [
     "GPU",
@@ -21,5 +22,6 @@ __all__ = [
     "known_models",
     "load_gpu",
     "load_shape",
+    "read_tables",
     "sampled",
 ]
