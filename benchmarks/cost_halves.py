@@ -99,16 +99,23 @@ def half_of_linear(profile: LinearProfile, learn: bool, parity: int) -> LinearPr
     return replace(profile, curves=tuple(curves))
 
 
-def half_of_attention(profile: AttentionProfile, learn: bool, parity: int) -> AttentionProfile:
-    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill)."""
+def half_of_attention(profile: AttentionProfile, learn: bool, parity: int, *, both: bool = False) -> AttentionProfile:
+    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill).
 
-    def half(points: Array, column: int) -> Array:
+    ``both``: and half of its other numbers, so that a point that is asked shares neither of its numbers with one learned from.
+    """
+
+    def half(points: Array, columns: tuple[int, ...]) -> Array:
         if not len(points):
             return points
-        mask = halves(points[:, column])[parity]
-        return points[mask if learn else ~mask]
+        masks = [halves(points[:, column])[parity] for column in columns]
+        return points[np.logical_and.reduce([mask if learn else ~mask for mask in masks])]
 
-    return replace(profile, decode=half(profile.decode, 1), prefill=half(profile.prefill, 0))
+    return replace(
+        profile,
+        decode=half(profile.decode, (1, 0) if both else (1,)),
+        prefill=half(profile.prefill, (0, 1) if both else (0,)),
+    )
 
 
 Predict = Callable[[str, int, Array], Array]
@@ -152,11 +159,14 @@ def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
     return [Score(part, np.concatenate(values)) for part, values in errors.items() if values]
 
 
-def score_attention(gpu: GPU, profile: AttentionProfile) -> dict[str, Score]:
-    """Attention of each half from the other."""
+def score_attention(gpu: GPU, profile: AttentionProfile, *, both: bool = False) -> dict[str, Score]:
+    """Attention of each half from the other; ``both`` as in `half_of_attention`."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": []}
     for parity in (0, 1):
-        learned, asked = half_of_attention(profile, True, parity), half_of_attention(profile, False, parity)
+        learned = half_of_attention(profile, True, parity, both=both)
+        asked = half_of_attention(profile, False, parity, both=both)
+        if not (len(learned.decode) or len(learned.prefill)):
+            continue
         eff = fit_attention([(gpu, learned)], START)
         if len(learned.decode) and len(asked.decode):
             predicted = decode_s(gpu, eff, learned, asked.decode)

@@ -142,6 +142,11 @@ def _score_halves(profiles: Sequence[Profile], board: Board, unknown: set[str]) 
         elif isinstance(profile, AttentionProfile):
             for part, score in score_attention(gpu, profile).items():
                 board.add(f"attention_{part}_mape", f"{place}/tp{profile.tp}", score)
+            for part, score in score_attention(gpu, profile, both=True).items():
+                notes.append(
+                    f"attention_{part}_mape/{place}/tp{profile.tp}, a quarter from a quarter that shares neither number: "
+                    f"{score.mape:.2f} %"
+                )
         elif isinstance(profile, CollectiveProfile) and profile.collective == "all_reduce":
             board.add(
                 "allreduce_mape", f"{place}/{profile.workers}x{profile.workers_per_node}", score_collective(profile)

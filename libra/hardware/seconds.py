@@ -6,21 +6,15 @@ from typing import Protocol
 
 
 class EngineSeconds(Protocol):
-    """One model on one engine of ``tp`` GPUs of one kind.
-
-    Attributes
-    ----------
-    tp : int
-        GPUs of the engine (tensor-parallel degree).
-    kv_capacity_tokens : int
-        Tokens whose keys and values fit beside the weights.
-    """
+    """One model on one engine of ``tp`` GPUs of one kind. Its attributes are read, never set: frozen values serve."""
 
     @property
-    def tp(self) -> int: ...
+    def tp(self) -> int:
+        """GPUs of the engine (tensor-parallel degree)."""
 
     @property
-    def kv_capacity_tokens(self) -> int: ...
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
 
     def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
         """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
