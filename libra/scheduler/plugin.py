@@ -203,6 +203,8 @@ class LibraPlugin(SchedulerPlugin):
                 state.emit("version_served", version=msg["version"], worker=msg["name"], load_s=msg["load_s"])
                 if self._contended:
                     tell_contention(self._scheduler, msg["address"], True)
+            case "plan":
+                state.emit(msg["event"], **msg["fields"])
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
