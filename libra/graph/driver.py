@@ -317,7 +317,7 @@ class Session:
 
         def tell(name: str, fields: Mapping[str, Any]) -> None:
             told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
-            self._client.log_event(TOPIC, told)
+            self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
 
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
         engines = sum(keys.ROLLOUT in worker["resources"] for worker in workers)
