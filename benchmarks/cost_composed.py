@@ -1,7 +1,7 @@
 """Whole steps composed of measured kernels, predicted from the halves that never saw their token counts.
 
-A layer is its linear and elementwise operators, its attention, and two all-reduces. Attention of a shard was measured on one GPU only
-in most files, and is divided by the tensor-parallel degree on both sides: at degree 1 nothing is assumed, and the figures say so.
+A layer is its linear and elementwise operators, its attention, and two all-reduces. Attention was measured unsharded in most files,
+and is divided by the tensor-parallel degree on both sides: at degree 1 nothing is assumed, and the figures say so.
 The measured all-reduce is read from the whole table, the predicted one from half of it. Host and scheduling are in neither.
 """
 
@@ -16,19 +16,20 @@ from numpy.typing import NDArray
 from benchmarks.cost_halves import (
     DECODE_TOKENS,
     PREFILL_TOKENS,
+    START,
     Score,
     decode_s,
-    from_tables,
+    from_curves,
     half_of_attention,
     half_of_linear,
     halves,
     layer_sums,
     prefill_s,
 )
-from libra.hardware import GPU, Efficiencies
+from libra.hardware import GPU
 from libra.hardware.fit_forms import fit_attention, fit_linear
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile
-from libra.hardware.tables import all_reduce_table
+from libra.hardware.tables import all_reduce_table, linear_curves
 
 Array = NDArray[np.float64]
 
@@ -41,15 +42,16 @@ def score_composed(
     linear: LinearProfile,
     attention: AttentionProfile,
     reduces: Sequence[CollectiveProfile],
-    start: Efficiencies,
 ) -> dict[str, Score]:
     """Errors of decode and prefill layers; parts ``decode_tp1`` and ``prefill_tp1`` hold those that assume nothing."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": [], "decode_tp1": [], "prefill_tp1": []}
     for parity in (0, 1):
         learned, asked = half_of_linear(linear, True, parity), half_of_linear(linear, False, parity)
         att_learned, att_asked = half_of_attention(attention, True, parity), half_of_attention(attention, False, parity)
-        eff = fit_attention([(gpu, att_learned)], fit_linear([(gpu, learned)], start))
-        for tp, tokens, predicted, measured in layer_sums(asked, from_tables(gpu, eff, asked, learned)):
+        eff = fit_attention([(gpu, att_learned)], fit_linear([(gpu, learned)], START))
+        for tp, tokens, predicted, measured in layer_sums(
+            asked, from_curves(gpu, eff, asked, linear_curves(gpu, eff, learned))
+        ):
             comm = _all_reduce(reduces, tp, tokens * linear.shape.hidden * 2.0, parity)
             if comm is None:
                 continue

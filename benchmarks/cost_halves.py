@@ -7,7 +7,7 @@ all-reduce: bytes; training: micro-batch and degree, as on a chessboard). Everyt
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -19,10 +19,34 @@ from libra.hardware.fit_forms import fit_attention, fit_linear
 from libra.hardware.forms import attention_decode_s, attention_prefill_s
 from libra.hardware.operators import GEMMS, LAYER_COUNTS, operator_s
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, TrainingProfile
-from libra.hardware.tables import Tables, all_reduce_table, decode_rows, linear_curves, prefill_rows
+from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, decode_rows, linear_curves, prefill_rows
 from libra.hardware.training import fit_training
 
 Array = NDArray[np.float64]
+
+START = Efficiencies(
+    gemm_launch_s=4e-6,
+    gemm_flops_frac=0.75,
+    gemm_small_frac=0.6,
+    gemm_depth=50.0,
+    gemm_wave=0.5,
+    gemm_bytes_frac=0.8,
+    gemm_bytes_half=1e6,
+    gemm_sharpness=2.0,
+    move_launch_s=4e-6,
+    move_emb=5.0,
+    move_norm=5.0,
+    move_rope=5.0,
+    move_act=5.0,
+    move_add=20.0,
+    move_l2=30.0,
+    decode_launch_s=1e-5,
+    decode_bytes_frac=0.8,
+    decode_min_tokens=100.0,
+    prefill_launch_s=1e-5,
+    prefill_flops_frac=0.5,
+)
+"""Round numbers to begin a fit with: the package's own constants saw both halves of these files."""
 
 DECODE_TOKENS, PREFILL_TOKENS = 128, 256
 """A step of at most so many tokens counts as decode, of at least so many as prefill."""
@@ -75,25 +99,31 @@ def half_of_linear(profile: LinearProfile, learn: bool, parity: int) -> LinearPr
     return replace(profile, curves=tuple(curves))
 
 
-def half_of_attention(profile: AttentionProfile, learn: bool, parity: int) -> AttentionProfile:
-    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill)."""
+def half_of_attention(profile: AttentionProfile, learn: bool, parity: int, *, both: bool = False) -> AttentionProfile:
+    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill).
 
-    def half(points: Array, column: int) -> Array:
+    ``both``: and half of its other numbers, so that a point that is asked shares neither of its numbers with one learned from.
+    """
+
+    def half(points: Array, columns: tuple[int, ...]) -> Array:
         if not len(points):
             return points
-        mask = halves(points[:, column])[parity]
-        return points[mask if learn else ~mask]
+        masks = [halves(points[:, column])[parity] for column in columns]
+        return points[np.logical_and.reduce([mask if learn else ~mask for mask in masks])]
 
-    return replace(profile, decode=half(profile.decode, 1), prefill=half(profile.prefill, 0))
+    return replace(
+        profile,
+        decode=half(profile.decode, (1, 0) if both else (1,)),
+        prefill=half(profile.prefill, (0, 1) if both else (0,)),
+    )
 
 
 Predict = Callable[[str, int, Array], Array]
 
 
-def from_tables(gpu: GPU, eff: Efficiencies, profile: LinearProfile, learned: LinearProfile | None) -> Predict:
-    """Seconds of an operator from forms, corrected by what was learned; None: forms only."""
-    tables = Tables(gpu, eff, tuple(linear_curves(gpu, eff, learned))) if learned is not None else None
-    correction = tables.of(profile.shape) if tables is not None else None
+def from_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile, curves: Sequence[RatioCurve]) -> Predict:
+    """Seconds of an operator of the profile's model: forms, corrected by curves of this or of other models; none: forms only."""
+    correction = Tables(gpu, eff, tuple(curves)).of(profile.shape) if curves else None
     return lambda operator, tp, tokens: operator_s(gpu, eff, profile.shape, tp, operator, tokens, correction)
 
 
@@ -113,13 +143,15 @@ def layer_sums(profile: LinearProfile, predict: Predict) -> list[tuple[int, Arra
     return found
 
 
-def score_linear(gpu: GPU, profile: LinearProfile, start: Efficiencies) -> list[Score]:
+def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
     """Layer sums of each half from the other: forms fitted to, and tables made of, the half that is learned from."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": [], "": []}
     for parity in (0, 1):
         learned, asked = half_of_linear(profile, True, parity), half_of_linear(profile, False, parity)
-        eff = fit_linear([(gpu, learned)], start)
-        for _, tokens, predicted, measured in layer_sums(asked, from_tables(gpu, eff, asked, learned)):
+        eff = fit_linear([(gpu, learned)], START)
+        for _, tokens, predicted, measured in layer_sums(
+            asked, from_curves(gpu, eff, asked, linear_curves(gpu, eff, learned))
+        ):
             error = np.abs(predicted / measured - 1.0)
             errors[""].append(error)
             errors["decode"].append(error[tokens <= DECODE_TOKENS])
@@ -127,12 +159,15 @@ def score_linear(gpu: GPU, profile: LinearProfile, start: Efficiencies) -> list[
     return [Score(part, np.concatenate(values)) for part, values in errors.items() if values]
 
 
-def score_attention(gpu: GPU, profile: AttentionProfile, start: Efficiencies) -> dict[str, Score]:
-    """Attention of each half from the other."""
+def score_attention(gpu: GPU, profile: AttentionProfile, *, both: bool = False) -> dict[str, Score]:
+    """Attention of each half from the other; ``both`` as in `half_of_attention`."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": []}
     for parity in (0, 1):
-        learned, asked = half_of_attention(profile, True, parity), half_of_attention(profile, False, parity)
-        eff = fit_attention([(gpu, learned)], start)
+        learned = half_of_attention(profile, True, parity, both=both)
+        asked = half_of_attention(profile, False, parity, both=both)
+        if not (len(learned.decode) or len(learned.prefill)):
+            continue
+        eff = fit_attention([(gpu, learned)], START)
         if len(learned.decode) and len(asked.decode):
             predicted = decode_s(gpu, eff, learned, asked.decode)
             errors["decode"].append(np.abs(predicted / asked.decode[:, 2] - 1.0))

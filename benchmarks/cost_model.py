@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.cost_composed import score_composed
 from benchmarks.cost_halves import (
+    START,
     Score,
-    from_tables,
+    from_curves,
     layer_sums,
     model_label,
     score_attention,
@@ -44,7 +46,7 @@ from libra.hardware.profiles import (
     TrainingProfile,
     read_directory,
 )
-from libra.hardware.tables import Tables, linear_curves
+from libra.hardware.tables import linear_curves
 
 EXCERPT = Path(__file__).parent / "data" / "hardware"
 GOALS = {
@@ -106,32 +108,45 @@ def _place(profile: Profile) -> str:
 
 
 def refuse(profiles: Iterable[Profile]) -> tuple[list[Profile], list[str]]:
-    """Profiles that may be true, and what is wrong with each of the others."""
-    kept, texts = [], []
-    bad: set[str] = set()
+    """Profiles that may be true, and what is wrong with each of the others.
+
+    A file that was measured on another GPU is scored as that one's: halves of it say nothing false.
+    """
     read = list(profiles)
+    texts: list[str] = []
+    bad: set[str] = set()
+    renamed: dict[str, str] = {}
     for profile in read:
-        found = audit(profile, load_gpu(profile.gpu)) if profile.gpu is not None else []
-        if found:
-            bad.add(profile.source)
-            texts.append(f"left out: {profile.source}: {found[0].text}")
-    for profile in read:
-        if profile.source not in bad:
-            kept.append(profile)
+        for finding in audit(profile, load_gpu(profile.gpu)) if profile.gpu is not None else []:
+            if finding.measured_on is not None:
+                renamed[profile.source] = finding.measured_on
+                texts.append(f"scored as {finding.measured_on}: {profile.source}: {finding.text}")
+            else:
+                bad.add(profile.source)
+                texts.append(f"left out: {profile.source}: {finding.text}")
+    kept = [
+        replace(profile, gpu=renamed[profile.source]) if profile.source in renamed else profile
+        for profile in read
+        if profile.source in renamed or profile.source not in bad
+    ]
     return kept, list(dict.fromkeys(texts))
 
 
 def _score_halves(profiles: Sequence[Profile], board: Board, unknown: set[str]) -> list[str]:
     notes = []
-    start = Efficiencies()
     for profile in profiles:
         gpu, place = _gpu_of(profile, unknown), _place(profile)
         if isinstance(profile, LinearProfile):
-            for score in score_linear(gpu, profile, start):
+            for score in score_linear(gpu, profile):
                 board.add({"": "linear_mape"}.get(score.label, f"linear_{score.label}"), place, score)
         elif isinstance(profile, AttentionProfile):
-            for part, score in score_attention(gpu, profile, start).items():
+            for part, score in score_attention(gpu, profile).items():
                 board.add(f"attention_{part}_mape", f"{place}/tp{profile.tp}", score)
+            for part, score in score_attention(gpu, profile, both=True).items():
+                notes.append(
+                    f"attention_{part}_mape/{place}/tp{profile.tp}, a quarter from a quarter that shares neither number: "
+                    f"{score.mape:.2f} %"
+                )
         elif isinstance(profile, CollectiveProfile) and profile.collective == "all_reduce":
             board.add(
                 "allreduce_mape", f"{place}/{profile.workers}x{profile.workers_per_node}", score_collective(profile)
@@ -169,7 +184,7 @@ def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -
         own = [r for r in reduces if _same_chip(_gpu_of(r, unknown), gpu)]
         full = {c.operator for c in linear.curves} >= set(GEMMS)
         if full and of_shape:
-            scores = score_composed(gpu, linear, of_shape[0], own, Efficiencies())
+            scores = score_composed(gpu, linear, of_shape[0], own)
             for kind in ("decode", "prefill"):
                 if kind in scores:
                     board.add(f"{kind}_mape", place, scores[kind])
@@ -196,7 +211,7 @@ def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
         gpu = load_gpu(name)
         if name != FITTED_ON:
             for profile in files:
-                sums = layer_sums(profile, from_tables(gpu, Efficiencies(), profile, None))
+                sums = layer_sums(profile, from_curves(gpu, Efficiencies(), profile, ()))
                 errors = np.concatenate([np.abs(p / m - 1.0) for _, _, p, m in sums])
                 board.add("transfer_gpu_mape", _place(profile), Score("transfer", errors))
             if _same_chip(gpu, load_gpu(FITTED_ON)):
@@ -207,19 +222,12 @@ def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
             rest = [other for other in files if other.shape != profile.shape]
             if not rest:
                 continue
-            eff = fit_linear([(gpu, other) for other in rest])
+            eff = fit_linear([(gpu, other) for other in rest], START)
             curves = tuple(curve for other in rest for curve in linear_curves(gpu, eff, other))
-            correction = Tables(gpu, eff, curves).of(profile.shape)
-            sums = layer_sums(profile, _corrected(gpu, eff, profile, correction))
+            sums = layer_sums(profile, from_curves(gpu, eff, profile, curves))
             errors = np.concatenate([np.abs(p / m - 1.0) for _, _, p, m in sums])
             board.add("transfer_model_mape", _place(profile), Score("transfer", errors))
     return notes
-
-
-def _corrected(gpu, eff, profile, correction):  # type: ignore[no-untyped-def]
-    from libra.hardware.operators import operator_s
-
-    return lambda operator, tp, tokens: operator_s(gpu, eff, profile.shape, tp, operator, tokens, correction)
 
 
 def main() -> None:

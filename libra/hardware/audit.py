@@ -2,7 +2,7 @@
 
 1. Nothing is faster than its GPU: no matrix product above the peak operations, no bytes above the memory's bandwidth.
 2. A profile that equals one of another GPU, where the datasheets say that they must differ, was measured on that one.
-3. A rate 8 or 1,000 times off, at its best point, is a unit.
+3. Times some factor off what the forms say of any such GPU, over most points, are in another unit.
 
 Each finding is a sentence; whoever calibrates refuses the profile, whoever scores leaves it out and says so.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.hardware.forms import attention_decode_s
+from libra.hardware.forms import Efficiencies, attention_decode_s, gemm_s
 from libra.hardware.gpus import GPU
 from libra.hardware.operators import GEMMS, gemm_columns_inner
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, Profile, TrainingProfile
@@ -24,10 +24,12 @@ from libra.hardware.tables import RatioRows, Tables
 
 Array = NDArray[np.float64]
 
-FASTEST_FRAC = 1.0
-"""Above this share of the peak a measurement is impossible."""
-SLOWEST_FRAC = 0.2
-"""Below this share at its best point a profile of matrix products or of long KV is in other units, or of another GPU."""
+FASTEST_FRAC = 1.05
+"""Above this share of the peak a measurement is impossible; timers round."""
+FASTEST_LINKS = 1.5
+"""Likewise for links: switches that add on the way let an all-reduce seem faster than its links."""
+STRANGE_FACTOR = 4.0
+"""Median of measured over predicted seconds, or its inverse, beyond which the unit is wrong, or the GPU another one."""
 SAME_SPREAD = 0.08
 """Two profiles whose ratio strays less than this (5 % to 95 %, in the logarithm) around 1 are one."""
 MIN_COMMON = 40
@@ -44,10 +46,13 @@ class Finding:
         The file.
     text : str
         What is wrong, with the numbers, and what it probably is.
+    measured_on : str or None
+        The GPU that it was measured on instead, where that is known.
     """
 
     source: str
     text: str
+    measured_on: str | None = None
 
 
 def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) -> list[Finding]:
@@ -59,7 +64,10 @@ def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) ->
     if isinstance(profile, LinearProfile):
         texts = _linear(profile, gpu)
     elif isinstance(profile, AttentionProfile):
-        texts = [*_attention(profile, gpu), *_twins(profile, gpu, [t for t in references if t is not None])]
+        twins = _twins(profile, gpu, [t for t in references if t is not None])
+        if twins:
+            return twins
+        texts = _attention(profile, gpu)
     elif isinstance(profile, CollectiveProfile):
         texts = _collective(profile, gpu)
     else:
@@ -68,48 +76,67 @@ def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) ->
 
 
 def _rate_problem(what: str, best: float, gpu: GPU, peak: str) -> list[str]:
-    """Text for a share of a peak that cannot be."""
-    if best > FASTEST_FRAC:
-        return [
-            f"{what} reach {best:.2f} of {gpu.name}'s {peak}; more than 1 is impossible: the file is of a faster GPU, or its "
-            f"times are {'not in milliseconds' if best > 100 else 'off by 8 (bits for bytes)' if best > 4 else 'too small'}"
-        ]
-    if best < SLOWEST_FRAC:
-        near = "1,000" if best < 5e-3 else "8" if best < 0.12 else "some factor"
-        return [
-            f"{what} reach only {best:.3g} of {gpu.name}'s {peak} at their best point, where 0.4 to 0.95 are usual: the file "
-            f"is of a slower GPU, or its unit is off by {near}"
-        ]
-    return []
+    """Text for a share of a peak above 1."""
+    if best <= FASTEST_FRAC:
+        return []
+    why = "not in milliseconds" if best > 100 else "off by 8 (bits for bytes)" if best > 4 else "too small"
+    return [
+        f"{what} reach {best:.2f} of {gpu.name}'s {peak}; more than 1 is impossible: the file is of a faster GPU, or its times are "
+        f"{why}"
+    ]
+
+
+def _factor_problem(what: str, log_ratio: Array, gpu: GPU) -> list[str]:
+    """Text for measured seconds that are some factor of what any such GPU takes."""
+    if not len(log_ratio):
+        return []
+    factor = float(np.exp(np.median(log_ratio)))
+    if 1.0 / STRANGE_FACTOR <= factor <= STRANGE_FACTOR:
+        return []
+    size = max(factor, 1.0 / factor)
+    unit = "1,000" if size > 100 else "8" if 5 < size < 13 else f"{size:.0f}"
+    return [
+        f"{what} take {factor:.3g} times what {gpu.name} needs by its datasheet, at the middle of the points: units off by "
+        f"{unit}, or another GPU"
+    ]
 
 
 def _linear(profile: LinearProfile, gpu: GPU) -> list[str]:
-    flops_frac, bytes_frac = 0.0, 0.0
+    shape = profile.shape
+    if shape.ffn < shape.hidden:
+        return [
+            f"its feed-forward network is narrower ({shape.ffn}) than the model ({shape.hidden}): an expert's; mixtures of "
+            "experts are not modelled"
+        ]
+    flops_frac, bytes_frac, ratios = 0.0, 0.0, []
     for curve in profile.curves:
         if curve.operator not in GEMMS:
             continue
-        columns, inner = gemm_columns_inner(curve.operator, profile.shape, curve.tp)
+        columns, inner = gemm_columns_inner(curve.operator, shape, curve.tp)
         flops = 2.0 * curve.tokens * columns * inner
         moved = 2.0 * (columns * inner + curve.tokens * (columns + inner))
         flops_frac = max(flops_frac, float((flops / curve.seconds).max() / gpu.flops_per_s))
-        big = moved > gpu.l2_bytes  # what fits into the cache may well beat the memory
+        big = moved > 4.0 * gpu.l2_bytes  # what fits into the cache, or half of it, may well beat the memory
         if big.any():
             bytes_frac = max(bytes_frac, float((moved / curve.seconds)[big].max() / gpu.memory_bytes_per_s))
-    best = max(flops_frac, bytes_frac)
-    if best == 0.0:
-        return []
-    peak = "peak operations" if flops_frac >= bytes_frac else "memory bandwidth"
-    return _rate_problem("matrix products", best, gpu, peak)
+        ratios.append(np.log(curve.seconds / gemm_s(gpu, Efficiencies(), curve.tokens, columns, inner)))
+    return (
+        _rate_problem("matrix products", flops_frac, gpu, "peak operations")
+        or _rate_problem("matrix products", bytes_frac, gpu, "memory bandwidth")
+        or _factor_problem("matrix products", np.concatenate(ratios) if ratios else np.zeros(0), gpu)
+    )
 
 
 def _attention(profile: AttentionProfile, gpu: GPU) -> list[str]:
     points = profile.decode
-    read = 4.0 * profile.kv_heads * profile.head_dim * points[:, 0] * points[:, 1]
-    big = read > 2.0 * gpu.l2_bytes
-    if not big.any():
-        return []
-    best = float((read[big] / points[big, 2]).max() / gpu.memory_bytes_per_s)
-    return _rate_problem("decode attention kernels", best, gpu, "memory bandwidth")
+    token_bytes = 4.0 * profile.kv_heads * profile.head_dim
+    read = token_bytes * points[:, 0] * points[:, 1]
+    big = read > 4.0 * gpu.l2_bytes
+    best = float((read[big] / points[big, 2]).max() / gpu.memory_bytes_per_s) if big.any() else 0.0
+    form = attention_decode_s(gpu, Efficiencies(), points[:, 0], points[:, 0] * points[:, 1], token_bytes)
+    return _rate_problem("decode attention kernels", best, gpu, "memory bandwidth") or _factor_problem(
+        "decode attention kernels", np.log(points[big, 2] / form[big]), gpu
+    )
 
 
 def _collective(profile: CollectiveProfile, gpu: GPU) -> list[str]:
@@ -117,11 +144,11 @@ def _collective(profile: CollectiveProfile, gpu: GPU) -> list[str]:
     link = gpu.link_bytes_per_s if one_node else gpu.network_bytes_per_s * profile.workers_per_node
     factor = 2.0 * (profile.workers - 1) / profile.workers if profile.collective == "all_reduce" else 1.0
     best = float((factor * profile.num_bytes / profile.seconds).max() / link)
-    if best <= FASTEST_FRAC:
+    if best <= FASTEST_LINKS:
         return []  # slow links are common: bridges between pairs, PCIe
     return [
-        f"{profile.collective} of {profile.workers} workers reaches {best:.2f} of {gpu.name}'s links; more than 1 is "
-        f"impossible: {'sizes or rates are in bits, off by 8' if best > 4 else 'the file is of faster links'}"
+        f"{profile.collective} of {profile.workers} workers reaches {best:.2f} of {gpu.name}'s links, which "
+        f"cannot be: {'sizes or rates are in bits, off by 8' if best > 4 else 'the file is of faster links'}"
     ]
 
 
@@ -137,9 +164,8 @@ def _training(profile: TrainingProfile) -> list[str]:
     return []
 
 
-def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) -> list[str]:
+def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) -> list[Finding]:
     """Decode attention that equals another GPU's at equal bytes of KV, against what both datasheets say."""
-    found = []
     for tables in references:
         expected = tables.gpu.memory_bytes_per_s / gpu.memory_bytes_per_s
         if abs(np.log(expected)) < 2.5 * SAME_SPREAD:
@@ -150,13 +176,13 @@ def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) ->
                 continue
             low, middle, high = np.quantile(log_ratio, [0.05, 0.5, 0.95])
             if abs(middle) < SAME_SPREAD and high - low < 2.0 * SAME_SPREAD:
-                found.append(
+                text = (
                     f"decode attention takes {np.exp(middle):.2f} of what {tables.gpu.name} takes for the same bytes (5 to "
                     f"95 %: {np.exp(low):.2f} to {np.exp(high):.2f}, {len(log_ratio)} points), where memory bandwidth implies "
                     f"{expected:.2f}: it was measured on {tables.gpu.name}, not on {gpu.name}"
                 )
-                return found
-    return found
+                return [Finding(profile.source, text, tables.gpu.name)]
+    return []
 
 
 def _log_ratio_at_equal_bytes(profile: AttentionProfile, tables: Tables, rows: RatioRows) -> Array:

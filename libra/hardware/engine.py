@@ -1,6 +1,7 @@
 """Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind.
 
-1. Both times rise with every argument as far as the tables behind them do; an operator is sharded over ``tp`` once.
+1. A step never gets shorter with more sequences of the same mean context, or with more context, nor a prefill with more tokens
+   before or in it: where measurements fall they are pooled. An operator is sharded over ``tp`` once.
 2. A decode step is: layers x (linear + attention + two all-reduces) + output matrix + what the host adds per step.
 3. ``kv_capacity_tokens`` counts what each GPU holds, with key-value heads copied where tp exceeds them.
 
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from libra.errors import ConfigError
 from libra.hardware.forms import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.grid import Grid
+from libra.hardware.grid import Grid, rising
 from libra.hardware.operators import Correction, layer_s, operator_s
 from libra.hardware.shapes import ModelShape, load_shape
 from libra.hardware.shipped import shipped_tables
@@ -202,20 +203,25 @@ class ModelOnGPU:
         one = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "emb", tokens, self.measured)
         head = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "lm_head", np.r_[tokens, 1.0])
         body = self.shape.num_layers * per_layer + one
-        return Grid(tokens, [0.0, 1.0], np.stack([body + head[:-1], body + head[-1]], axis=1))
+        return Grid(tokens, [0.0, 1.0], np.stack([rising(body + head[:-1]), rising(body + head[-1])], axis=1))
 
     def _decode_grid(self) -> Grid:
         num, mean = np.meshgrid(np.asarray(_BATCHES, float), np.asarray(_CONTEXTS, float), indexing="ij")
-        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * self.attention_decode_s(num, mean))
+        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * _rising_both(self.attention_decode_s(num, mean)))
 
     def _prefill_grid(self) -> Grid:
         news = np.unique(np.r_[1, 16, 32, 64, 96, np.arange(128, self.chunk_tokens + 128, 128)]).astype(float)
         new, past = np.meshgrid(news, np.asarray(_PASTS, float), indexing="ij")
-        return Grid(news, _PASTS, self.shape.num_layers * self.attention_prefill_s(new, past))
+        return Grid(news, _PASTS, self.shape.num_layers * _rising_both(self.attention_prefill_s(new, past)))
 
     _linear: Grid = field(init=False, repr=False, compare=False)
     _decode: Grid = field(init=False, repr=False, compare=False)
     _prefill: Grid = field(init=False, repr=False, compare=False)
+
+
+def _rising_both(values: Array) -> Array:
+    """The least values above these that never fall along either axis; attention falls by a few percent where kernels change."""
+    return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
 
 
 def engine_seconds(

@@ -17,7 +17,9 @@ from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearP
 Array = NDArray[np.float64]
 
 GEMM_CONSTANTS = tuple(f.name for f in fields(Efficiencies) if f.name.startswith("gemm_"))
-MOVE_CONSTANTS = (*(f.name for f in fields(Efficiencies) if f.name.startswith("move_")), "l2_bytes_per_s_per_sm")
+MOVE_CONSTANTS = tuple(
+    f.name for f in fields(Efficiencies) if f.name.startswith("move_") and f.name != "move_bytes_frac"
+)
 DECODE_CONSTANTS = tuple(f.name for f in fields(Efficiencies) if f.name.startswith("decode_"))
 REDUCE_CONSTANTS = ("hop_s", "link_frac", "link_half_bytes")
 PREFILL_CONSTANTS = tuple(f.name for f in fields(Efficiencies) if f.name.startswith("prefill_"))
@@ -106,7 +108,7 @@ def _linear_residuals(
         shape = profile.shape
         for tp in sorted({curve.tp for curve in profile.curves}):
             curves = [c for c in profile.curves if c.tp == tp and c.operator in operators]
-            total_predicted, total_measured = 0.0, 0.0
+            total_predicted, total_measured = np.zeros(()), np.zeros(())
             for curve in curves:
                 chosen = spread(len(curve.tokens))
                 tokens, seconds = curve.tokens[chosen], curve.seconds[chosen]
