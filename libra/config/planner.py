@@ -13,6 +13,8 @@ from libra.config.section import AtLeastOne, AtLeastZero, Section
 class PlannerSection(Section):
     """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it."""
 
+    replan: bool = False
+    """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed."""
     gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
     """GPU of every node: a name that Libra knows, or the path of a datasheet."""
     num_gpus: AtLeastOne = 8

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
 from libra.graph.pausing import pause_reason
+from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec, loading_error
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from distributed import SpecCluster
 
     from libra.envs import Environment
+    from libra.graph.planning import Planning
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,7 @@ class Session:
         self._held: dict[int, list[Future]] = {}
         self._wake = threading.Event()
         self._failed: Future | None = None
+        self._planning: Planning | None = None
         self.checkpoint: Path | None = None
         self.kept = KeptCheckpoints(
             self.directory / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
@@ -186,6 +189,8 @@ class Session:
         self.metrics = MetricsLog(self.directory, tensorboard=config.observe.tensorboard)
         self._register()
         self._restore()
+        if config.planner.replan:
+            self._planning = self._plan_beside()
 
     def _make_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
@@ -315,7 +320,20 @@ class Session:
             if self._lock is not None:
                 self._lock.release()
 
+    def _plan_beside(self) -> Planning:
+        from libra.graph.planning import Planning
+
+        def tell(name: str, fields: Mapping[str, Any]) -> None:
+            told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
+            self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
+
+        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+        engines = sum(keys.ROLLOUT in worker["resources"] for worker in workers)
+        return Planning(self.spec, engines, self.metrics.write, tell)
+
     def _end(self, client: Client) -> None:
+        if self._planning is not None:
+            self._planning.close()
         held = [*self._carried, *(f for futures in self._held.values() for f in futures)]
         for future in [*held, *(saved for _, saved in self._saving)]:
             future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
@@ -395,6 +413,8 @@ class Session:
             self._carried = [group for group in [*self._carried, *groups] if not group.done()]
             del end, saved, groups, self._held[k]
             self._write_metrics(k, values)
+            if self._planning is not None:
+                self._planning.after(k, values, total - k - 1)
             yield values
             reason = pause_reason(self.spec, {"step": k, **values}) if k + 1 < total else None
             if reason is not None:

@@ -170,6 +170,12 @@ class PlanLoop:
         self.predicted = proposal if considered.accepted else current
         return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposal)
 
+    def deployed_is(self, deployed: Deployed) -> None:
+        """Hear what really runs, where an accepted plan was not carried out, or not as it said."""
+        if not self.replanner.deployed.same_layout(deployed):
+            self.replanner.deployed = deployed
+            self.predicted = self._of_deployed()
+
     def _corrected(self) -> Snapshot:
         return replace(self.snapshot, corrections=self.correction.corrections)
 

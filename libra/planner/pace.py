@@ -26,8 +26,8 @@ class Pace:
 
     Attributes
     ----------
-    tokens, prefill_s, wait_s, context_tokens : float arrays (N,)
-        Of each trajectory: generated tokens, seconds of prefill, seconds with tools, mean context.
+    tokens, prefill_s, wait_s, context_tokens, alone_s : float arrays (N,)
+        Of each trajectory: generated tokens, seconds of prefill, seconds with tools, mean context, seconds alone.
     engine : EngineSeconds with times for arrays
     """
 
@@ -35,6 +35,7 @@ class Pace:
     prefill_s: Floats
     wait_s: Floats
     context_tokens: Floats
+    alone_s: Floats
     engine: ManySeconds
 
     @classmethod
@@ -43,10 +44,10 @@ class Pace:
         context = workload.mean_context_tokens
         decode_s = workload.generated_tokens * engine.decode_steps_s(1, context)
         prefill_s = np.maximum(alone_s - workload.tool_wait_s - decode_s, 0.0)
-        return cls(workload.generated_tokens, prefill_s, workload.tool_wait_s, context, engine)
+        return cls(workload.generated_tokens, prefill_s, workload.tool_wait_s, context, alone_s, engine)
 
     def engine_s(self, items: Ints, concurrency: int, longest_first: bool = True) -> float:
-        """Seconds until one engine has finished ``items``, at most ``concurrency`` at once."""
+        """Seconds until one engine has finished ``items``, at most ``concurrency`` at once; never less than the longest alone."""
         if not len(items):
             return 0.0
         most = min(concurrency, len(items))
@@ -67,7 +68,7 @@ class Pace:
                 following += 1
             else:
                 heapq.heappop(active)
-        return float(now_s)
+        return float(max(now_s, self.alone_s[items].max()))
 
     def _steps(self, items: Ints, most: int) -> tuple[list[float], Floats]:
         """Seconds per token with 0, 1, ..., ``most`` in flight, and each one's tool calls in tokens of the full engine."""

@@ -182,6 +182,8 @@ class LibraPlugin(SchedulerPlugin):
                 if self.trajectories.contended:
                     tell_contention(self._scheduler, msg["address"], True)
                 self.trajectories.kick()
+            case "plan":
+                state.emit(msg["event"], **msg["fields"])
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":

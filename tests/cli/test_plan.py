@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from libra.cli.main import cli
-from libra.cli.plan import fixed_by, snapshot_of
+from libra.cli.plan import fixed_by, read_trace
 from libra.config import load_config
 from libra.errors import ConfigError, PlanError
+from libra.planner.configured import snapshot_of
 
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
 
@@ -60,7 +61,7 @@ def test_choices_that_cannot_be_say_what_to_type(repository: Path) -> None:
     with pytest.raises(PlanError, match="--what-if"):
         snapshot_of(load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, "planner.tp=[8]")), None, False)
     with pytest.raises(PlanError, match="--trace FILE"):
-        snapshot_of(config, Path("missing.csv"), True)
+        read_trace(Path("missing.csv"), 1.0)
     with pytest.raises(ConfigError, match=r"planner\.generated_p99_tokens=4000"):
         load_config(
             str(repository / "configs/qwen3_4b_gpu.yaml"),
