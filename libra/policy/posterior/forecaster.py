@@ -129,7 +129,8 @@ class Posterior:
         if live.group:
             if total is not None:
                 self._compare(live.group, total)
-            self._groups.leave(live.group, key, live.information, live.imputed, total)
+            counted = live.information if self.dials.running_siblings else 0.0
+            self._groups.leave(live.group, key, counted, live.imputed, total)
         if live.family:
             self._families.leave(live.family, key, live.information, live.imputed, total)
         everyone = self._all
