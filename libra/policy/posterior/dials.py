@@ -42,7 +42,7 @@ class Dials:
     stack_shrink: float = 3.0
     sibling_prior: float = 1.0
     family_prior: float = 5.0
-    guard_sigmas: tuple[float, float] = (0.5, 1.5)
+    guard_sigmas: tuple[float, float] = (0.5, 1.0)
     censored: bool = True
     running_siblings: bool = True
     sample: int = 64
