@@ -223,10 +223,12 @@ class Posterior:
         """What the trajectory counts for in its group and family changes with its progress.
 
         It has outlasted a share of all others (``beyond``: where its tokens are among the totals, in deviations times the
-        root of two), and so much is known of its total: nothing at the start, nearly all far in the tail.
+        root of two), and the square of that share is what it counts for: nothing at the start, nearly all far in the tail.
+        A member whose tokens are few compared with others' totals has said nothing yet, whatever its progress promises;
+        counting it for more drowns what the finished ones say.
         """
         weight, value = live.information, live.imputed
-        live.information = information = 1.0 - 0.5 * math.erfc(beyond)
+        live.information = information = (1.0 - 0.5 * math.erfc(beyond)) ** 2
         live.imputed = imputed = math.log(tokens + rest)
         everyone = self._all
         everyone[3] += information - weight
