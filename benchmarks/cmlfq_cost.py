@@ -1,17 +1,17 @@
 """What a forecaster (and the policy around it) costs the scheduler's loop, with many trajectories at once.
 
-``python -m benchmarks.cmlfq_cost --json``; figures ``tool_return_us_<n>``, ``finish_us_<n>``, ``memory_mb_<n>``, ``load_s_<n>`` for n of
-1k, 10k, 100k trajectories of 40 turns, *all of them alive at once* in groups of 16: the hardest case there is, for what is live takes
-the memory. ``learn_ms_<n>`` is a call of ``learn`` off the critical path, ``snapshot_mb_<n>`` the JSON text.
+``python -m benchmarks.cmlfq_cost --json``; figures ``tool_return_us_<n>``, ``finish_us_<n>``, ``memory_mb_<n>``, ``load_s_<n>``
+for n of 1k, 10k, 100k trajectories of 40 turns, *all of them alive at once* in groups of 16: the hardest case there is, for what is
+live takes the memory. ``learn_ms_<n>`` is a call of ``learn`` off the critical path, ``snapshot_mb_<n>`` the JSON text.
 
-One tool return is what the loop pays for it: the finished generation and the finished tool as events, parking again for both, and
-``remaining``. A finish is the last generation and the end; it pays no learning: `Forecaster.learn` is called, and timed, apart.
-Microseconds are the median over chunks of at least a thousand events, so one pause of the machine is not in them; the mean is
-printed beside it. Memory is what the process grows by, from the empty object to the last return of all; loading is ``json.loads``
-and ``restore`` of the snapshot taken there.
+One tool return is what the loop pays for it: the finished generation and the finished tool as events, parking again for
+both, and ``remaining``. A finish is the last generation and the end; it pays no learning: `Forecaster.learn` is called, and
+timed, apart. Times are CPU time of the thread, so that a neighbour's work is not in them but what it does to caches is;
+microseconds are the median over chunks of a thousand, the mean is printed beside it. Memory is what the process grows by,
+from the empty object to the last return of all; loading is ``json.loads`` and ``restore`` of the snapshot taken there.
 
-``--subject MODULE:NAME`` measures any other: a forecaster (``handle``, ``learn``, ``remaining``) or an ordering (``handle`` answers with
-commands), made without arguments.
+``--subject MODULE:NAME`` measures any other: a forecaster (``handle``, ``learn``, ``remaining``) or an ordering (``handle`` answers
+with commands), made without arguments.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Load:
                 )
                 for i in chunk
             ]
-            started = time.perf_counter()
+            started = time.thread_time()
             for key, generated, parked, returned, again in events:
                 handle(generated)
                 handle(parked)
@@ -133,7 +133,7 @@ class Load:
                 handle(again)
                 if remaining is not None:
                     remaining(key)
-            found.append(1e6 * (time.perf_counter() - started) / len(events))
+            found.append(1e6 * (time.thread_time() - started) / len(events))
         return found
 
     def finish(self, subject: Subject, which: Sequence[int]) -> tuple[float, list[float]]:
@@ -141,14 +141,14 @@ class Load:
         spent, learned = 0.0, []
         for at, i in enumerate(which):
             last, ended = QuantumFinished(self.keys[i], Phase.ROLLOUT, 50, "", "", 1.0), TrajectoryEnded(self.keys[i])
-            started = time.perf_counter()
+            started = time.thread_time()
             subject.handle(last)
             subject.handle(ended)
-            spent += time.perf_counter() - started
+            spent += time.thread_time() - started
             if subject.learn is not None and at % LEARN_EVERY == LEARN_EVERY - 1:
-                started = time.perf_counter()
+                started = time.thread_time()
                 subject.learn()
-                learned.append(1e3 * (time.perf_counter() - started))
+                learned.append(1e3 * (time.thread_time() - started))
         return 1e6 * spent / len(which), learned
 
 
@@ -172,9 +172,9 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
     grown = resident_bytes() - before
     text = json.dumps(subject.made.snapshot(), allow_nan=False)
     other = make()
-    started = time.perf_counter()
+    started = time.thread_time()
     other.restore(json.loads(text))
-    loading = time.perf_counter() - started
+    loading = time.thread_time() - started
     del other
     finishes, learned = [], []
     for chunk in list(chunks(count))[:20]:
@@ -182,7 +182,7 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
         finishes.append(us)
         learned += ms
     print(
-        f"{name}: returns mean {statistics.mean(returns):.1f} us, slowest chunk {max(returns):.1f} us, fastest {min(returns):.1f} us; "
+        f"{name}: returns mean {statistics.mean(returns):.1f} us, chunks {min(returns):.1f} to {max(returns):.1f} us; "
         f"finishes mean {statistics.mean(finishes):.1f} us",
         flush=True,
     )

@@ -1,9 +1,8 @@
 """How long the trajectories of one group (or family) turn out, finished and running ones together.
 
 A finished member counts fully. A running one is right-censored: all that is known is that it lasts longer than it has. It
-counts with the total that its progress lets expect, weighted by the share of that total it has generated already; so long
-before any sibling ends, a group whose members all run on is known to be a long one, where the finished ones alone would say
-it is short.
+counts with the total that its progress lets expect, the more the larger the share of all trajectories that it has outlasted;
+so a group whose members run on is known to be a long one, where the finished ones alone would say it is short.
 
 Differs from Seer (one member runs ahead and its length stands for the group): see `Cohorts.is_probe`; every member counts.
 """

@@ -129,7 +129,8 @@ class Posterior:
         if live.group:
             if total is not None:
                 self._compare(live.group, total)
-            self._groups.leave(live.group, key, live.information, live.imputed, total)
+            counted = live.information if self.dials.running_siblings else 0.0
+            self._groups.leave(live.group, key, counted, live.imputed, total)
         if live.family:
             self._families.leave(live.family, key, live.information, live.imputed, total)
         everyone = self._all
@@ -215,13 +216,20 @@ class Posterior:
                 )
             )
         live.pending = 0
-        self._recount(live, tokens, math.exp(base_log), weight, value)
+        beyond = (log_tokens(tokens) - centre) / math.sqrt(2.0 * (within + between)) if tokens else -9.0
+        self._recount(live, tokens, math.exp(base_log), beyond)
 
-    def _recount(self, live: Live, tokens: int, rest: float, weight: float, value: float) -> None:
-        """What the trajectory counts for in its group and family changes with its progress."""
-        total = tokens + rest
-        live.information = information = tokens / total
-        live.imputed = imputed = math.log(total)
+    def _recount(self, live: Live, tokens: int, rest: float, beyond: float) -> None:
+        """What the trajectory counts for in its group and family changes with its progress.
+
+        It has outlasted a share of all others (``beyond``: where its tokens are among the totals, in deviations times the
+        root of two), and the square of that share is what it counts for: nothing at the start, nearly all far in the tail.
+        A member whose tokens are few compared with others' totals has said nothing yet, whatever its progress promises;
+        counting it for more drowns what the finished ones say.
+        """
+        weight, value = live.information, live.imputed
+        live.information = information = (1.0 - 0.5 * math.erfc(beyond)) ** 2
+        live.imputed = imputed = math.log(tokens + rest)
         everyone = self._all
         everyone[3] += information - weight
         everyone[4] += information * imputed - weight * value

@@ -54,7 +54,7 @@ class Learner:
         self.states, self.tree, self.unit = States(), Tree(), 1.0
         self.sums = Sums()
         self.mixtures = tuple(Mixture(len(EXPERTS), dials.stack_shrink) for _ in range(2))
-        self.guards = tuple(Guard(dials.guard_sigmas) for _ in range(2))
+        self.guards = tuple(Guard(sigmas) for sigmas in dials.guard_sigmas)
         self.weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
         self.weights[1, 0::2] = 1.0  # knowing nothing: as much is to come as was, the least attained service first
         self.weights[0, 1::2] = 1.0

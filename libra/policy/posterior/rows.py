@@ -62,7 +62,7 @@ class Live:
         self.missed = 0  # returns since the tree knew the path
         self.tree: tuple[float, float] = (0.0, 0.0)  # what it said then
         self.imputed = 0.0  # logarithm of the expected total, as its cohorts count it
-        self.information = 0.0  # share of the total that is known, 0..1
+        self.information = 0.0  # what it counts for in its cohorts while it runs, 0..1
         self.mean = 0.0
         self.order = 0.0
 
