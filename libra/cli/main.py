@@ -253,6 +253,28 @@ def doctor(
         raise click.exceptions.Exit(1)
 
 
+@cli.command()
+@click.argument("paths", metavar="FILES|RUN", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--gpu", metavar="NAME", help="The GPU that was measured, where its name is not in the paths.")
+@click.option(
+    "--save", metavar="FILE", type=click.Path(path_type=Path), help="Write the tables, or a run's constants, as JSON."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+def calibrate(paths: tuple[Path, ...], **choice: Any) -> None:
+    """Fit the cost model to kernel profiles (FILES), or to the steps of a run (RUN), and print its error by operator.
+
+    Profiles that cannot be what they say (another GPU's, units off, faster than the datasheet) are refused.
+
+    \b
+    libra calibrate profiles/compute/a100 --save a100.json
+    libra calibrate mlp.csv attention.csv --gpu A800-80G
+    libra calibrate runs/NAME
+    """
+    from libra.cli.calibrate import calibrate_command
+
+    calibrate_command(paths, **choice)
+
+
 def made_run_name(config: str, now: datetime) -> str:
     """Name of a run that was given none: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(config).stem).strip("_")[:40] or "run"

@@ -3,6 +3,7 @@
 from libra.hardware.engine import ModelOnGPU, Overhead, engine_seconds
 from libra.hardware.forms import Efficiencies
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
+from libra.hardware.residuals import Residuals, SampledSeconds, sampled
 from libra.hardware.seconds import EngineSeconds
 from libra.hardware.shapes import ModelShape, known_models, load_shape
 
@@ -13,9 +14,12 @@ __all__ = [
     "ModelOnGPU",
     "ModelShape",
     "Overhead",
+    "Residuals",
+    "SampledSeconds",
     "engine_seconds",
     "known_gpus",
     "known_models",
     "load_gpu",
     "load_shape",
+    "sampled",
 ]

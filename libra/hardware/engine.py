@@ -1,6 +1,7 @@
 """Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind.
 
-1. Both times rise with every argument as far as the tables behind them do; an operator is sharded over ``tp`` once.
+1. A step never gets shorter with more sequences of the same mean context, or with more context, nor a prefill with more tokens
+   before or in it: where measurements fall they are pooled. An operator is sharded over ``tp`` once.
 2. A decode step is: layers x (linear + attention + two all-reduces) + output matrix + what the host adds per step.
 3. ``kv_capacity_tokens`` counts what each GPU holds, with key-value heads copied where tp exceeds them.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,9 +21,11 @@ from numpy.typing import ArrayLike, NDArray
 from libra.errors import ConfigError
 from libra.hardware.forms import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.grid import Grid
+from libra.hardware.grid import Grid, rising
 from libra.hardware.operators import Correction, layer_s, operator_s
 from libra.hardware.shapes import ModelShape, load_shape
+from libra.hardware.shipped import shipped_tables
+from libra.hardware.tables import Tables
 
 Array = NDArray[np.float64]
 
@@ -51,10 +54,10 @@ class Overhead:
 class Measured(Correction, Protocol):
     """What tables know of a GPU: corrections of operators and attention, and all-reduce seconds."""
 
-    def decode_ratio(self, num_sequences: Array, mean_context: Array, kv_bytes: float) -> Array:
+    def decode_ratio(self, num_sequences: Array, mean_context: Array, tp: int) -> Array:
         """Measured over predicted attention of a decode step."""
 
-    def prefill_ratio(self, new_tokens: Array, past_tokens: Array, heads: float, head_dim: int) -> Array:
+    def prefill_ratio(self, new_tokens: Array, past_tokens: Array, tp: int) -> Array:
         """Measured over predicted attention of a chunk."""
 
     def all_reduce_s(self, num_bytes: Array, workers: int, workers_per_node: int) -> Array | None:
@@ -179,14 +182,14 @@ class ModelOnGPU:
         num, mean = np.broadcast_arrays(np.asarray(num_sequences, float), np.asarray(mean_context, float))
         kv = self.shape.kv_bytes_per_token(self.tp) / self.shape.num_layers
         seconds = attention_decode_s(self.gpu, self.efficiencies, num, num * mean, kv)
-        return seconds if self.measured is None else seconds * self.measured.decode_ratio(num, mean, kv)
+        return seconds if self.measured is None else seconds * self.measured.decode_ratio(num, mean, self.tp)
 
     def attention_prefill_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
         """Seconds of one layer's attention of a chunk of one sequence."""
         new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
         heads, dim = self.shape.num_heads / self.tp, self.shape.head_dim
         seconds = attention_prefill_s(self.gpu, self.efficiencies, new, past, heads, dim)
-        return seconds if self.measured is None else seconds * self.measured.prefill_ratio(new, past, heads, dim)
+        return seconds if self.measured is None else seconds * self.measured.prefill_ratio(new, past, self.tp)
 
     def _linear_grid(self) -> Grid:
         """Everything of a step but attention and host: by tokens; second axis 1 for a prefill, which has one row of logits."""
@@ -200,24 +203,34 @@ class ModelOnGPU:
         one = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "emb", tokens, self.measured)
         head = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "lm_head", np.r_[tokens, 1.0])
         body = self.shape.num_layers * per_layer + one
-        return Grid(tokens, [0.0, 1.0], np.stack([body + head[:-1], body + head[-1]], axis=1))
+        return Grid(tokens, [0.0, 1.0], np.stack([rising(body + head[:-1]), rising(body + head[-1])], axis=1))
 
     def _decode_grid(self) -> Grid:
         num, mean = np.meshgrid(np.asarray(_BATCHES, float), np.asarray(_CONTEXTS, float), indexing="ij")
-        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * self.attention_decode_s(num, mean))
+        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * _rising_both(self.attention_decode_s(num, mean)))
 
     def _prefill_grid(self) -> Grid:
         news = np.unique(np.r_[1, 16, 32, 64, 96, np.arange(128, self.chunk_tokens + 128, 128)]).astype(float)
         new, past = np.meshgrid(news, np.asarray(_PASTS, float), indexing="ij")
-        return Grid(news, _PASTS, self.shape.num_layers * self.attention_prefill_s(new, past))
+        return Grid(news, _PASTS, self.shape.num_layers * _rising_both(self.attention_prefill_s(new, past)))
 
     _linear: Grid = field(init=False, repr=False, compare=False)
     _decode: Grid = field(init=False, repr=False, compare=False)
     _prefill: Grid = field(init=False, repr=False, compare=False)
 
 
+def _rising_both(values: Array) -> Array:
+    """The least values above these that never fall along either axis; attention falls by a few percent where kernels change."""
+    return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
+
+
 def engine_seconds(
-    gpu: str | GPU, model: str | Path | Mapping[str, Any] | ModelShape, tp: int = 1, **settings: Any
+    gpu: str | GPU,
+    model: str | Path | Mapping[str, Any] | ModelShape,
+    tp: int = 1,
+    *,
+    tables: Tables | Literal["shipped"] | None = "shipped",
+    **settings: Any,
 ) -> ModelOnGPU:
     """The seconds of ``model`` on an engine of ``tp`` GPUs.
 
@@ -229,6 +242,8 @@ def engine_seconds(
         A directory with ``config.json``, such a file or its fields, or a known name ("Qwen/Qwen3-14B").
     tp : int
         Tensor-parallel degree.
+    tables : Tables, "shipped" or None
+        What was measured on this GPU: `libra calibrate` makes tables; the package's own, where it has some; or forms only.
     **settings
         Of `ModelOnGPU`: ``memory_frac``, ``overhead``, ``efficiencies``, ``measured``, ...
 
@@ -247,4 +262,8 @@ def engine_seconds(
     """
     sheet = gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     shape = model if isinstance(model, ModelShape) else load_shape(model)
+    if tables == "shipped":
+        tables = shipped_tables(sheet.name)
+    if tables is not None:
+        settings = {"efficiencies": tables.efficiencies, "measured": tables.of(shape), **settings}
     return ModelOnGPU(sheet, shape, tp, **settings)

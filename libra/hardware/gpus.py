@@ -29,6 +29,8 @@ class GPU:
     memory_bytes_per_s : float
     flops_per_s : float
         Dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation.
+    clock_hz : float
+        Of the multiprocessors, boosted: the one the peak operations are quoted at.
     num_sms : int
         Streaming multiprocessors: what a matrix product's tiles are dealt to.
     l2_bytes : float
@@ -44,6 +46,7 @@ class GPU:
     memory_bytes: float
     memory_bytes_per_s: float
     flops_per_s: float
+    clock_hz: float
     num_sms: int
     l2_bytes: float
     link_bytes_per_s: float

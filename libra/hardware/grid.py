@@ -51,3 +51,18 @@ class Grid:
         left = v[i, j] + w * (v[i, j + 1] - v[i, j])
         right = v[i + 1, j] + w * (v[i + 1, j + 1] - v[i + 1, j])
         return np.asarray(left + u * (right - left))
+
+
+def rising(values: ArrayLike) -> Array:
+    """The nearest sequence that never falls, by least squares: where ``values`` fall, they are pooled to their mean."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in np.asarray(values, float).tolist():
+        means.append(value)
+        counts.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            total = counts[-2] + counts[-1]
+            means[-2] = (means[-2] * counts[-2] + means[-1] * counts[-1]) / total
+            counts[-2] = total
+            del means[-1], counts[-1]
+    return np.repeat(means, counts)

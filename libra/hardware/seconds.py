@@ -6,18 +6,15 @@ from typing import Protocol
 
 
 class EngineSeconds(Protocol):
-    """One model on one engine of ``tp`` GPUs of one kind.
+    """One model on one engine of ``tp`` GPUs of one kind. Its attributes are read, never set: frozen values serve."""
 
-    Attributes
-    ----------
-    tp : int
-        GPUs of the engine (tensor-parallel degree).
-    kv_capacity_tokens : int
-        Tokens whose keys and values fit beside the weights.
-    """
+    @property
+    def tp(self) -> int:
+        """GPUs of the engine (tensor-parallel degree)."""
 
-    tp: int
-    kv_capacity_tokens: int
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
 
     def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
         """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""

@@ -10,17 +10,20 @@
     step.step_s, step.fits, step.headroom_bytes
 """
 
+from libra.planner.cost.generation import Generation, generation
 from libra.planner.cost.rollout import MAX_SEQUENCES, ManySeconds, RolloutCost, rollout_cost, rollout_costs
 from libra.planner.cost.training import Layout, TrainingCost, training_cost, training_table
 from libra.planner.cost.workload import Workload
 
 __all__ = [
     "MAX_SEQUENCES",
+    "Generation",
     "Layout",
     "ManySeconds",
     "RolloutCost",
     "TrainingCost",
     "Workload",
+    "generation",
     "rollout_cost",
     "rollout_costs",
     "training_cost",

@@ -1,0 +1,221 @@
+"""Splitting profiles in halves that never see each other's token counts, and scoring one half from the other.
+
+Halves are interleaved: every second distinct token count (attention decode: tokens of KV; attention prefill: chunk length;
+all-reduce: bytes; training: micro-batch and degree, as on a chessboard). Everything is done both ways and averaged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.hardware import GPU, Efficiencies
+from libra.hardware.fit_forms import fit_attention, fit_linear
+from libra.hardware.forms import attention_decode_s, attention_prefill_s
+from libra.hardware.operators import GEMMS, LAYER_COUNTS, operator_s
+from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, TrainingProfile
+from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, decode_rows, linear_curves, prefill_rows
+from libra.hardware.training import fit_training
+
+Array = NDArray[np.float64]
+
+START = Efficiencies(
+    gemm_launch_s=4e-6,
+    gemm_flops_frac=0.75,
+    gemm_small_frac=0.6,
+    gemm_depth=50.0,
+    gemm_wave=0.5,
+    gemm_bytes_frac=0.8,
+    gemm_bytes_half=1e6,
+    gemm_sharpness=2.0,
+    move_launch_s=4e-6,
+    move_emb=5.0,
+    move_norm=5.0,
+    move_rope=5.0,
+    move_act=5.0,
+    move_add=20.0,
+    move_l2=30.0,
+    decode_launch_s=1e-5,
+    decode_bytes_frac=0.8,
+    decode_min_tokens=100.0,
+    prefill_launch_s=1e-5,
+    prefill_flops_frac=0.5,
+)
+"""Round numbers to begin a fit with: the package's own constants saw both halves of these files."""
+
+DECODE_TOKENS, PREFILL_TOKENS = 128, 256
+"""A step of at most so many tokens counts as decode, of at least so many as prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Absolute errors of one file or one of its parts.
+
+    Attributes
+    ----------
+    label : str
+        GPU, model and what part of them.
+    errors : (n,) array
+        |predicted / measured - 1|.
+    """
+
+    label: str
+    errors: Array
+
+    @property
+    def mape(self) -> float:
+        """Mean absolute error, percent."""
+        return float(100.0 * self.errors.mean())
+
+
+def model_label(source: str) -> str:
+    """What a file's path says of its model."""
+    words = re.split(r"[/_\\]", str(PurePath(source).with_suffix("")))
+    drop = {"compute", "mlp", "attention", "linear", "op", "profiling", "data", "vidur", "frontier", "moe", "hf"}
+    kept = [word for word in words if word.lower() not in drop and not re.fullmatch(r"(?i)([ahv]\d{2,3}|l40s?)", word)]
+    return "_".join(kept) or source
+
+
+def halves(values: Array) -> list[NDArray[np.bool_]]:
+    """For both ways: which entries are to learn from, by every second distinct value."""
+    distinct = np.unique(values)
+    return [np.isin(values, distinct[parity::2]) for parity in (0, 1)]
+
+
+def half_of_linear(profile: LinearProfile, learn: bool, parity: int) -> LinearProfile:
+    """The profile with half of its token counts: those to learn from, or the others."""
+    counts = np.unique(np.concatenate([curve.tokens for curve in profile.curves]))
+    mine = counts[parity::2] if learn else counts[1 - parity :: 2]
+    curves = []
+    for curve in profile.curves:
+        kept = np.isin(curve.tokens, mine)
+        if kept.sum() >= 2:
+            curves.append(replace(curve, tokens=curve.tokens[kept], seconds=curve.seconds[kept]))
+    return replace(profile, curves=tuple(curves))
+
+
+def half_of_attention(profile: AttentionProfile, learn: bool, parity: int, *, both: bool = False) -> AttentionProfile:
+    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill).
+
+    ``both``: and half of its other numbers, so that a point that is asked shares neither of its numbers with one learned from.
+    """
+
+    def half(points: Array, columns: tuple[int, ...]) -> Array:
+        if not len(points):
+            return points
+        masks = [halves(points[:, column])[parity] for column in columns]
+        return points[np.logical_and.reduce([mask if learn else ~mask for mask in masks])]
+
+    return replace(
+        profile,
+        decode=half(profile.decode, (1, 0) if both else (1,)),
+        prefill=half(profile.prefill, (0, 1) if both else (0,)),
+    )
+
+
+Predict = Callable[[str, int, Array], Array]
+
+
+def from_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile, curves: Sequence[RatioCurve]) -> Predict:
+    """Seconds of an operator of the profile's model: forms, corrected by curves of this or of other models; none: forms only."""
+    correction = Tables(gpu, eff, tuple(curves)).of(profile.shape) if curves else None
+    return lambda operator, tp, tokens: operator_s(gpu, eff, profile.shape, tp, operator, tokens, correction)
+
+
+def layer_sums(profile: LinearProfile, predict: Predict) -> list[tuple[int, Array, Array, Array]]:
+    """(tp, tokens, predicted, measured) seconds of one layer's linear and elementwise operators, one entry per degree."""
+    found = []
+    for tp in sorted({curve.tp for curve in profile.curves}):
+        curves = [c for c in profile.curves if c.tp == tp and LAYER_COUNTS[c.operator]]
+        if not set(GEMMS) <= {c.operator for c in curves}:
+            continue  # part of a layer is no step
+        tokens = curves[0].tokens
+        for curve in curves[1:]:
+            tokens = np.intersect1d(tokens, curve.tokens)
+        predicted = sum(LAYER_COUNTS[c.operator] * predict(c.operator, tp, tokens) for c in curves)
+        measured = sum(LAYER_COUNTS[c.operator] * c.seconds[np.isin(c.tokens, tokens)] for c in curves)
+        found.append((tp, tokens, np.asarray(predicted), np.asarray(measured)))
+    return found
+
+
+def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
+    """Layer sums of each half from the other: forms fitted to, and tables made of, the half that is learned from."""
+    errors: dict[str, list[Array]] = {"decode": [], "prefill": [], "": []}
+    for parity in (0, 1):
+        learned, asked = half_of_linear(profile, True, parity), half_of_linear(profile, False, parity)
+        eff = fit_linear([(gpu, learned)], START)
+        for _, tokens, predicted, measured in layer_sums(
+            asked, from_curves(gpu, eff, asked, linear_curves(gpu, eff, learned))
+        ):
+            error = np.abs(predicted / measured - 1.0)
+            errors[""].append(error)
+            errors["decode"].append(error[tokens <= DECODE_TOKENS])
+            errors["prefill"].append(error[tokens >= PREFILL_TOKENS])
+    return [Score(part, np.concatenate(values)) for part, values in errors.items() if values]
+
+
+def score_attention(gpu: GPU, profile: AttentionProfile, *, both: bool = False) -> dict[str, Score]:
+    """Attention of each half from the other; ``both`` as in `half_of_attention`."""
+    errors: dict[str, list[Array]] = {"decode": [], "prefill": []}
+    for parity in (0, 1):
+        learned = half_of_attention(profile, True, parity, both=both)
+        asked = half_of_attention(profile, False, parity, both=both)
+        if not (len(learned.decode) or len(learned.prefill)):
+            continue
+        eff = fit_attention([(gpu, learned)], START)
+        if len(learned.decode) and len(asked.decode):
+            predicted = decode_s(gpu, eff, learned, asked.decode)
+            errors["decode"].append(np.abs(predicted / asked.decode[:, 2] - 1.0))
+        if len(learned.prefill) and len(asked.prefill):
+            predicted = prefill_s(gpu, eff, learned, asked.prefill)
+            errors["prefill"].append(np.abs(predicted / asked.prefill[:, 2] - 1.0))
+    return {part: Score(part, np.concatenate(values)) for part, values in errors.items() if values}
+
+
+def decode_s(gpu: GPU, eff: Efficiencies, learned: AttentionProfile, points: Array) -> Array:
+    """Seconds of decode attention at (sequences, tokens of KV) of ``points``."""
+    kv_bytes = 4.0 * learned.kv_heads * learned.head_dim
+    form = attention_decode_s(gpu, eff, points[:, 0], points[:, 0] * points[:, 1], kv_bytes)
+    rows = decode_rows(gpu, eff, learned)
+    return form if rows is None else np.asarray(form * np.exp(rows.log_ratio(points[:, 0], points[:, 1])))
+
+
+def prefill_s(gpu: GPU, eff: Efficiencies, learned: AttentionProfile, points: Array) -> Array:
+    """Seconds of prefill attention at (new tokens, tokens before) of ``points``."""
+    form = attention_prefill_s(gpu, eff, points[:, 0], points[:, 1], learned.heads, learned.head_dim)
+    rows = prefill_rows(gpu, eff, learned)
+    return form if rows is None else np.asarray(form * np.exp(rows.log_ratio(points[:, 0], points[:, 1])))
+
+
+def score_collective(profile: CollectiveProfile) -> Score:
+    """An all-reduce of each half of the sizes from the other."""
+    errors = []
+    for learn in halves(profile.num_bytes):
+        table = all_reduce_table(replace(profile, num_bytes=profile.num_bytes[learn], seconds=profile.seconds[learn]))
+        errors.append(np.abs(table.seconds(profile.num_bytes[~learn]) / profile.seconds[~learn] - 1.0))
+    return Score(f"{profile.workers}x{profile.workers_per_node}", np.concatenate(errors))
+
+
+def score_training(profile: TrainingProfile) -> tuple[dict[str, Score], int]:
+    """Forward and backward seconds of a whole pass, chessboard halves of (micro-batch, degree); and constants fitted."""
+    sizes, degrees = (np.unique(profile.points[:, i]).tolist() for i in (0, 1))
+    colour = np.array([(sizes.index(size) + degrees.index(tp)) % 2 for size, tp in profile.points])
+    scores, constants = {}, 0
+    for name, seconds in (("forward", profile.forward_s.sum(axis=1)), ("backward", profile.backward_s.sum(axis=1))):
+        errors = []
+        for learn in (colour == 0, colour == 1):
+            if min(learn.sum(), (~learn).sum()) < 2:
+                continue
+            form = fit_training(profile.points[learn], seconds[learn])
+            constants = max(constants, form.num_constants)
+            asked = profile.points[~learn]
+            predicted = np.array([float(form.seconds(size, int(tp))) for size, tp in asked])
+            errors.append(np.abs(predicted / seconds[~learn] - 1.0))
+        if errors:
+            scores[name] = Score(name, np.concatenate(errors))
+    return scores, constants

@@ -1,0 +1,86 @@
+"""Engines and trainers from a run's own logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra.errors import ConfigError
+from libra.hardware.run_steps import RunEngine, fit_run, fit_trainer, running_beside
+
+
+def generations(num: int, worker: str, *, fixed: float, token: float, beside: float) -> list[dict[str, Any]]:
+    """Events of waves of four generations that start together, whose latencies are exactly the model's."""
+    rng = np.random.default_rng(7)
+    events, clock = [], 0.0
+    for _ in range(num // 4):
+        at_once = int(rng.integers(1, 5))
+        tokens = int(rng.integers(5, 80))
+        latency = fixed + tokens * (token + beside * (at_once - 1))
+        events += [
+            {
+                "name": "quantum_finished",
+                "phase": "ROLLOUT",
+                "worker": worker,
+                "t_s": clock + latency,
+                "latency_s": latency,
+                "tokens": tokens,
+            }
+            for _ in range(at_once)
+        ]
+        clock += latency + 0.01
+    return events
+
+
+def test_two_workers_of_different_speed_are_told_apart() -> None:
+    events = generations(400, "rollout-0", fixed=0.02, token=0.004, beside=0.0005)
+    events += generations(400, "rollout-1", fixed=0.02, token=0.008, beside=0.001)
+    events.append(
+        {"name": "quantum_finished", "phase": "TOOL", "worker": "tool-0", "t_s": 1, "latency_s": 1, "tokens": 0}
+    )
+    steps = fit_run(events, [])
+    assert sorted(steps.engines) == ["rollout-0", "rollout-1"]
+    fast, slow = steps.engines["rollout-0"], steps.engines["rollout-1"]
+    assert fast.token_s == pytest.approx(0.004, rel=0.05)
+    assert slow.decode_step_s(3, 0) == pytest.approx(2 * fast.decode_step_s(3, 0), rel=0.05)
+    assert max(fast.error_frac, slow.error_frac) < 0.02
+    assert steps.trainer is None
+
+
+def test_the_error_is_of_what_was_not_fitted() -> None:
+    events = generations(800, "w", fixed=0.02, token=0.004, beside=0.0)
+    middle = max(event["t_s"] for event in events) / 2
+    for event in events:
+        if event["t_s"] > middle:
+            event["latency_s"] *= 3.0  # the machine became slower half way
+    assert fit_run(events, []).engines["w"].error_frac > 0.1
+
+
+def test_too_little_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 0 generations"):
+        fit_run([], [])
+    with pytest.raises(ConfigError, match="at least 20"):
+        fit_run(generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16], [])
+
+
+def test_a_trainer_from_its_steps() -> None:
+    tokens = np.linspace(1000, 4000, 12)
+    trainer = fit_trainer(0.2 + 1e-3 * tokens, tokens)
+    assert trainer is not None
+    assert trainer.step_s(10_000) == pytest.approx(10.2, rel=0.03)
+    assert fit_trainer([1.0], [1.0]) is None
+    with pytest.raises(ConfigError, match="above 0"):
+        fit_trainer([1.0, 0.0, 1.0, 1.0], [1.0] * 4)
+
+
+def test_how_many_run_beside() -> None:
+    beside = running_beside(np.array([0.0, 1.0, 5.0]), np.array([4.0, 3.0, 6.0]))
+    assert beside == pytest.approx([1.5, 2.0, 1.0])
+
+
+def test_a_run_engine_answers_like_any_other() -> None:
+    engine = RunEngine(0.1, 0.01, 0.002, 0.0, 100)
+    assert engine.decode_steps_s([1, 3], 0.0) == pytest.approx([engine.decode_step_s(1, 0), engine.decode_step_s(3, 0)])
+    assert engine.prefills_s([0, 5], 0.0).tolist() == [0.0, 0.1]

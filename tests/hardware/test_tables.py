@@ -1,0 +1,120 @@
+"""Fits find what made the data; tables answer with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from libra.errors import ConfigError
+from libra.hardware import GPU, Efficiencies, ModelShape, engine_seconds, load_shape
+from libra.hardware.fit_forms import fit_attention, fit_linear
+from libra.hardware.fitting import fit_positive
+from libra.hardware.operators import operator_s
+from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile
+from libra.hardware.shipped import read_tables, save_tables, shipped_tables
+from libra.hardware.tables import make_tables
+
+
+def test_a_fit_finds_constants_despite_outliers() -> None:
+    x = np.linspace(1.0, 10.0, 50)
+    measured = 3.0 + 0.5 * x
+    measured[::10] *= 4.0
+    found = fit_positive(lambda c: np.log((c[0] + c[1] * x) / measured), np.array([1.0, 1.0]))
+    assert found == pytest.approx([3.0, 0.5], rel=0.03)
+
+
+def test_a_tether_holds_what_nothing_speaks_of_and_a_ceiling_is_kept() -> None:
+    def residuals(c: np.ndarray) -> np.ndarray:
+        return np.log(c[:1] * np.ones(20) / 8.0)  # the second constant does not matter
+
+    found = fit_positive(residuals, np.array([1.0, 7.0]), tether=0.01, outlier=10.0)
+    assert found == pytest.approx([8.0, 7.0], rel=0.01)
+    assert fit_positive(residuals, np.array([1.0, 7.0]), ceiling=np.array([2.0, np.inf]), outlier=10.0)[0] < 4.5
+
+
+def test_forms_are_recovered_from_their_own_seconds(
+    gpu: GPU, linear_profile: Callable[..., LinearProfile], attention_profile: Callable[..., AttentionProfile]
+) -> None:
+    truth = Efficiencies(gemm_flops_frac=0.6, gemm_small_frac=0.5, gemm_bytes_frac=0.7, move_norm=9.0)
+    found = fit_linear([(gpu, linear_profile(truth))])
+    assert found.gemm_flops_frac == pytest.approx(0.6, rel=0.05)
+    assert found.gemm_bytes_frac == pytest.approx(0.7, rel=0.05)
+    assert found.move_norm == pytest.approx(9.0, rel=0.1)
+    assert found.decode_bytes_frac == Efficiencies().decode_bytes_frac  # nothing here speaks of it
+    start = Efficiencies(decode_bytes_frac=0.5, prefill_flops_frac=0.3)
+    attention = fit_attention([(gpu, attention_profile())], start)
+    assert attention.decode_bytes_frac == pytest.approx(Efficiencies().decode_bytes_frac, rel=0.05)
+    assert attention.prefill_flops_frac == pytest.approx(Efficiencies().prefill_flops_frac, rel=0.05)
+
+
+def test_no_fraction_ends_above_one(gpu: GPU, linear_profile: Callable[..., LinearProfile]) -> None:
+    found = fit_linear([(gpu, linear_profile(factor=0.5))])
+    assert max(found.gemm_flops_frac, found.gemm_small_frac, found.gemm_bytes_frac) <= 1.0
+
+
+def test_a_table_answers_with_the_measurement_and_only_near_it(
+    gpu: GPU, shape: ModelShape, linear_profile: Callable[..., LinearProfile]
+) -> None:
+    eff, profile = Efficiencies(), linear_profile(factor=1.3, tps=(1,))
+    own = make_tables(gpu, eff, [profile]).of(shape)
+    for curve in profile.curves:
+        found = operator_s(gpu, eff, shape, 1, curve.operator, curve.tokens, own)
+        assert found == pytest.approx(curve.seconds, rel=1e-9)
+        between = np.sqrt(curve.tokens[:-1] * curve.tokens[1:])
+        form = operator_s(gpu, eff, shape, 1, curve.operator, between)
+        assert operator_s(gpu, eff, shape, 1, curve.operator, between, own) == pytest.approx(1.3 * form)
+    tokens = np.array([64.0])
+    near = make_tables(gpu, eff, [profile]).of(replace(shape, ffn=12_000)).ratio("mlp_up_proj", 1, tokens)
+    far = make_tables(gpu, eff, [profile]).of(replace(shape, ffn=400_000)).ratio("mlp_up_proj", 1, tokens)
+    assert 1.15 < float(near[0]) < 1.3
+    assert float(far[0]) == 1.0
+
+
+def test_attention_tables_are_for_their_heads_only(
+    gpu: GPU, shape: ModelShape, attention_profile: Callable[..., AttentionProfile]
+) -> None:
+    profile = attention_profile(factor=1.5)
+    tables = make_tables(gpu, Efficiencies(), [profile])
+    num, context = profile.decode[:, 0], profile.decode[:, 1]
+    assert tables.of(shape).decode_ratio(num, context, 1) == pytest.approx(1.5)
+    assert tables.of(shape).prefill_ratio(profile.prefill[:, 0], profile.prefill[:, 1], 1) == pytest.approx(1.5)
+    assert tables.of(shape).decode_ratio(num, context, 2) == pytest.approx(1.0)
+    assert tables.of(load_shape("Qwen3-14B")).decode_ratio(num, context, 1) == pytest.approx(1.0)
+
+
+def test_an_all_reduce_beyond_its_table_keeps_its_rate(gpu: GPU, shape: ModelShape) -> None:
+    sizes = np.array([1e3, 1e6, 1e8])
+    profile = CollectiveProfile("n.csv", gpu.name, "all_reduce", 4, 4, sizes, np.array([2e-5, 4e-5, 1e-3]))
+    own = make_tables(gpu, Efficiencies(), [profile]).of(shape)
+    found = own.all_reduce_s(np.array([1.0, 1e6, 4e8]), 4, 4)
+    assert found == pytest.approx([2e-5, 4e-5, 4e-3])
+    assert own.all_reduce_s(sizes, 8, 8) is None
+
+
+def test_saved_tables_say_the_same(
+    tmp_path: Path,
+    gpu: GPU,
+    shape: ModelShape,
+    linear_profile: Callable[..., LinearProfile],
+    attention_profile: Callable[..., AttentionProfile],
+) -> None:
+    tables = make_tables(gpu, Efficiencies(), [linear_profile(factor=1.2), attention_profile(factor=1.1)])
+    save_tables(tables, tmp_path / "t.json", source="made")
+    again = read_tables(tmp_path / "t.json")
+    kept = engine_seconds(gpu, shape, 2, tables=tables).decode_step_s(8, 8192)
+    assert engine_seconds(gpu, shape, 2, tables=again).decode_step_s(8, 8192) == pytest.approx(kept, rel=2e-3)
+    assert engine_seconds(gpu, shape, 2, tables=None).decode_step_s(8, 8192) < 0.95 * kept
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(ConfigError, match="libra calibrate"):
+        read_tables(tmp_path / "bad.json")
+
+
+def test_measured_gpus_ship_and_others_do_not() -> None:
+    for name in ("A100-80G", "A800-80G"):
+        tables = shipped_tables(name)
+        assert tables is not None and tables.gpu.name == name and tables.linear
+    assert shipped_tables("A40-48G") is None
