@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
+from libra.hardware import Residuals
 from libra.policy import CMLFQ, ORDERINGS, Fifo, KnownLengths, Oracle, Priority, SetPriority, TrajectoryParked
 from libra.sim import EngineSpec, Loss, Simulator, Surroundings, Workload, synthetic
 from libra.sim.simulator import LEARNS_EVERY
@@ -65,7 +66,7 @@ def test_when_all_engines_are_gone_it_says_so(engines: Engines, workload: Worklo
 @pytest.mark.parametrize("name", ORDERINGS)
 def test_the_same_seed_gives_the_same_bytes(name: str, engines: Engines) -> None:
     work = synthetic(24, turns=6, seed=3, group_size=4)
-    around = Surroundings(noise_frac=0.1, tool_slots=3)
+    around = Surroundings(residuals=Residuals((-0.1, 0.2), (-0.1, 0.1)), tool_slots=3)
 
     def digest(seed: int) -> str:
         fleet = engines(2, slots=3, kv=200_000)
