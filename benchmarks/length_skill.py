@@ -144,7 +144,7 @@ def replays(
 
 def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> dict[str, Figure]:
     """All figures of one set."""
-    grouped = max(len(group) for group in groups_of(traces)) > 2
+    grouped = len(traces) >= 2 * len(groups_of(traces))
     modes = MODES if grouped else MODES[:1]
     figures: dict[str, Figure] = {}
 

@@ -34,8 +34,6 @@ for _signal in SIGNALS:
 WIDTH = _next
 """Number of columns."""
 _SIBLINGS, _FAMILY, _TOOLS = (OFFSETS[name].start for name in SIGNALS[2:])
-REST = _SIBLINGS + 2
-"""Column of the closed-form log remaining tokens, and after it the tokens themselves, in thousands."""
 NUM_FEW = _TOOLS
 """Columns before the tools' counts."""
 
@@ -107,8 +105,8 @@ def matrix(table: Table, last: Floats, tree: Floats) -> Floats:
     stored = table.stored
     x[:, _SIBLINGS] = stored[:, 0]
     x[:, _SIBLINGS + 1] = stored[:, 1]
-    x[:, _SIBLINGS + 2] = stored[:, 2]
-    x[:, _SIBLINGS + 3] = np.exp(stored[:, 2]) * TOKEN_SCALE
+    x[:, _SIBLINGS + 2] = stored[:, 1] * stored[:, 2]
+    x[:, _SIBLINGS + 3] = stored[:, 1] * np.exp(stored[:, 2]) * TOKEN_SCALE
     x[:, _FAMILY] = stored[:, 3]
     assert state[0] == START
     return x

@@ -23,8 +23,9 @@ class Dials:
         Trajectories' worth of belief that a column of progress, a column of a signal, an expert says nothing.
     sibling_prior, family_prior : float
         Members' worth of belief that a group, a family is like all others.
-    guard_sigmas : float
-        Standard errors by which a gain must stand out to be used in full.
+    guard_sigmas : (float, float)
+        Standard errors by which a gain must stand out to be used in full: in the order, in the mean (whose errors have the
+        heavier tail).
     censored : bool
         Learn from running trajectories.
     running_siblings : bool
@@ -41,7 +42,7 @@ class Dials:
     stack_shrink: float = 3.0
     sibling_prior: float = 1.0
     family_prior: float = 5.0
-    guard_sigmas: float = 0.5
+    guard_sigmas: tuple[float, float] = (0.5, 1.0)
     censored: bool = True
     running_siblings: bool = True
     sample: int = 64

@@ -63,7 +63,7 @@ class Posterior:
         self._pool = Pool()
         self._groups = Cohorts(dials.sibling_prior, dials.version_forget)
         self._families = Cohorts(dials.family_prior, dials.version_forget)
-        self._waiting: deque[tuple[array[int], int]] = deque(maxlen=WAITING)
+        self._waiting: deque[tuple[array[int], int, str]] = deque(maxlen=WAITING)
         self._learner = Learner(dials)
         self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
         self._spread = (0.5, 0.5)  # variance of log totals within and between groups
@@ -129,7 +129,8 @@ class Posterior:
         if live.group:
             if total is not None:
                 self._compare(live.group, total)
-            self._groups.leave(live.group, key, live.information, live.imputed, total)
+            counted = live.information if self.dials.running_siblings else 0.0
+            self._groups.leave(live.group, key, counted, live.imputed, total)
         if live.family:
             self._families.leave(live.family, key, live.information, live.imputed, total)
         everyone = self._all
@@ -138,7 +139,7 @@ class Posterior:
         if total is not None:
             for i, value in enumerate((1.0, total, total * total)):
                 everyone[i] = self.dials.forget * everyone[i] + value
-            self._waiting.append((live.rows, live.tokens))
+            self._waiting.append((live.rows, live.tokens, live.group))
         self._pool.give(live.slot)
 
     def _compare(self, group: str, total: float) -> None:
@@ -182,16 +183,20 @@ class Posterior:
             *live.tree,
             shift,
             sure,
-            rest,
-            math.exp(rest) * TOKEN_SCALE,
+            sure * rest,
+            sure * math.exp(rest) * TOKEN_SCALE,
             family,
         )
         np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
-        base_log, base_mean, log, mean = (x @ self._learner.final).tolist()
+        learner = self._learner
+        base_log, base_mean, log, mean = (x @ learner.final).tolist()
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
+        if sure:
+            log += sure * learner.totals[0] * (rest - learner.excess - base_log)
+            mean += sure * learner.totals[1] * (math.exp(rest) * TOKEN_SCALE - base_mean)
         log = min(max(log, 0.0), _LARGEST_LOG)
         base_mean, mean = max(base_mean, TOKEN_SCALE), max(mean, TOKEN_SCALE)
-        guard_log, guard_mean = self._learner.guards
+        guard_log, guard_mean = learner.guards
         live.order = math.exp(base_log + guard_log.factor * (log - base_log))
         live.mean = (base_mean + guard_mean.factor * (mean - base_mean)) / TOKEN_SCALE
         if len(live.rows) < MAX_ROWS * STRIDE:
@@ -234,8 +239,8 @@ class Posterior:
             "tools": list(self._tools),
             "groups": cohorts.dump(self._groups),
             "families": cohorts.dump(self._families),
-            "waiting": packing.dump_rows([rows for rows, _ in self._waiting]),
-            "totals": [total for _, total in self._waiting],
+            "waiting": packing.dump_rows([rows for rows, _, _ in self._waiting]),
+            "totals": [[total, group] for _, total, group in self._waiting],
             "all": list(self._all),
             "spread": list(self._spread),
             "within": list(self._within),
@@ -251,8 +256,9 @@ class Posterior:
         self._tools = {str(tool): number for number, tool in enumerate(snapshot["tools"])}
         cohorts.load(self._groups, snapshot["groups"])
         cohorts.load(self._families, snapshot["families"])
-        rows = packing.load_rows(snapshot["waiting"])
-        self._waiting = deque(zip(rows, snapshot["totals"], strict=True), maxlen=WAITING)
+        self._waiting.clear()
+        for rows, (total, group) in zip(packing.load_rows(snapshot["waiting"]), snapshot["totals"], strict=True):
+            self._waiting.append((rows, int(total), str(group)))
         self._all = [float(value) for value in snapshot["all"]]
         self._spread = (float(snapshot["spread"][0]), float(snapshot["spread"][1]))
         self._within = [float(value) for value in snapshot["within"]]
@@ -318,7 +324,10 @@ class Posterior:
 
     @property
     def weights(self) -> dict[str, float]:
-        """How far each expert is followed in the order, guard included, 0 to 1; "joint" rests on all signals at once."""
+        """How far each expert is followed in the order, guard included, 0 to 1.
+
+        "joint" rests on all signals at once, "totals" on what siblings say of the total, where there are any.
+        """
         factor = self._learner.guards[0].factor
         earned = self._learner.mixtures[0].weights.tolist()
-        return {expert: factor * weight for expert, weight in zip(EXPERTS[1:], earned, strict=True)}
+        return {expert: factor * weight for expert, weight in zip((*EXPERTS[1:], "totals"), earned, strict=True)}

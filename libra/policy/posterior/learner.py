@@ -40,6 +40,11 @@ class Learner:
         Forecast = columns @ final: log order and mean (thousands of tokens) of progress alone, then of the mixture.
     unit : float
         What one visit weighs now in ``states`` and ``tree``.
+    totals : (float, float)
+        Weight of what the lognormal totals of the group say, times how sure that is, in the order and in the mean. They are
+        an expert that is not fitted: with three siblings known they are better as they are than any line through them.
+    excess : float
+        By how much the logarithm of their mean is above the mean logarithm.
     guards : (Guard, Guard)
         Of the order and of the mean.
     """
@@ -48,11 +53,14 @@ class Learner:
         self.dials = dials
         self.states, self.tree, self.unit = States(), Tree(), 1.0
         self.sums = Sums()
-        self.mixtures = tuple(Mixture(len(EXPERTS) - 1, dials.stack_shrink) for _ in range(2))
-        self.guards = tuple(Guard(dials.guard_sigmas) for _ in range(2))
+        self.mixtures = tuple(Mixture(len(EXPERTS), dials.stack_shrink) for _ in range(2))
+        self.guards = tuple(Guard(sigmas) for sigmas in dials.guard_sigmas)
         self.weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
         self.weights[1, 0::2] = 1.0  # knowing nothing: as much is to come as was, the least attained service first
         self.weights[0, 1::2] = 1.0
+        self.totals = (0.0, 0.0)
+        self.excess = 0.0
+        self._gaps = [0.0, 0.0]  # returns with known siblings: how sure, and the sum of excesses
         self.final: Floats
         self._mix()
 
@@ -65,10 +73,10 @@ class Learner:
             guard.scale(keep)
         self.unit /= keep
 
-    def learn(self, finished: Iterable[tuple[array[int], int]], running: Iterable[tuple[Running, float]]) -> None:
-        """Take in finished trajectories (rows, total tokens), look at running ones (with weights), solve for everything."""
-        for rows, total in finished:
-            self._take_in(rows, total)
+    def learn(self, finished: Iterable[tuple[array[int], int, str]], running: Iterable[tuple[Running, float]]) -> None:
+        """Take in finished trajectories (rows, total tokens, group), look at running ones (with weights), solve for all."""
+        for rows, total, group in finished:
+            self._take_in(rows, total, group)
         if self.unit > _LARGEST_UNIT:
             self.states.scale(1.0 / self.unit)
             self.tree.scale(1.0 / self.unit)
@@ -80,14 +88,14 @@ class Learner:
         self.weights = solve(sums, (self.dials.progress_shrink, self.dials.signal_shrink), self.dials.signals)
         for mixture, guard in zip(self.mixtures, self.guards, strict=True):
             mixture.solve()
-            guard.solve(1.0)
+            guard.solve()
         self._mix()
 
     def _columns(self, table: Table) -> Floats:
         last = np.array([self.states.says(state, self.unit) for state in table.state.tolist()])
         return matrix(table, last, self.tree.path(table.state.tolist(), self.unit))
 
-    def _take_in(self, rows: array[int], total: int) -> None:
+    def _take_in(self, rows: array[int], total: int, group: str) -> None:
         table = Table(rows)
         left = total - table.tokens
         scored = left >= 1.0  # after the last return nothing is left; that is no length
@@ -97,15 +105,20 @@ class Learner:
         told = x @ self.weights
         forget = self.dials.forget
         served = table.stored[scored]
+        sure, rest = served[:, 1], served[:, 2]
+        for i, value in enumerate((float(sure.sum()), float(sure @ (rest - y[:, 0])))):
+            self._gaps[i] = forget * self._gaps[i] + value
+        unfitted = (rest - self.excess, np.exp(rest) * TOKEN_SCALE)
         for target, (mixture, guard) in enumerate(zip(self.mixtures, self.guards, strict=True)):
             base = told[:, target]
             mixture.scale(forget)
-            mixture.add(told[:, 2 + target :: 2] - base[:, None], y[:, target] - base, 1.0)
+            away = np.column_stack([told[:, 2 + target :: 2] - base[:, None], sure * (unfitted[target] - base)])
+            mixture.add(away, y[:, target] - base, 1.0)
             then, mixed = served[:, 4 + target], served[:, 6 + target]
             if target:
                 then, mixed = np.exp(then) * TOKEN_SCALE, np.exp(mixed) * TOKEN_SCALE
             guard.scale(forget)
-            guard.add(mixed - then, y[:, target] - then, 1.0)
+            guard.add(mixed - then, y[:, target] - then, group)
         self.unit /= forget
         residuals = (y - told[:, :2]).tolist()
         states = table.state[scored].tolist()
@@ -122,13 +135,15 @@ class Learner:
         sums.add(self._columns(table), y, weight)
 
     def _mix(self) -> None:
-        """One matrix for the base and the mixture of both targets."""
+        """One matrix for the base and the mixture of both targets, but for the totals."""
         self.final = np.empty((WIDTH, 4))
         for target, mixture in enumerate(self.mixtures):
             base = self.weights[:, target]
             away = self.weights[:, 2 + target :: 2] - base[:, None]
             self.final[:, target] = base
-            self.final[:, 2 + target] = base + away @ mixture.weights
+            self.final[:, 2 + target] = base + away @ mixture.weights[:-1]
+        self.totals = (float(self.mixtures[0].weights[-1]), float(self.mixtures[1].weights[-1]))
+        self.excess = self._gaps[1] / (self._gaps[0] + 10.0)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything it knows, as values that JSON can hold."""
@@ -136,9 +151,10 @@ class Learner:
             "states": residuals.dump(self.states.sums),
             "tree": residuals.dump(self.tree.sums),
             "unit": self.unit,
+            "gaps": list(self._gaps),
             "sums": ridge.dump(self.sums),
             "mixtures": [stack.dump_mixture(mixture) for mixture in self.mixtures],
-            "guards": [{name: getattr(guard, name) for name in stack.GUARD_STATE} for guard in self.guards],
+            "guards": [stack.dump_guard(guard) for guard in self.guards],
             "weights": self.weights.tolist(),
         }
 
@@ -147,11 +163,11 @@ class Learner:
         self.states.sums = residuals.load(snapshot["states"])
         self.tree.sums = residuals.load(snapshot["tree"])
         self.unit = float(snapshot["unit"])
+        self._gaps = [float(value) for value in snapshot["gaps"]]
         self.sums = ridge.load(snapshot["sums"])
         for mixture, dumped in zip(self.mixtures, snapshot["mixtures"], strict=True):
             stack.load_mixture(mixture, dumped)
         for guard, dumped in zip(self.guards, snapshot["guards"], strict=True):
-            for name in stack.GUARD_STATE:
-                setattr(guard, name, float(dumped[name]))
+            stack.load_guard(guard, dumped)
         self.weights = np.array(snapshot["weights"], dtype=np.float64).reshape(WIDTH, 2 * len(EXPERTS))
         self._mix()

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.policy.posterior.columns import OFFSETS, PROGRESS, REST, SIGNALS, TOKEN_SCALE, WIDTH
+from libra.policy.posterior.columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCALE, WIDTH
 from libra.policy.posterior.rows import Floats
 
-EXPERTS = ("progress", *SIGNALS, "joint", "totals")
-"""Progress alone, progress and one signal, everything; last what the lognormal totals of group and family say, unfitted."""
+EXPERTS = ("progress", *SIGNALS, "joint")
+"""Progress alone, progress and one signal, everything."""
 
 
 def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
-    if expert == "totals":
-        return np.arange(PROGRESS)
     chosen = signals if expert == "joint" else (expert,) if expert in signals else ()
     parts = [np.arange(PROGRESS), *(np.arange(WIDTH)[OFFSETS[signal]] for signal in chosen)]
     return np.concatenate(parts)
@@ -57,8 +55,6 @@ class Sums:
 def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> Floats:
     """Coefficients of every expert, (WIDTH, 2 * experts): log target in the even, thousands of tokens in the odd columns.
 
-    With neither siblings nor families among the signals, "totals" is progress alone.
-
     Parameters
     ----------
     sums : Sums
@@ -83,11 +79,6 @@ def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> 
         slopes = np.linalg.solve(ridged[np.ix_(chosen, chosen)], middle[chosen])
         weights[chosen, 2 * index : 2 * index + 2] = slopes
         weights[0, 2 * index : 2 * index + 2] = sums.cross[0] / rows - mean[chosen] @ slopes
-    if "siblings" in signals or "family" in signals:
-        weights[:, -2:] = 0.0
-        weights[REST, -2] = 1.0
-        weights[0, -2] = sums.cross[0, 0] / rows - mean[REST]  # a mean's logarithm is above the logarithm's mean
-        weights[REST + 1, -1] = 1.0
     return weights
 
 

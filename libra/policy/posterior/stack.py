@@ -22,6 +22,9 @@ import numpy as np
 
 from libra.policy.posterior.rows import Floats
 
+GROUPS = 1024
+"""Latest groups whose gain is remembered, to see siblings as one observation."""
+
 
 class Mixture:
     """Weights of the experts for one target.
@@ -90,18 +93,24 @@ class Guard:
         self.sigmas = sigmas
         self.gain = 0.0  # sum of error of the base times step of the mixture
         self.step = 0.0  # sum of squared steps
-        self.noise = 0.0  # sum over trajectories of their gain, squared
+        self.noise = 0.0  # sum over groups of their gain, squared: siblings gain and lose together
+        self.groups: dict[str, float] = {}  # gain of the latest groups
         self.base = 0.0  # sum of squared errors of the base
         self.factor = 0.0
         self.skill = 0.0
 
-    def add(self, away: Floats, error: Floats, weight: float) -> None:
-        """A trajectory: how far the served mixture went from the base (N,), and how far the truth was (N,)."""
+    def add(self, away: Floats, error: Floats, group: str) -> None:
+        """A trajectory of a group: how far the served mixture went from the base (N,), and how far the truth was (N,)."""
         gain = float(away @ error)
-        self.gain += weight * gain
-        self.step += weight * float(away @ away)
-        self.noise += weight * gain * gain
-        self.base += weight * float(error @ error)
+        self.gain += gain
+        self.step += float(away @ away)
+        self.base += float(error @ error)
+        before = self.groups.pop(group, 0.0) if group else 0.0
+        self.noise += gain * (gain + 2.0 * before)
+        if group:
+            self.groups[group] = before + gain
+            if len(self.groups) > GROUPS:
+                del self.groups[next(iter(self.groups))]
 
     def scale(self, factor: float) -> None:
         """Let everything so far weigh ``factor`` times as much."""
@@ -110,12 +119,12 @@ class Guard:
         self.noise *= factor
         self.base *= factor
 
-    def solve(self, unit: float) -> None:
-        """Set factor and skill; ``unit`` is what one trajectory weighs now."""
+    def solve(self) -> None:
+        """Set factor and skill."""
         if self.step <= 0.0:
             self.factor = self.skill = 0.0
             return
-        sure = self.gain - self.sigmas * math.sqrt(self.noise * unit)
+        sure = self.gain - self.sigmas * math.sqrt(max(self.noise, 0.0))
         self.factor = min(1.0, max(0.0, sure / self.step))
         self.skill = self.factor * (2.0 * self.gain - self.factor * self.step) / self.base if self.base > 0 else 0.0
 
@@ -138,4 +147,16 @@ def load_mixture(mixture: Mixture, dumped: Mapping[str, Any]) -> None:
     mixture.weights = np.array(dumped["weights"], dtype=np.float64)
 
 
-GUARD_STATE = ("gain", "step", "noise", "base", "factor", "skill")
+def dump_guard(guard: Guard) -> dict[str, Any]:
+    """As values that JSON can hold."""
+    return {**{name: getattr(guard, name) for name in _GUARD}, "groups": list(guard.groups.items())}
+
+
+def load_guard(guard: Guard, dumped: Mapping[str, Any]) -> None:
+    """Let ``guard`` know what was dumped, and nothing else."""
+    for name in _GUARD:
+        setattr(guard, name, float(dumped[name]))
+    guard.groups = {str(group): float(gain) for group, gain in dumped["groups"]}
+
+
+_GUARD = ("gain", "step", "noise", "base", "factor", "skill")

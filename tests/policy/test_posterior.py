@@ -1,0 +1,318 @@
+"""The posterior of the remaining length: what it promises, and that each signal says what it should."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.errors import ConfigError
+from libra.policy import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.policy.forecast import Forecaster
+from libra.policy.posterior import FORECASTERS, Dials, LengthPredictor, Oracle, PaperTree, Posterior
+from libra.types import Phase
+
+KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("turn"), KEYS, st.integers(1, 70_000), st.sampled_from(["ls", "cat", "pytest"]), st.booleans()
+        ),
+        st.tuples(st.just("turn"), KEYS, st.integers(1, 400), st.sampled_from(["ls", "edit", ""]), st.booleans()),
+        st.tuples(st.just("end"), KEYS, st.booleans()),
+        st.tuples(st.just("learn")),
+        st.tuples(st.just("version")),
+    ),
+    max_size=120,
+)
+
+
+def parked(key: str, group: str = "", family: str = "") -> TrajectoryParked:
+    return TrajectoryParked(key, 0, Phase.ROLLOUT, 0, group, family)
+
+
+def take(forecaster: Forecaster, step: tuple[Any, ...]) -> Any:
+    """Do a step; what a policy could see of it."""
+    match step:
+        case ("turn", key, tokens, tool, success):
+            forecaster.handle(parked(key, key[:3], "family"))
+            forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
+            if tool:
+                status = "success" if success else "failure"
+                forecaster.handle(QuantumFinished(key, Phase.TOOL, 0, tool, status, 1.0, payload_tokens=tokens % 2000))
+            return forecaster.remaining(key)
+        case ("end", key, completed):
+            forecaster.handle(TrajectoryEnded(key, completed))
+        case ("learn",):
+            forecaster.learn()
+        case ("version",):
+            forecaster.handle(VersionPublished(1))
+    return None
+
+
+def through_json(forecaster: Forecaster) -> Any:
+    return json.loads(json.dumps(forecaster.snapshot(), allow_nan=False))
+
+
+def run(forecaster: Forecaster, key: str, turns: list[tuple[int, str]], *, group: str = "", family: str = "") -> None:
+    """A whole trajectory, then a call of learn."""
+    forecaster.handle(parked(key, group, family))
+    for tokens, tool in turns:
+        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, tool, "success", 1.0))
+    forecaster.handle(TrajectoryEnded(key))
+    forecaster.learn()
+
+
+@pytest.mark.parametrize("make", FORECASTERS.values(), ids=FORECASTERS)
+@given(before=STEPS, after=STEPS)
+@settings(max_examples=25, deadline=None)
+def test_a_snapshot_changes_no_later_answer(
+    make: Callable[[], Forecaster], before: list[Any], after: list[Any]
+) -> None:
+    one, other = make(), make()
+    for step in before:
+        take(one, step)
+    other.restore(through_json(one))
+    assert through_json(other) == through_json(one)
+    assert [take(one, step) for step in after] == [take(other, step) for step in after]
+    assert through_json(other) == through_json(one)
+
+
+@pytest.mark.parametrize("make", FORECASTERS.values(), ids=FORECASTERS)
+@given(steps=STEPS)
+@settings(max_examples=25, deadline=None)
+def test_every_forecast_is_a_length(make: Callable[[], Forecaster], steps: list[Any]) -> None:
+    forecaster = make()
+    for step in steps:
+        said = take(forecaster, step)
+        if said is not None:
+            assert all(math.isfinite(value) for value in said)
+            assert said.mean_tokens >= 0 and said.order_tokens >= 0 and said.skill <= 1
+
+
+def test_nothing_is_said_of_a_trajectory_that_is_not_live() -> None:
+    posterior = Posterior()
+    with pytest.raises(KeyError):
+        posterior.remaining("t")
+    run(posterior, "t", [(10, "ls")])
+    with pytest.raises(KeyError):
+        posterior.remaining("t")
+
+
+def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero() -> None:
+    posterior = Posterior()
+    for key, tokens in (("short", 10), ("long", 1000)):
+        posterior.handle(parked(key))
+        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "ls", "success", 1.0))
+    short, long = posterior.remaining("short"), posterior.remaining("long")
+    assert short.order_tokens < long.order_tokens
+    assert short.skill == long.skill == 0.0
+
+
+def worlds(rng: np.random.Generator, count: int) -> list[tuple[str, list[tuple[int, str]]]]:
+    """Half of the trajectories use a tool that others do not, and run four times as long."""
+    made = []
+    for number in range(count):
+        long = bool(rng.random() < 0.5)
+        turns = int(rng.integers(5, 12)) * (4 if long else 1)
+        made.append((f"w-{number}", [(int(rng.integers(50, 150)), "debug" if long else "ls") for _ in range(turns)]))
+    return made
+
+
+def test_a_tool_that_tells_the_length_earns_weight_and_skill() -> None:
+    posterior = Posterior()
+    for key, turns in worlds(np.random.default_rng(0), 120):
+        run(posterior, key, turns)
+    assert posterior.skill > 0.2
+    assert sum(posterior.weights.values()) > 0.5
+    for key, tool in (("a", "ls"), ("b", "debug")):
+        posterior.handle(parked(key))
+        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, 100, tool, "success", 1.0))
+    assert posterior.remaining("b").order_tokens > 2 * posterior.remaining("a").order_tokens
+    assert posterior.remaining("b").mean_tokens > 2 * posterior.remaining("a").mean_tokens
+
+
+def test_tools_that_tell_nothing_earn_next_to_nothing() -> None:
+    rng = np.random.default_rng(1)
+    posterior = Posterior()
+    for number in range(120):
+        turns = [
+            (int(rng.integers(50, 150)), str(rng.choice(["ls", "cat", "sed"]))) for _ in range(rng.integers(5, 40))
+        ]
+        run(posterior, f"n-{number}", turns)
+    assert posterior.skill < 0.05
+
+
+def test_finished_siblings_tell() -> None:
+    rng = np.random.default_rng(2)
+    posterior = Posterior()
+    for group in range(40):
+        turns = int(rng.choice([4, 40]))
+        for sample in range(4):
+            run(posterior, f"g-{group}-{sample}", [(100, "ls")] * turns, group=f"g-{group}")
+    for group, turns in (("short", 4), ("long", 40)):
+        for sample in range(3):
+            run(posterior, f"{group}-{sample}", [(100, "ls")] * turns, group=group)
+        posterior.handle(parked(group, group))
+        posterior.handle(QuantumFinished(group, Phase.ROLLOUT, 100, "ls", "success", 1.0))
+    assert posterior.remaining("long").order_tokens > 3 * posterior.remaining("short").order_tokens
+
+
+def test_a_sibling_that_runs_on_makes_a_group_a_long_one() -> None:
+    """One sibling ended early; where two others are far beyond that, the fourth is believed longer than where there are none."""
+    posterior = Posterior()
+    rng = np.random.default_rng(3)
+    for group in range(40):
+        turns = int(rng.choice([4, 40]))
+        for sample in range(4):
+            run(posterior, f"g-{group}-{sample}", [(100, "ls")] * turns, group=f"g-{group}")
+    finished_only = Posterior(Dials(running_siblings=False))
+    finished_only.restore(through_json(posterior))
+    said = []
+    for forecaster in (posterior, finished_only):
+        forecaster.handle(parked("new-0", "new"))
+        for sample in (1, 2):
+            forecaster.handle(parked(f"new-{sample}", "new"))
+            for _ in range(30):
+                forecaster.handle(QuantumFinished(f"new-{sample}", Phase.ROLLOUT, 100, "ls", "success", 1.0))
+        run(forecaster, "new-3", [(100, "ls")] * 4, group="new")
+        forecaster.handle(QuantumFinished("new-0", Phase.ROLLOUT, 100, "ls", "success", 1.0))
+        said.append(forecaster.remaining("new-0").order_tokens)
+    assert said[0] > 1.2 * said[1]
+
+
+def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short() -> None:
+    rng = np.random.default_rng(4)
+    lengths = np.exp(rng.normal(3.0, 0.8, 64)).astype(int) + 2
+    means = []
+    for censored in (True, False):
+        posterior = Posterior(Dials(signals=(), censored=censored))
+        for number in range(64):
+            posterior.handle(parked(f"t-{number}"))
+        for turn in range(int(np.median(lengths))):
+            for number, length in enumerate(lengths):
+                if turn < length:
+                    posterior.handle(QuantumFinished(f"t-{number}", Phase.ROLLOUT, 100, "ls", "success", 1.0))
+                if turn == length - 1:
+                    posterior.handle(TrajectoryEnded(f"t-{number}"))
+                    posterior.learn()
+        posterior.handle(parked("new"))
+        means.append(posterior.remaining("new").mean_tokens)
+    truth = 100.0 * lengths.mean()
+    assert abs(means[0] - truth) < abs(means[1] - truth)
+    assert means[1] < 0.7 * truth
+
+
+def test_one_member_of_a_group_is_the_probe_until_something_is_known() -> None:
+    posterior = Posterior()
+    for sample in range(3):
+        posterior.handle(parked(f"s-{sample}", "g"))
+    posterior.handle(parked("alone"))
+    assert [posterior.is_probe(f"s-{sample}") for sample in range(3)] == [True, False, False]
+    assert not posterior.is_probe("alone")
+    posterior.handle(TrajectoryEnded("s-0"))
+    assert not posterior.is_probe("s-1")
+
+
+def test_a_group_is_forgotten_with_its_last_member_unless_one_finished() -> None:
+    posterior = Posterior()
+    for group in range(50):
+        posterior.handle(parked(f"t-{group}", f"g-{group}"))
+        posterior.handle(TrajectoryEnded(f"t-{group}", completed=False))
+    assert posterior.snapshot()["groups"]["names"] == []
+    assert posterior.snapshot()["live"]["keys"] == []
+
+
+def test_a_new_version_makes_what_was_learned_count_less() -> None:
+    kept, forgot = Posterior(Dials(version_forget=1.0)), Posterior(Dials(version_forget=0.1))
+    for posterior in (kept, forgot):
+        for number in range(60):
+            run(posterior, f"old-{number}", [(100, "ls")] * 40)
+        posterior.handle(VersionPublished(1))
+        for number in range(20):
+            run(posterior, f"new-{number}", [(100, "ls")] * 4)
+        posterior.handle(parked("t"))
+    assert forgot.remaining("t").order_tokens < 0.7 * kept.remaining("t").order_tokens
+
+
+SCRIPT = """
+import json, sys, numpy as np
+from libra.policy import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.policy.posterior import Posterior
+from libra.types import Phase
+rng, posterior = np.random.default_rng(0), Posterior()
+for wave in range(6):
+    keys = [f"t-{wave}-{i}" for i in range(12)]
+    for key in keys:
+        posterior.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, key[:-1], f"f{len(key)}"))
+    for turn in range(12):
+        for key in keys:
+            posterior.handle(QuantumFinished(key, Phase.ROLLOUT, int(rng.integers(1, 900)), "", "", 1.0))
+            tool = ["ls", "cat", "sed", "pytest"][int(rng.integers(4))]
+            posterior.handle(QuantumFinished(key, Phase.TOOL, 0, tool, "success", 1.0, int(rng.integers(3000))))
+        if turn > 5:
+            posterior.handle(TrajectoryEnded(keys.pop()))
+            posterior.learn()
+    for key in keys:
+        posterior.handle(TrajectoryEnded(key))
+    posterior.handle(VersionPublished(wave))
+posterior.learn()
+print(json.dumps(posterior.snapshot()))
+"""
+
+
+def test_the_same_events_give_the_same_bytes_under_another_hash_seed(repository: Path) -> None:
+    said = []
+    for seed in ("0", "1"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(repository)}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, check=True, text=True)
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert len(said[0]) > 10_000
+
+
+def test_a_snapshot_of_another_schema_is_refused() -> None:
+    snapshot = Posterior().snapshot()
+    with pytest.raises(ValueError, match="schema 99"):
+        Posterior().restore({**snapshot, "schema": 99})
+
+
+def test_the_papers_tree_backs_off_to_the_ancestor_and_its_length_there() -> None:
+    tree = PaperTree()
+    run(tree, "a", [(10, "ls"), (20, "cat"), (30, "")], group="p")
+    run(tree, "b", [(10, "ls"), (40, "cat"), (50, "")], group="q")
+    tree.handle(parked("c", "unseen"))
+    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "ls", "success", 1.0))
+    assert tree.remaining("c").mean_tokens == pytest.approx((50 + 90) / 2)
+    assert tree.mean_and_p90("c")[1] == pytest.approx(50 + 0.9 * 40)
+    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "never seen", "success", 1.0))
+    assert tree.remaining("c").mean_tokens == pytest.approx(70)
+    tree.handle(parked("d", "p"))
+    assert tree.remaining("d").mean_tokens == pytest.approx(60)
+
+
+def test_the_oracle_says_the_truth_and_a_predictor_what_it_is_asked_for() -> None:
+    rng = np.random.default_rng(0)
+    truth = {f"t-{i}": int(tokens) for i, tokens in enumerate(np.exp(rng.normal(8, 1, 4000)))}
+    oracle, predictor = Oracle(truth), LengthPredictor(truth, 0.7, rng)
+    said = []
+    for key in truth:
+        for forecaster in (oracle, predictor):
+            forecaster.handle(parked(key))
+        assert oracle.remaining(key).mean_tokens == truth[key]
+        said.append(predictor.remaining(key).order_tokens)
+    assert np.corrcoef(np.log(said), np.log(list(truth.values())))[0, 1] == pytest.approx(0.7, abs=0.03)
+    oracle.handle(QuantumFinished("t-0", Phase.ROLLOUT, 5, "ls", "success", 1.0))
+    assert oracle.remaining("t-0").order_tokens == truth["t-0"] - 5
+    with pytest.raises(ConfigError, match="accuracy"):
+        LengthPredictor(truth, 0.0, rng)
