@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from libra import events
-from libra.policy import Command, OpenBatch, OpenGate, SetPriority
+from libra.policy import Command, OpenBatch, OpenGate, Place, Prefer, SetPriority
 
 Subject = tuple[str, str | int]
 """What a decision is about: ("trajectory", key), ("gate", iteration) or ("batch", step)."""
 
-NAMES = {"SetPriority": "places in the order", "OpenGate": "gate openings", "OpenBatch": "batch openings"}
+NAMES = {
+    "SetPriority": "places in the order",
+    "Prefer": "expected lengths",
+    "Place": "slots given",
+    "OpenGate": "gate openings",
+    "OpenBatch": "batch openings",
+}
 """What each command is called, in the plural."""
 
 
 def subject_of(command: Command) -> Subject:
     """What a command is about."""
     match command:
-        case SetPriority(key=key):
+        case SetPriority(key=key) | Prefer(key=key) | Place(key=key):
             return "trajectory", key
         case OpenGate(iteration=iteration):
             return "gate", iteration

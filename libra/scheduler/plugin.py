@@ -265,7 +265,8 @@ class LibraPlugin(SchedulerPlugin):
             tracked = self._tracked[key] = Tracked(key, parsed, state)
         state, iteration = tracked.run, tracked.parsed.indices[0]
         commands = state.policy.handle(TrajectoryParked(key, iteration, tracked.phase, tracked.quanta))
-        own = commands[0] if commands and commands[0].key == key else None
+        first = commands[0] if commands else None
+        own = first if isinstance(first, SetPriority) and first.key == key else None
         state.emit(
             "trajectory_parked",
             key=key,
