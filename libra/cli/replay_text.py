@@ -10,7 +10,8 @@ Subject = tuple[str, str | int]
 
 NAMES = {
     "SetPriority": "places in the order",
-    "Prefer": "preferred buckets",
+    "Prefer": "expected lengths",
+    "Place": "slots given",
     "OpenGate": "gate openings",
     "OpenBatch": "batch openings",
 }

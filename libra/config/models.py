@@ -377,8 +377,9 @@ class SimulationSection(Section):
     """Seconds in which an engine takes new weights; running requests then compute their context again."""
     tool_slots: AtLeastOne | None = None
     """Actions at once. None: as many as are asked for."""
-    noise_frac: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Standard deviation of the logarithm of an engine's seconds between two changes of its batch. 0: exact seconds."""
+    noise: bool = False
+    """Draw the seconds of engines around the predicted ones, with the residuals that measured kernels left; the same seed draws
+    the same."""
 
 
 class RunConfig(Section):

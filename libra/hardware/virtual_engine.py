@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
+from libra.hardware.residuals import Residuals
 from libra.hardware.seconds import EngineSeconds
 
 CONTEXT_GRAIN = 256
@@ -81,12 +82,14 @@ class Counters(NamedTuple):
 
 
 class VirtualEngine:
-    """One engine; ``noise_frac`` is the standard deviation of the log of its seconds between two changes, 0 for none."""
+    """One engine; with ``residuals`` its seconds are drawn around the tables, as measured ones lie around predictions."""
 
-    def __init__(self, name: str, tables: EngineTables, *, noise_frac: float, rng: np.random.Generator) -> None:
+    def __init__(
+        self, name: str, tables: EngineTables, *, residuals: Residuals | None, rng: np.random.Generator
+    ) -> None:
         self.name = name
         self.changes = 0  # an event that was computed before the last one is void
-        self._tables, self._noise_frac, self._rng = tables, noise_frac, rng
+        self._tables, self._residuals, self._rng = tables, residuals, rng
         self._queue: list[tuple[tuple[int, ...], int, Request]] = []
         self._running: list[tuple[float, int, str]] = []  # heap of (step of its last token, serial, key)
         self._requests: dict[str, Request] = {}
@@ -174,8 +177,8 @@ class VirtualEngine:
         count = len(self._running)
         steps = max(0.0, self._running[0][0] - self._steps)
         self._step_s = self._tables.step_s(count, self._context + 0.5 * count * steps)
-        if self._noise_frac:
-            self._step_s *= float(np.exp(self._noise_frac * self._rng.standard_normal()))
+        if self._residuals is not None:
+            self._step_s *= self._residuals.decode_factor(self._rng, max(1, int(steps)))
         return max(self._ready, self._now) + steps * self._step_s
 
     def load(self, now_s: float, load_s: float) -> None:
@@ -250,7 +253,8 @@ class VirtualEngine:
     def _compute(self, new_tokens: int, past_tokens: int) -> None:
         if new_tokens > 0:
             self._prefilled += new_tokens
-            self._ready = max(self._ready, self._now) + self._tables.prefill_s(new_tokens, past_tokens)
+            factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
+            self._ready = max(self._ready, self._now) + factor * self._tables.prefill_s(new_tokens, past_tokens)
 
     def _drop(self, key: str) -> tuple[int, str]:
         """Forget kept KV; how many tokens it had."""

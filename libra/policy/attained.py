@@ -16,8 +16,8 @@ from libra.policy.lives import Life, Lives, length_class
 from libra.policy.messages import Event, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.patience import OVERDUE, Patience
 
-PATIENCE = 16
-"""Default of ``patience``: parkings, per waiting trajectory, after which one goes first."""
+PATIENCE = 20_000
+"""Default of ``patience``, in parkings: a few hundred trajectories of forty turns."""
 
 
 class Mlfq:

@@ -6,8 +6,9 @@ forecaster's answer; where its skill is not above 0, they are classes of attaine
 Objectives
 ----------
 makespan
-    The iteration is to be over soon: longest expected first. Whoever is under way goes before who has not begun, because its
-    KV cache holds memory until it ends.
+    The iteration is to be over soon. Whoever is under way goes on, in the order of arrival: its KV cache holds memory until it
+    ends, and going round among many that are half done computes contexts again and again. Of those that have not begun, one
+    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them.
 stream
     Groups are to be complete soon, one after the other: least left in the group first, within it by arrival.
 
@@ -26,11 +27,11 @@ decided by fixed lengths; moves are priced; waiting is bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from libra.policy.attained import PATIENCE, overdue_first
+from libra.policy.attained import PATIENCE
 from libra.policy.fleet import Fleet
-from libra.policy.forecast import Forecaster
+from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
@@ -43,13 +44,26 @@ from libra.policy.messages import (
     TrajectoryEnded,
     TrajectoryParked,
 )
-from libra.policy.patience import Patience
+from libra.policy.patience import OVERDUE, Patience
 from libra.policy.posterior import Posterior
 from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0
 """Skill up to which a forecast orders nothing."""
+ANEW_AT_AN_END = 16
+"""Trajectories that have not begun and are looked at anew, beside the siblings, whenever one ends."""
+UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
+"""Levels of those under way (with skill), and the first level of those that have not begun."""
+
+
+@runtime_checkable
+class Reconsiders(Protocol):
+    """A forecaster that learns of those who have not begun from their siblings."""
+
+    def anew(self, key: str) -> Forecast: ...
+
+    def is_probe(self, key: str) -> bool: ...
 
 
 class CMLFQ:
@@ -61,7 +75,7 @@ class CMLFQ:
         Hears every event before it is asked. None: `Posterior`.
     objective : "makespan" or "stream"
     patience : int
-        Parkings, per waiting trajectory, after which one goes first; see `libra.policy.patience`.
+        Parkings after which one that waits goes first; see `libra.policy.patience`.
     """
 
     name: ClassVar[str] = "cmlfq"
@@ -72,11 +86,13 @@ class CMLFQ:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
         self.forecaster: Forecaster = Posterior() if forecaster is None else forecaster
+        self._reconsiders = self.forecaster if isinstance(self.forecaster, Reconsiders) else None
         self.objective: Objective = objective
         self._lives = Lives()
         self._patience = Patience(patience)
         self._fleet = Fleet()
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
+        self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._sampled_tokens = self._read_tokens = 0
 
@@ -91,6 +107,7 @@ class CMLFQ:
                 return self._parked(key, life, self._patience.parked(key, phase))
             case QuantumStarted(key=key):
                 self._patience.left(key)
+                self._begun(key)
             case QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
@@ -98,7 +115,9 @@ class CMLFQ:
                 self._patience.left(key)
                 self._told.pop(key, None)
                 if life is not None:
+                    self._begun(key, life.group)
                     self._ended(life)
+                    return self._anew(list(dict.fromkeys([*self._unbegun.get(life.group, ()), *self._next_anew()])))
         return ()
 
     def learn(self) -> None:
@@ -106,41 +125,102 @@ class CMLFQ:
         self.forecaster.learn()
 
     def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
+        waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
+        if waits_to_begin:
+            self._unbegun.setdefault(life.group, {})[key] = None
         mean, order, skill = self.forecaster.remaining(key)
-        trusted = skill > UNTRUSTED
         self._believe(life, mean)
-        level, reason = self._level(life, order, trusted)
-        place = life.arrival
-        if self.objective == "stream" and trusted and life.group:
-            place = int(self._groups[life.group][0])
-        answers: list[SetPriority | Prefer] = [SetPriority(key, Priority(life.iteration, level, place), reason)]
+        answers: list[SetPriority | Prefer] = [self._placed(key, life, order, skill > UNTRUSTED)]
         if life.phase is Phase.ROLLOUT:
             answers += self._prefer(key, mean)
-        return (*answers, *overdue_first(overdue, self._lives))
+        for late, number in overdue:
+            other = self._lives.by_key[late]
+            other.level = OVERDUE
+            answers.append(
+                SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
+            )
+        if not waits_to_begin and skill > UNTRUSTED:
+            total = length_class(life.generated_tokens + mean)
+            if total != life.total_class:
+                life.total_class = total
+                answers += self._siblings_anew(life)
+        return tuple(answers)
+
+    def _siblings_anew(self, life: Life) -> tuple[SetPriority | Prefer, ...]:
+        """Those of its group that have not begun, where what is known of the group now gives them another level."""
+        return self._anew(list(self._unbegun.get(life.group, ()))) if life.group else ()
+
+    def _next_anew(self) -> list[str]:
+        """Some of those that have not begun, whose turn it is to be looked at anew."""
+        keys: list[str] = []
+        while self._unbegun and len(keys) < ANEW_AT_AN_END:
+            group = next(iter(self._unbegun))
+            waiting = self._unbegun[group] = self._unbegun.pop(group)  # to the end of the row
+            if keys and next(iter(waiting)) == keys[0]:
+                break
+            keys += waiting
+        return keys
+
+    def _anew(self, keys: list[str]) -> tuple[SetPriority | Prefer, ...]:
+        answers: list[SetPriority | Prefer] = []
+        anew = self._reconsiders.anew if self._reconsiders is not None else self.forecaster.remaining
+        for key in keys:
+            other = self._lives.by_key[key]
+            if other.level == OVERDUE:
+                continue
+            mean, order, skill = anew(key)
+            self._believe(other, mean)
+            before = other.level
+            placed = self._placed(key, other, order, skill > UNTRUSTED)
+            if other.level != before:
+                answers += [placed, *self._prefer(key, mean)]
+        return tuple(answers)
+
+    def _placed(self, key: str, life: Life, order_tokens: float, trusted: bool) -> SetPriority:
+        level, reason = self._level(key, life, order_tokens, trusted)
+        life.level = level
+        in_groups = self.objective == "stream" and trusted and life.group
+        place = int(self._groups[life.group][0]) if in_groups else life.arrival
+        return SetPriority(key, Priority(life.iteration, level, place), reason)
+
+    def _begun(self, key: str, group: str | None = None) -> None:
+        """``key`` does not wait for its first slot any more."""
+        if group is None:
+            life = self._lives.by_key.get(key)
+            if life is None:
+                return
+            group = life.group
+        waiting = self._unbegun.get(group)
+        if waiting is not None:
+            waiting.pop(key, None)
+            if not waiting:
+                del self._unbegun[group]
 
     def _prefer(self, key: str, mean_tokens: float) -> list[Prefer]:
         """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
         length = length_class(mean_tokens)
         growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
         final = self._fleet.context_tokens.get(key, 0) + int(mean_tokens * growth)
-        told = self._told.get(key)
-        if told == length:
+        if self._told.get(key) == length:
             return []
         self._told[key] = length
         left = int(mean_tokens) if self.objective == "makespan" else 0
         return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left", left, final)]
 
-    def _level(self, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
+    def _level(self, key: str, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
         begun = life.generated_tokens > 0
-        if not trusted:
-            level = length_class(life.generated_tokens)
-            return 1 + level + (0 if begun else NUM_CLASSES), f"cmlfq: no skill, class {level} by tokens generated"
-        if self.objective == "stream":
+        if self.objective == "stream" and trusted:
             level = length_class(self._groups[life.group][1] if life.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
+        if not trusted:
+            level = length_class(life.generated_tokens)
+            return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
+        if begun:
+            return UNDER_WAY, "cmlfq: under way"
+        if self._reconsiders is not None and self._reconsiders.is_probe(key):
+            return UNBEGUN, "cmlfq: probe of its group"
         level = length_class(order_tokens)
-        away = NUM_CLASSES - 1 - level
-        return 1 + away + (0 if begun else NUM_CLASSES), f"cmlfq: class {level} by tokens left"
+        return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
 
     def _believe(self, life: Life, mean_tokens: float) -> None:
         before = life.remaining_tokens
@@ -171,6 +251,7 @@ class CMLFQ:
             "waiting": self._patience.snapshot(),
             "fleet": self._fleet.snapshot(),
             "groups": {group: list(state) for group, state in sorted(self._groups.items())},
+            "unbegun": [[group, list(waiting)] for group, waiting in self._unbegun.items()],
             "told": dict(sorted(self._told.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
@@ -184,6 +265,7 @@ class CMLFQ:
         self._lives.restore(snapshot["lives"])
         self._fleet.restore(snapshot["fleet"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
+        self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
         self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self.forecaster.restore(snapshot["forecaster"])

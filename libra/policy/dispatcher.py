@@ -43,6 +43,8 @@ from libra.types import Phase
 
 SCANNED_FOR_A_MOVE = 8
 """How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
+SAMPLED_HOMES = 32
+"""Of more than twice as many engines with free slots, only about so many, evenly spread, are weighed against each other."""
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
@@ -281,6 +283,7 @@ class Dispatcher:
                 break
             queue.leave(place.key)
             queue.take(place.key, place.worker)
+            self._serial += 1
             if phase is Phase.TOOL:
                 self._tool_home[place.key] = place.worker
             else:
@@ -341,8 +344,14 @@ class Dispatcher:
         return self._roomiest(queue, key, queue.free)
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
-        """The fastest of ``workers`` that has a free slot and KV memory for ``key``."""
-        return self._fastest(queue, key, [w for w in workers if w in queue.free and self._loads.fits(key, w)])
+        """The one of ``workers`` with a free slot and KV memory for ``key`` where all is over first; of many, of a sample."""
+        free = [worker for worker in workers if worker in queue.free]
+        step = len(free) // SAMPLED_HOMES
+        if step > 1:
+            sample = [worker for worker in free[self._serial % step :: step] if self._loads.fits(key, worker)]
+            if sample:
+                return self._fastest(queue, key, sample)
+        return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
 
     def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
         best, least = None, None

@@ -33,6 +33,8 @@ class Life:
         What it was last believed to have left; for orderings that believe something.
     counted : bool
         Whether it is among its group's members; for orderings that count them.
+    level, total_class : int
+        The level it was last given, and the class of its total length as last believed; -1: none.
     """
 
     arrival: int
@@ -43,6 +45,8 @@ class Life:
     calls: int = 0
     remaining_tokens: float = 0.0
     counted: bool = False
+    level: int = -1
+    total_class: int = -1
 
 
 class Lives:

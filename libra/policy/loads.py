@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from libra.policy.fleet import Fleet
 
-GROWTH_HELD_FREE = 0.6
+GROWTH_HELD_FREE = 0.7
 """Share of the growth of contexts that KV memory is held free for: those of one engine do not all end at once."""
 PAYS_FACTOR = 2.0
 """A move must save this many times the seconds it costs: forecasts err, and two moves that cancel out must not pay."""

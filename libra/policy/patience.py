@@ -3,11 +3,11 @@
 Promise
 -------
 Nobody keeps a clock, so time is counted in parkings: a slot comes free about as often as somebody parks. A trajectory that parks
-while W others wait in its phase becomes *overdue* after ``patience`` x max(``FLOOR``, W) further parkings of its phase, and overdue
-ones go first, in the order in which they parked. So at most W + ``patience`` x max(``FLOOR``, W) dispatches of its iteration and
-phase pass it over: those that waited already, and those that parked before it was overdue. (Earlier iterations always go
-first; there are finitely many. Where it is KV memory and not slots that is short, one that has not begun also waits for
-some of those under way to end: `libra.policy.dispatcher`, 3.)
+while W others wait in its phase becomes *overdue* after W + ``patience`` further parkings of its phase, and overdue ones go
+first, in the order in which they parked. So at most 2 W + ``patience`` dispatches of its iteration and phase pass it over: those
+that waited already, and those that parked before it was overdue. (Earlier iterations always go first; there are finitely
+many. Where it is KV memory and not slots that is short, one that has not begun also waits for some of those under way to end:
+`libra.policy.dispatcher`, 3.)
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from libra.types import Phase
 
 OVERDUE = -1
 """The level of those that have waited for too long: before everybody else of their iteration."""
-FLOOR = 16
-"""Least number of waiting trajectories that patience is measured in: with fewer, order changes little."""
 
 
 class Patience:
@@ -46,7 +44,7 @@ class Patience:
             _, number, waiting = heapq.heappop(due)
             if self._waiting.get(waiting) == (phase, number):
                 overdue.append((waiting, number))
-        heapq.heappush(due, (now + self.patience * max(FLOOR, self._num_waiting[phase]), now, key))
+        heapq.heappush(due, (now + self.patience + self._num_waiting[phase], now, key))
         self._waiting[key] = (phase, now)
         self._num_waiting[phase] += 1
         return overdue

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError
+from libra.hardware import Residuals
 from libra.hardware.virtual_engine import EngineTables, Request, VirtualEngine
 from libra.rollout.engine import EngineStats
 from libra.types import StopReason, TurnOutput, TurnRequest
@@ -81,6 +82,8 @@ class EmulatedEngine:
         Requests of one group share the KV of their prompt. None: none does.
     load_s : float
         Emulated seconds of a change of weights.
+    residuals : Residuals, optional
+        Draw seconds around the tables' with ``seed``, as measured ones lie around predictions. None: exact seconds.
     """
 
     def __init__(
@@ -93,13 +96,13 @@ class EmulatedEngine:
         group_of: Callable[[TurnRequest], tuple[str, int]] | None = None,
         load_s: float = 0.0,
         name: str = "emulated",
-        noise_frac: float = 0.0,
+        residuals: Residuals | None = None,
         seed: int = 0,
         version: int = 0,
     ) -> None:
         self.version = version
         self.clock = ScaledClock() if clock is None else clock
-        self._virtual = VirtualEngine(name, tables, noise_frac=noise_frac, rng=np.random.default_rng(seed))
+        self._virtual = VirtualEngine(name, tables, residuals=residuals, rng=np.random.default_rng(seed))
         self._slots, self._tokens_of, self._load_s = slots, tokens_of, load_s
         self._group_of = group_of or (lambda request: (request.trajectory_id, 0))
         self._turns: dict[str, tuple[TurnRequest, asyncio.Future[TurnOutput], float]] = {}

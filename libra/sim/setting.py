@@ -5,6 +5,7 @@ from __future__ import annotations
 from libra.config.models import RunConfig, SimulationSection
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.residuals import shipped_residuals
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
 from libra.sim.fleet import EngineSpec, fleet, slots_of
 from libra.sim.simulator import Simulator, Surroundings
@@ -64,7 +65,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         train_s=section.train_s,
         load_s=section.load_s,
         tool_slots=section.tool_slots,
-        noise_frac=section.noise_frac,
+        residuals=shipped_residuals() if section.noise else None,
     )
     ordering = ordering_of(section, workload, config.run.seed)
     engines = engines_of(section, workload)

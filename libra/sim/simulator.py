@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
+from libra.hardware import Residuals
 from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.policy import (
     LEARNS_EVERY,
@@ -69,8 +70,8 @@ class Surroundings:
         Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
     tool_slots : int or None
         Actions at once. None: as many as are asked for, and actions do not wait in the scheduler.
-    noise_frac : float
-        Standard deviation of the log of an engine's seconds, see `VirtualEngine`.
+    residuals : Residuals or None
+        What measured seconds leave of predicted ones, to be drawn from. None: seconds are as predicted.
     losses : tuple of Loss
     """
 
@@ -78,7 +79,7 @@ class Surroundings:
     train_s: float = 0.0
     load_s: float = 0.0
     tool_slots: int | None = None
-    noise_frac: float = 0.0
+    residuals: Residuals | None = None
     losses: tuple[Loss, ...] = ()
 
 
@@ -216,7 +217,7 @@ class Simulator:
 
     def _join(self, spec: EngineSpec) -> None:
         self._engines[spec.name] = VirtualEngine(
-            spec.name, spec.tables, noise_frac=self._around.noise_frac, rng=self._streams[spec.name]
+            spec.name, spec.tables, residuals=self._around.residuals, rng=self._streams[spec.name]
         )
         self._tell(spec.joined(self._context))
 

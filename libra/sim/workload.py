@@ -7,11 +7,11 @@ keys, so that their dispatch orders can be compared. As a file it is JSON; the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from libra import keys
 from libra.errors import ConfigError
@@ -88,11 +88,14 @@ class Workload(NamedTuple):
                 raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
             plans = tuple(
                 TrajectoryPlan(
-                    *(int(row[0]), int(row[1]), int(row[2]), int(row[3])),
-                    tuple(TurnPlan(*turn) for turn in row[5]),
-                    str(row[4]),
+                    int(iteration),
+                    int(group),
+                    int(sample),
+                    int(prompt),
+                    tuple(TurnPlan(*turn) for turn in turns),
+                    str(family),
                 )
-                for row in values["trajectories"]
+                for iteration, group, sample, prompt, family, turns in values["trajectories"]
             )
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -229,15 +232,3 @@ def synthetic(
 def by_key(workload: Workload) -> Mapping[str, TrajectoryPlan]:
     """Plans by key, in the order of the workload."""
     return {workload.key(plan): plan for plan in workload.trajectories}
-
-
-def plan_rows(plans: Iterable[TrajectoryPlan]) -> dict[str, Any]:
-    """How much work plans are: number, turns, tokens generated and read, tool seconds."""
-    plans = list(plans)
-    return {
-        "trajectories": len(plans),
-        "turns": sum(len(plan.turns) for plan in plans),
-        "new_tokens": sum(plan.new_tokens for plan in plans),
-        "final_tokens": sum(plan.final_tokens for plan in plans),
-        "tool_s": sum(turn.tool_s for plan in plans for turn in plan.turns),
-    }

@@ -187,3 +187,26 @@ def test_a_lost_home_is_no_home() -> None:
     park(dispatcher, "x", 0, context=100)
     (place,) = dispatcher.dispatch(ROLLOUT)
     assert place.worker != home and place.reason == "first home"
+
+
+def test_among_many_engines_a_sample_is_weighed_and_the_load_still_spreads() -> None:
+    dispatcher = Dispatcher()
+    for i in range(200):
+        dispatcher.handle(WorkerJoined(f"w{i}", rollout_slots=4, kv_tokens=10_000, token_s=0.01, token_full_s=0.05))
+    for i in range(200):
+        park(dispatcher, f"k{i}", i, context=1000)
+    homes = [place.worker for place in dispatcher.dispatch(ROLLOUT)]
+    assert len(homes) == 200 and len(set(homes)) > 150
+    assert max(homes.count(worker) for worker in homes) <= 2
+
+
+def test_the_only_engine_with_room_is_found_among_many() -> None:
+    dispatcher = Dispatcher()
+    for i in range(200):
+        dispatcher.handle(WorkerJoined(f"w{i}", rollout_slots=2, kv_tokens=1000))
+        at_home(dispatcher, f"k{i}", 900)
+    dispatcher.handle(TrajectoryEnded("k137"))
+    park(dispatcher, "new", 0, context=900)
+    (place,) = dispatcher.dispatch(ROLLOUT)
+    assert place.reason == "first home"
+    assert dispatcher.running_on(place.worker, ROLLOUT) == 1

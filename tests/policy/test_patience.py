@@ -18,10 +18,10 @@ from libra.policy import (
     SetPriority,
     TrajectoryParked,
 )
-from libra.policy.patience import FLOOR, Patience
+from libra.policy.patience import Patience
 from libra.types import Phase
 
-PATIENCE = 2
+PATIENCE = 32
 LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
 ORDERINGS = {
     "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE),
@@ -41,7 +41,7 @@ class Queue:
         self.bound: dict[str, int] = {}
 
     def park(self, key: str) -> None:
-        self.bound[key] = len(self.waiting) + PATIENCE * max(FLOOR, len(self.waiting))
+        self.bound[key] = 2 * len(self.waiting) + PATIENCE
         self.passed[key] = 0
         self.waiting[key] = Priority(9, 9, 9)
         for command in self.ordering.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0)):
@@ -89,9 +89,10 @@ def test_without_patience_the_short_one_would_starve() -> None:
 
 
 def test_phases_are_counted_apart() -> None:
-    patience = Patience(1)
+    patience = Patience(5)
     assert patience.parked("a", Phase.ROLLOUT) == []
-    for i in range(3 * FLOOR):
-        assert patience.parked(f"t{i}", Phase.TOOL) == [] or i >= FLOOR
-    found = [told for i in range(FLOOR) for told in patience.parked(f"r{i}", Phase.ROLLOUT)]
+    for i in range(20):
+        told = patience.parked(f"t{i}", Phase.TOOL)
+        assert "a" not in [key for key, _ in told]
+    found = [told for i in range(5) for told in patience.parked(f"r{i}", Phase.ROLLOUT)]
     assert found == [("a", 1)]

@@ -18,15 +18,29 @@ from libra.policy import (
     OpenBatch,
     OpenGate,
     QuantumFinished,
+    QuantumStarted,
     TrajectoryEnded,
     TrajectoryParked,
+    VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
 )
 from libra.types import Phase
 
 KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])
+WORKERS = st.sampled_from(["a", "b"])
 EVENTS = st.lists(
     st.one_of(
-        st.builds(TrajectoryParked, KEYS, st.integers(0, 3), st.sampled_from(Phase), st.integers(0, 9)),
+        st.builds(
+            TrajectoryParked,
+            KEYS,
+            st.integers(0, 3),
+            st.sampled_from(Phase),
+            st.integers(0, 9),
+            st.sampled_from(["", "g", "h"]),
+            st.sampled_from(["", "f"]),
+            st.integers(0, 500),
+        ),
         st.builds(
             QuantumFinished,
             KEYS,
@@ -37,6 +51,10 @@ EVENTS = st.lists(
             st.floats(0, 9),
         ),
         st.builds(TrajectoryEnded, KEYS),
+        st.builds(QuantumStarted, KEYS, st.sampled_from(Phase), WORKERS),
+        st.builds(WorkerJoined, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
+        st.builds(WorkerLeft, WORKERS),
+        st.builds(VersionPublished, st.integers(0, 3)),
     ),
     max_size=40,
 )

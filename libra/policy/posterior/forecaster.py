@@ -282,6 +282,15 @@ class Posterior:
             mean, order = mean * mean / (mean + pending), order * order / (order + pending)
         return Forecast(mean, order, self._learner.guards[0].skill)
 
+    def anew(self, key: str) -> Forecast:
+        """`remaining` of one that has not begun, by what its siblings show by now; KeyError as `remaining`."""
+        live = self._live[key]
+        if not live.tokens and not live.returns:
+            rows = len(live.rows)
+            self._forecast(live, START, SILENT)
+            del live.rows[rows:]  # one row of a beginning is enough to learn from
+        return self.remaining(key)
+
     def is_probe(self, key: str) -> bool:
         """Whether it should run ahead of its siblings, of whose length nothing is known yet; KeyError as `remaining`."""
         live = self._live[key]

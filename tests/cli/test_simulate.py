@@ -1,0 +1,61 @@
+"""``libra simulate``: what is printed, that it repeats, and that a saved workload is the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from libra.cli.main import main
+
+SMALL = ("trainer.prompts=4", "trainer.group_size=2", "simulation.turns=3")
+Libra = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
+    """The command in this process: its exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return call
+
+
+def test_a_reader_sees_what_was_simulated_and_what_came_of_it(libra: Libra) -> None:
+    code, out, err = libra("simulate", "libra/quickstart", *SMALL)
+    assert (code, err) == (0, "")
+    assert out.startswith("8 trajectories, ") and "Qwen3-14B on A800-80G, 8 x tp2; cmlfq" in out
+    assert "s to the last trajectory" in out and "was in the prefix cache" in out
+
+
+def test_json_repeats_and_a_saved_workload_gives_the_same(libra: Libra, tmp_path: Path) -> None:
+    saved = tmp_path / "w.json"
+    _, first, _ = libra("simulate", "libra/quickstart", *SMALL, "--json", "--save-workload", saved)
+    _, again, _ = libra("simulate", "libra/quickstart", *SMALL, "--json", "--workload", saved)
+    first, again = json.loads(first), json.loads(again)
+    assert first["digest"] == again["digest"] and first["makespan_s"] == again["makespan_s"] > 0
+    assert first["source"] == "made up" and again["source"] == str(saved)
+
+
+def test_mixed_layouts_and_every_policy_are_accepted(libra: Libra) -> None:
+    for policy in ("cmlfq", "paper", "fifo", "mlfq", "completed_calls", "predictor", "oracle"):
+        layout = "simulation.layout={tp2: 1, tp4: 1}"
+        code, out, _ = libra("simulate", "libra/quickstart", *SMALL, layout, f"simulation.policy={policy}", "--json")
+        assert code == 0 and json.loads(out)["trajectories"] == 8
+
+
+def test_wrong_input_is_told_what_to_do(libra: Libra, tmp_path: Path) -> None:
+    code, _, err = libra("simulate", "libra/quickstart", "--from-run", tmp_path)
+    assert code == 2 and "holds no trajectories.zarr" in err
+    code, _, err = libra("simulate", "libra/quickstart", "--from-run", tmp_path, "--workload", tmp_path)
+    assert code == 2 and "leave one out" in err
+    code, _, err = libra("simulate", "libra/quickstart", *SMALL, "simulation.layout={tp3: 1}")
+    assert code == 2 and "tp3" in err
+    code, _, err = libra("simulate", "libra/quickstart", *SMALL, "simulation.gpu=abacus")
+    assert code == 2 and "abacus" in err

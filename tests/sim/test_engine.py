@@ -1,0 +1,133 @@
+"""One engine against arithmetic: seconds of batches, KV memory, the prefix cache, new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from libra.errors import ConfigError
+from libra.hardware import Residuals
+from libra.sim import EngineTables, VirtualEngine
+from libra.hardware.virtual_engine import Request
+
+NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
+Tables = Callable[..., EngineTables]
+
+
+def engine_of(tables: EngineTables, residuals: Residuals | None = None) -> VirtualEngine:
+    return VirtualEngine("e", tables, residuals=residuals, rng=np.random.default_rng(0))
+
+
+def run_dry(engine: VirtualEngine) -> dict[str, float]:
+    """When each request ends, if nothing more is submitted."""
+    ends = {}
+    while (at_s := engine.next_finish_s()) is not None:
+        for request in engine.finished(at_s):
+            ends[request.key] = at_s
+    return ends
+
+
+def test_one_request_takes_its_prefill_and_its_steps(tables: Tables) -> None:
+    engine = engine_of(tables())
+    engine.submit(0.0, Request("a", "g", 1000, 0, 100), ())
+    (end,) = run_dry(engine).values()
+    assert end == pytest.approx(1.0 + 100 * (0.010 + 1e-6 * 1050), rel=0.01)  # context 1,000 to 1,100; grain 256
+    assert engine.counters.prefilled_tokens == 1000 and engine.counters.generated_tokens == 100
+
+
+def test_a_batch_shares_its_steps_and_a_short_one_leaves_first(tables: Tables) -> None:
+    engine = engine_of(tables())
+    engine.submit(0.0, Request("short", "g", 10, 0, 10), ())
+    engine.submit(0.0, Request("long", "g", 10, 0, 100), ())
+    ends = run_dry(engine)
+    assert ends["short"] == pytest.approx(0.02 + 10 * 0.0103, rel=0.05)
+    assert ends["long"] == pytest.approx(0.02 + 100 * 0.0102, rel=0.05)
+
+
+def test_kept_context_is_not_computed_again_and_is_pushed_out_oldest_first(tables: Tables) -> None:
+    engine = engine_of(tables(kv=300))
+    for key in ("a", "b"):
+        engine.submit(0.0, Request(key, key, 90, 0, 10), ())
+    run_dry(engine)
+    assert engine.counters.prefilled_tokens == 180 and engine.kv_tokens == 200
+    engine.submit(9.0, Request("c", "c", 140, 0, 10), ())  # has room when a's context goes
+    engine.submit(9.0, Request("b", "b", 100, 0, 10, 100), ())
+    run_dry(engine)
+    counters = engine.counters
+    assert (counters.prefilled_tokens, counters.cached_tokens, counters.recomputed_tokens) == (320, 100, 0)
+    engine.submit(99.0, Request("a", "a", 100, 0, 10, 100), ())
+    run_dry(engine)
+    assert engine.counters.recomputed_tokens == 100
+    assert engine.counters.peak_kv_tokens <= 300
+
+
+def test_samples_of_a_group_share_the_seconds_of_their_prompt(tables: Tables) -> None:
+    engine = engine_of(tables())
+    engine.submit(0.0, Request("a", "g", 500, 500, 10), ())
+    engine.submit(0.0, Request("b", "g", 500, 500, 10), ())
+    engine.submit(0.0, Request("c", "other", 500, 500, 10), ())
+    run_dry(engine)
+    assert engine.counters.prefilled_tokens == 1000 and engine.counters.cached_tokens == 500
+
+
+def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables: Tables) -> None:
+    engine = engine_of(tables())
+    engine.submit(0.0, Request("kept", "k", 100, 0, 1), ())
+    run_dry(engine)
+    engine.submit(1.0, Request("a", "g", 1000, 0, 100), ())
+    before = engine.next_finish_s()
+    assert before is not None
+    changes = engine.changes
+    engine.load(2.5, 4.0)
+    assert engine.changes > changes
+    (end,) = run_dry(engine).values()
+    assert end == pytest.approx(before + 4.0 + 1.0, rel=0.01)
+    assert engine.kv_tokens == 1100
+
+
+def test_a_request_that_never_fits_is_refused_with_what_to_do(tables: Tables) -> None:
+    with pytest.raises(ConfigError, match="needs 10001 tokens of KV, e holds 10000; take engines of more GPUs"):
+        engine_of(tables()).submit(0.0, Request("a", "g", 10_000, 0, 1), ())
+
+
+def test_a_lost_engine_hands_back_what_it_had(tables: Tables) -> None:
+    engine = engine_of(tables(kv=150))
+    for key in ("a", "b"):
+        engine.submit(0.0, Request(key, key, 90, 0, 10), ())
+    assert engine.lost() == ["b", "a"]  # b waited for KV
+    assert engine.next_finish_s() is None
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 400), st.integers(1, 200), st.floats(0, 5), st.integers(0, 2)), min_size=1, max_size=25
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=REQUESTS, noisy=st.booleans())
+def test_every_request_ends_once_and_kv_never_overflows(
+    tables: Tables, requests: list[tuple[int, int, float, int]], noisy: bool
+) -> None:
+    engine = engine_of(tables(kv=700), NOISE if noisy else None)
+    arrivals = sorted((at, i) for i, (_, _, at, _) in enumerate(requests))
+    ends: dict[str, float] = {}
+    now = 0.0
+    while arrivals or engine.next_finish_s() is not None:
+        at_s = engine.next_finish_s()
+        if arrivals and (at_s is None or arrivals[0][0] <= at_s):
+            now, i = arrivals.pop(0)
+            context, new, _, group = requests[i]
+            engine.submit(now, Request(f"r{i}", f"g{group}", context, 0, new), (group,))
+        else:
+            assert at_s is not None and at_s >= now
+            now = at_s
+            for request in engine.finished(now):
+                assert request.key not in ends
+                ends[request.key] = now
+        assert engine.kv_tokens <= 700
+    assert len(ends) == len(requests)
+    assert engine.counters.generated_tokens == sum(new for _, new, _, _ in requests)

@@ -1,0 +1,176 @@
+"""The whole system in virtual time: nothing lost, nothing twice, bounds kept, same bytes for a seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from libra.errors import ConfigError
+from libra.hardware import Residuals
+from libra.policy import CMLFQ, ORDERINGS, Fifo, KnownLengths, Oracle, Priority, SetPriority, TrajectoryParked
+from libra.sim import EngineSpec, Loss, Simulator, Surroundings, Workload, synthetic
+from libra.sim.simulator import LEARNS_EVERY
+from libra.types import Phase
+
+Engines = Callable[..., tuple[EngineSpec, ...]]
+Workloads = Callable[..., Workload]
+
+
+def test_two_turns_with_a_tool_in_between_take_what_they_take(engines: Engines, workload: Workloads) -> None:
+    outcome = Simulator(workload([(100, 5.0), (50, 0.0)]), engines(1), Fifo()).run()
+    expected = 0.1 + 100 * 0.01015 + 5.0 + 0.010 + 50 * 0.010235
+    assert outcome.makespan_s == pytest.approx(expected, rel=0.01)
+    assert (outcome.turns, outcome.generated_tokens, outcome.prefilled_tokens) == (2, 150, 110)
+    assert [d.quantum for d in outcome.dispatched] == [0, 2]
+
+
+def test_slots_bound_how_many_run_and_the_rest_wait_in_order(engines: Engines, workload: Workloads) -> None:
+    outcome = Simulator(workload(*[[(100, 0.0)]] * 5), engines(1, slots=2), Fifo()).run()
+    times = [d.at_s for d in outcome.dispatched]
+    assert [d.key.split("-")[3] for d in outcome.dispatched] == ["0", "1", "2", "3", "4"]
+    assert len(set(times)) == 3 and times[0] == times[1] == 0.0
+
+
+def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Workloads) -> None:
+    two = workload([(100, 0.0)], [(200, 0.0)], iterations=2)
+    sync = Simulator(two, engines(1), Fifo(), surroundings=Surroundings(train_s=7.0)).run()
+    overlapped = Simulator(two, engines(1, slots=4), Fifo(), surroundings=Surroundings(eta=1, train_s=7.0)).run()
+    second = [d.at_s for d in sync.dispatched if d.key.startswith("trajectory-train-1")]
+    assert min(second) == pytest.approx(sync.iteration_s[0])
+    assert sync.iteration_s[0] == pytest.approx(7.0 + max(d.at_s for d in sync.dispatched[:2]) + 2.3, rel=0.05)
+    assert [d.at_s for d in overlapped.dispatched if d.key.startswith("trajectory-train-1")] == [0.0, 0.0]
+
+
+def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engines, workload: Workloads) -> None:
+    work = workload(*[[(100, 1.0), (100, 0.0)]] * 4)
+    loss = Surroundings(losses=(Loss("tp1-0", 0.5, 20.0),))
+    outcome = Simulator(work, engines(2), Fifo(), surroundings=loss).run()
+    assert outcome.lost_quanta == 2 and outcome.trajectories == 4
+    again = Counter((d.key, d.quantum) for d in outcome.dispatched)
+    assert sorted(again.values()) == [1] * 6 + [2] * 2
+    lost = {d.key for d in outcome.dispatched if d.at_s == 0.0 and d.worker == "tp1-0"}
+    assert all(d.worker == "tp1-1" for d in outcome.dispatched if d.key in lost and d.at_s > 0)
+
+
+def test_when_all_engines_are_gone_it_says_so(engines: Engines, workload: Workloads) -> None:
+    around = Surroundings(losses=(Loss("tp1-0", 0.5),))
+    with pytest.raises(ConfigError, match="1 trajectories can never run: 1 wait for engines \\(0 are there\\)"):
+        Simulator(workload([(100, 0.0)]), engines(1), Fifo(), surroundings=around).run()
+
+
+@pytest.mark.parametrize("name", ORDERINGS)
+def test_the_same_seed_gives_the_same_bytes(name: str, engines: Engines) -> None:
+    work = synthetic(24, turns=6, seed=3, group_size=4)
+    around = Surroundings(residuals=Residuals((-0.1, 0.2), (-0.1, 0.1)), tool_slots=3)
+
+    def digest(seed: int) -> str:
+        fleet = engines(2, slots=3, kv=200_000)
+        return Simulator(work, fleet, ORDERINGS[name](), seed=seed, surroundings=around).run().digest()
+
+    assert digest(0) == digest(0) != digest(1)
+
+
+class Watched:
+    """An ordering whose answers are kept, and checked against what the simulator dispatches."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.name = inner, inner.name
+        self.places: dict[str, Priority] = {}
+        self.parked: Counter[str] = Counter()
+
+    def handle(self, event: Any) -> Any:
+        answers = self.inner.handle(event)
+        if isinstance(event, TrajectoryParked):
+            assert isinstance(answers[0], SetPriority) and answers[0].key == event.key
+            self.parked[event.key] += 1
+        for answer in answers:
+            if isinstance(answer, SetPriority):
+                self.places[answer.key] = answer.priority
+        return answers
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.inner.snapshot()
+
+    def restore(self, snapshot: Any) -> None:
+        self.inner.restore(snapshot)
+
+
+TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])), min_size=1, max_size=5)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(ORDERINGS)),
+    trajectories=st.lists(TURNS, min_size=1, max_size=12),
+    slots=st.integers(1, 3),
+    count=st.integers(1, 3),
+    tool_slots=st.sampled_from([None, 1, 3]),
+    lost=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 20)), max_size=3),
+)
+def test_every_turn_runs_once_and_slots_are_never_exceeded(
+    engines: Engines,
+    workload: Workloads,
+    name: str,
+    trajectories: list[list[tuple[int, float]]],
+    slots: int,
+    count: int,
+    tool_slots: int | None,
+    lost: list[tuple[int, float]],
+) -> None:
+    work = workload(*trajectories, iterations=2)
+    losses = tuple(Loss(f"tp1-{i}", at, 1.0) for i, at in lost if i < count)
+    ordering = Watched(ORDERINGS[name]())
+    around = Surroundings(tool_slots=tool_slots, train_s=1.0, load_s=0.5, losses=losses)
+    simulator = Simulator(work, engines(count, slots, 3000), ordering, surroundings=around)
+    outcome = simulator.run()
+    again = Counter((d.key, d.quantum) for d in outcome.dispatched)
+    rollouts = sum(d.phase is Phase.ROLLOUT for d in outcome.dispatched)
+    assert rollouts == work.num_turns + outcome.lost_quanta
+    assert sum(again.values()) - len(again) == outcome.lost_quanta
+    assert set(simulator.record.ended_s) == set(work.totals())
+    assert max(outcome.peak_kv_tokens.values()) <= 3000
+    assert sum(ordering.parked.values()) >= len(outcome.dispatched) >= work.num_turns
+
+
+def test_with_one_engine_dispatch_order_is_the_order_of_priorities(engines: Engines) -> None:
+    work = synthetic(30, turns=1, seed=1, group_size=1)
+    ordering = Watched(Oracle(work.totals()))
+    outcome = Simulator(work, engines(1, slots=1, kv=10_000_000), ordering).run()
+    places = [ordering.places[d.key] for d in outcome.dispatched]
+    assert len(set(places)) == 30 and places == sorted(places)
+
+
+def test_longest_first_is_over_sooner_than_first_come(engines: Engines, workload: Workloads) -> None:
+    work = workload(*[[(100, 0.0)]] * 6, [(600, 0.0)])
+    fifo = Simulator(work, engines(2, slots=1), Fifo()).run()
+    oracle = Simulator(work, engines(2, slots=1), Oracle(work.totals())).run()
+    assert oracle.makespan_s < 0.75 * fifo.makespan_s
+
+
+def test_stream_completes_groups_sooner_than_makespan(engines: Engines, workload: Workloads) -> None:
+    work = workload(*([[(400, 0.0)]] * 4 + [[(50, 0.0)]] * 4), group_size=4)
+    times = {
+        objective: Simulator(work, engines(1, slots=1), Oracle(work.totals(), objective=objective)).run()
+        for objective in ("makespan", "stream")
+    }
+    assert times["stream"].group_completion_s < times["makespan"].group_completion_s
+
+
+class Counting(KnownLengths):
+    """A forecaster that counts how often it is asked to learn."""
+
+    learned = 0
+
+    def learn(self) -> None:
+        self.learned += 1
+
+
+def test_a_forecaster_is_asked_to_learn_while_trajectories_end(engines: Engines, workload: Workloads) -> None:
+    forecaster = Counting()
+    Simulator(workload(*[[(10, 0.0)]] * 40), engines(2), CMLFQ(forecaster)).run()
+    assert forecaster.learned == 40 // LEARNS_EVERY

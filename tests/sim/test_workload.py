@@ -1,0 +1,106 @@
+"""Workloads and traces: what is drawn, what is written down, and what wrong files are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra.errors import ConfigError, RunDirectoryError
+from libra.sim import Workload, draw, load_workload, synthetic
+from libra.sim.from_run import workload_of_run
+from libra.sim.traces import load_traces, trace_files
+
+ROWS = """source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,cached_tokens,completion_tokens,llm_s,tool_s
+s,m,t1,0,1,end,end,0,175,0,30,,
+s,m,t1,0,0,bash,success,200,100,0,20,1.0,0.5
+s,m,t1,1,0,bash,failure,40,90,0,5,1.0,
+s,m,t1,1,1,cat,success,80,,0,6,1.0,0.25
+s,m,t2,0,0,none,end,0,50,0,0,1.0,
+"""
+
+
+def traces_in(tmp_path: Path) -> Path:
+    path = tmp_path / "agent_turns" / "set.csv"
+    path.parent.mkdir()
+    path.write_text(ROWS)
+    return path
+
+
+def test_traces_have_the_tokens_and_seconds_of_their_rows(tmp_path: Path) -> None:
+    first, second, third = load_traces(traces_in(tmp_path))
+    assert trace_files(tmp_path) == [tmp_path / "agent_turns" / "set.csv"]
+    assert (first.task, first.prompt_tokens, first.family) == ("m/t1", 100, "s")
+    assert [tuple(turn) for turn in first.turns] == [(20, "bash", "success", 55, 0.5), (30, "", "", 0, 0.0)]
+    assert second.turns[0].payload_tokens == 10  # the next prompt is not known: characters over four
+    assert second.turns[0].tool_s > 0  # not timed: drawn
+    assert third.turns[0].new_tokens == 1
+
+
+def test_a_draw_is_the_same_for_a_seed_and_keeps_samples_of_a_task_together(tmp_path: Path) -> None:
+    traces = load_traces(traces_in(tmp_path))
+    work = draw(traces, num_groups=3, group_size=2, seed=5, iterations=2)
+    assert work == draw(traces, num_groups=3, group_size=2, seed=5, iterations=2)
+    assert [plan[:3] for plan in work.trajectories] == [(i, g, s) for i in range(2) for g in range(3) for s in range(2)]
+    for plan in work.trajectories:  # t1 is the only task with two samples
+        assert plan.prompt_tokens in (100, 90)
+
+
+def test_kin_have_lengths_like_each_other() -> None:
+    from libra.sim.workload import Trace, TurnPlan
+
+    traces = [Trace(f"t{i}", 10, (TurnPlan(i + 1, "", "", 0, 0.0),)) for i in range(1000)]
+
+    def spread(kinship: float) -> float:
+        plans = draw(traces, num_groups=100, group_size=4, seed=0, kinship=kinship).trajectories
+        groups = [[plan.new_tokens for plan in plans[i : i + 4]] for i in range(0, 400, 4)]
+        return sum(max(group) - min(group) for group in groups) / len(groups)
+
+    assert spread(0.9) < 0.6 * spread(0.3) < 0.6 * spread(0.0)
+
+
+def test_a_workload_file_reads_back(tmp_path: Path) -> None:
+    work = synthetic(12, turns=4, seed=1, iterations=2)
+    (tmp_path / "w.json").write_text(work.to_json())
+    assert load_workload(tmp_path / "w.json") == work
+    assert work.to_json() == synthetic(12, turns=4, seed=1, iterations=2).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "w.json: no workload"),
+        ('{"schema": 9}', "schema 9, this Libra reads 1"),
+        ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[0,"","",0,0]]]]}', "turn 0 of trajectory"),
+        ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[]]]}', "has 0 turns"),
+        (
+            '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
+            "number them apart",
+        ),
+    ],
+)
+def test_what_is_no_workload_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "w.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_workload(tmp_path / "w.json")
+
+
+def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("task,turn\nx,0\n")
+    with pytest.raises(ConfigError, match="columns tool, status, completion_tokens are missing"):
+        load_traces(tmp_path / "bad.csv")
+    with pytest.raises(ConfigError, match="there is no"):
+        trace_files(tmp_path)
+    with pytest.raises(ConfigError, match="none to draw from"):
+        draw([], num_groups=1, group_size=1, seed=0)
+    with pytest.raises(RunDirectoryError, match=r"holds no trajectories\.zarr"):
+        workload_of_run(tmp_path)
+
+
+def test_totals_are_the_generated_tokens_by_key() -> None:
+    work = Workload.from_json(
+        '{"schema":1,"name":"x","trajectories":[[0,1,2,5,"",[[7,"t","ok",3,1.5],[4,"","",0,0]]]]}'
+    )
+    assert work.totals() == {"trajectory-train-0-1-2-e0-x": 11}
+    (plan,) = work.trajectories
+    assert plan.final_tokens == 19 and work.group_key(plan) == "0-1"
