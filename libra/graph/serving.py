@@ -8,8 +8,9 @@ Invariants
 1. No token of a version that has not passed leaves `Serving.generate`: a turn that got such tokens waits for the verdict, and
    is generated again where the engine is quarantined.
 2. One load, check or restart at a time.
-3. A check is made of version 0 too; tolerances are measured there, and kept for as long as the worker lives.
-4. A version whose file is not what was announced (WeightsError) changes nothing: the engine keeps what it had.
+3. An engine whose process died and was replaced (its ``restarts`` grew) is asked again before anything else counts.
+4. A check is made of version 0 too; tolerances are measured there, and kept for as long as the worker lives.
+5. A version whose file is not what was announced (WeightsError) changes nothing: the engine keeps what it had.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Serving:
         self.calibration: Calibration | None = None
         self.out: EngineError | None = None
         self.quarantines = 0
+        self._restarts = 0  # of the engine's own process, as last seen
         self._loading = asyncio.Lock()
         self._links: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -128,6 +130,7 @@ class Serving:
                     raise
                 logger.info("quarantine: %s is generated again", request.trajectory_id)
                 continue
+            self._notice_restart()
             if not self._unchecked(output):
                 return output
             async with self._loading:  # the verdict on the version that was loaded in mid-turn
@@ -149,6 +152,7 @@ class Serving:
         WeightsError
             The version cannot be read.
         """
+        self._notice_restart()
         if self.out is None and self.verified is not None and self.announced <= self.verified:
             return
         async with self._loading:
@@ -158,8 +162,15 @@ class Serving:
             if newest is not None and (self.verified is None or newest.number > self.verified):
                 await self._take(newest)
 
+    def _notice_restart(self) -> None:
+        """An engine whose process was replaced, by itself, has shown nothing any more."""
+        restarts = int(getattr(self.engine, "restarts", 0))
+        if restarts != self._restarts:
+            self._restarts, self.verified = restarts, None
+
     async def _take(self, version: WeightVersion) -> None:
         started_s = time.perf_counter()
+        self.announced = max(self.announced, version.number)  # turns that come now wait
         before = sorted({self.engine.version, version.number - 1} - {version.number})
         check = await asyncio.to_thread(self._check_of, version)
         # What needs no engine comes first: it serves what it has meanwhile.
@@ -206,7 +217,7 @@ class Serving:
         self._links.append(tempfile.TemporaryDirectory(prefix="libra-engine-", dir=self._scratch))
         directory = Path(self._links[-1].name)
         link_model(self.model_dir, version, directory)
-        self.engine = self._build(directory, version.number)
+        self.engine, self._restarts = self._build(directory, version.number), 0
         try:
             async with self._one_model:
                 await self.engine.start()

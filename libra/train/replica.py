@@ -101,6 +101,7 @@ class Replica:
             self.master = MasterWeights(self.parameters(), wide)
         self.steps_done = 0
         self.last_report: StepReport | None = None
+        self.content: str | None = None  # digest of the present weights, where it was computed since they last changed
         self._objective = Objective(settings)
         self._scorer = Scorer(self.model, settings.temperature)
         self._reference: Scorer | None = None
@@ -138,7 +139,7 @@ class Replica:
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
-        own = self.weights()
+        own, self.content = self.weights(), None
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
@@ -155,6 +156,7 @@ class Replica:
 
     def load(self, directory: str | Path) -> None:
         """Take weights, optimizer state, step count and last report from a directory written by `save`."""
+        self.content = None
         load_checkpoint(Path(directory), self)
 
     def continue_optimizer(self, directory: str | Path) -> None:
@@ -188,6 +190,7 @@ class Replica:
             action_tokens=sum(sample.num_actions for sample in samples),
             pack_s=time.perf_counter() - started,
         )
+        self.content = None
         lr = self.settings.lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -206,7 +209,7 @@ class Replica:
             raise
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        content = digest(self.weights())
+        self.content = content = digest(self.weights())
         self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=time.perf_counter() - started)
         self.steps_done = step + 1
         return self.last_report

@@ -295,6 +295,25 @@ def test_a_worker_that_joins_late_measures_its_tolerance_at_version_0(trainer, w
     use(worker, body)
 
 
+def test_an_engine_whose_process_was_replaced_is_asked_again(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        engine = worker.serving.engine
+        await worker.serving.generate(request())
+        assert len(worker.of("served")) == 1
+        engine.restarts = 1  # and came back with something else
+        engine._batch.model.lm_head.weight.data.mul_(1.01)
+        output = await worker.serving.generate(request())
+        assert len(worker.of("quarantined")) == 1 and worker.serving.engine is not engine
+        assert set(output.weight_versions) == {0}
+        assert [told["version"] for told in worker.of("served")] == [0, 0]
+
+    use(worker, body)
+
+
 def test_a_file_that_was_altered_is_refused_and_the_engine_keeps_what_it_had(trainer, worker):
     trainer = trainer("float32")
     worker = worker(trainer)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
+from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.mismatch import alarm_text, observe, raise_alarm, stretches
 from libra.train.packing import sample_of
@@ -132,3 +133,13 @@ def test_no_alarm_at_the_threshold_or_without_one():
 def test_a_sample_knows_where_its_turns_begin(make_replica, trajectory):
     made = recorded(make_replica(), trajectory(1))
     assert sample_of(made, 0).turn_at.tolist() == [4, 11]
+
+
+def test_the_digest_that_is_kept_is_never_that_of_other_weights(make_replica, trajectory):
+    replica = make_replica()
+    assert replica.content is None
+    other = {name: tensor.clone() for name, tensor in replica.weights().items()}
+    report = replica.step([trajectory(1), trajectory(2, advantage=-1.0)], 0)
+    assert replica.content == report.digest == digest(replica.weights())
+    replica.take_weights(other)
+    assert replica.content is None
