@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from libra import keys
 from libra.config import RunConfig
@@ -70,16 +70,20 @@ def check_engine(config: RunConfig) -> None:
             raise ConfigError(str(error)) from error
 
 
-def counters(engine: RolloutEngine) -> dict[str, float]:
-    """What an engine has done so far, for an event: `libra.rollout.EngineStats` without what is only so at the moment."""
+def told_of(kind: EngineKind, engine: RolloutEngine) -> dict[str, Any]:
+    """What a ``version_served`` event says of an engine: its bucket, and what it has done so far."""
     stats = engine.stats()
     return {
-        "generated_tokens": stats.generated_tokens,
-        "prefilled_tokens": stats.prefilled_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "steps": stats.steps,
-        "busy_s": round(stats.busy_s, 6),
-        "restarts": getattr(engine, "restarts", 0),
+        "tp": kind.tp,
+        "bucket": kind.bucket,
+        "stats": {
+            "generated_tokens": stats.generated_tokens,
+            "prefilled_tokens": stats.prefilled_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "steps": stats.steps,
+            "busy_s": round(stats.busy_s, 6),
+            "restarts": getattr(engine, "restarts", 0),
+        },
     }
 
 
@@ -90,6 +94,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
 
         return VLLMEngine(
             model_dir,
+            version=version,
             slots=kind.slots,
             max_context_tokens=config.rollout.max_context_tokens,
             dtype=config.model.dtype,
@@ -99,7 +104,6 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_frac=config.vllm.gpu_memory_frac,
             eager=config.vllm.eager,
-            version=version,
         )
     from libra.rollout.transformers_engine import TransformersEngine
 

@@ -21,6 +21,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
-from libra.graph.engines import EngineKind, counters, make_engine
+from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
 from libra.graph.private import cheap_reschedule, priority_here, still_wanted
@@ -99,6 +100,11 @@ class LibraHost(WorkerPlugin):
         self.server: WeightServer | None = None
         self.paused: tuple[int, str] | None = None  # step after which none is taken, and why
 
+    @property
+    def engine(self) -> RolloutEngine | None:
+        """The engine in use, None on a worker that has none."""
+        return self.serving.engine if self.serving is not None else None
+
     # ---------------------------------------------------------------- life
 
     async def setup(self, worker: Worker) -> None:
@@ -149,13 +155,9 @@ class LibraHost(WorkerPlugin):
     async def _start_engine(self, kind: EngineKind) -> None:
         self.chat = self._load_chat()
         self.kind = kind
-
-        def build(directory: Path, version: int) -> RolloutEngine:
-            return make_engine(self.spec.config, kind, directory, version)
-
         self.serving = Serving(
             Path(self.spec.from_checkpoint or self.model_dir),
-            build=build,
+            build=partial(make_engine, self.spec.config, kind),
             newest=self._newest,
             tell=self._tell,
             store=self.weights,
@@ -266,7 +268,7 @@ class LibraHost(WorkerPlugin):
     def _tell(self, kind: str, **fields: Any) -> None:
         """Report of this worker's engine; Dask puts the address into "worker"."""
         if kind == "served" and self.serving is not None:
-            fields |= {"tp": self.kind.tp, "bucket": self.kind.bucket, "stats": counters(self.serving.engine)}
+            fields |= told_of(self.kind, self.serving.engine)
         report(self.worker, self.spec, kind, name=str(self.worker.name), address=self.worker.address, **fields)
 
     # ---------------------------------------------------------------- trajectories

@@ -5,5 +5,14 @@ from __future__ import annotations
 from libra.rollout.chat import ChatFormat, load_chat_format
 from libra.rollout.engine import EngineStats, ReadsColumns, RolloutEngine
 from libra.rollout.transformers_engine import TransformersEngine
+from libra.rollout.vllm_engine import VLLMEngine
 
-__all__ = ["ChatFormat", "EngineStats", "ReadsColumns", "RolloutEngine", "TransformersEngine", "load_chat_format"]
+__all__ = [
+    "ChatFormat",
+    "EngineStats",
+    "ReadsColumns",
+    "RolloutEngine",
+    "TransformersEngine",
+    "VLLMEngine",
+    "load_chat_format",
+]
