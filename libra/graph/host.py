@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from libra import keys
 from libra.cluster import stacks
+from libra.config.paths import whole_model
 from libra.envs import run_action
 from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
 from libra.graph.engines import EngineKind, make_engine
@@ -450,12 +451,14 @@ def local_model(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+        fetched = Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"model.path: {model!r} is no directory here and could not be fetched as a Hugging Face id ({error}); "
-            "type the path of a directory that holds config.json and *.safetensors"
+            "type the path of a directory that holds config.json and *.safetensors, or model.path=smollm2-135m, which needs no hub "
+            "(libra model prepare smollm2-135m)"
         ) from error
+    return whole_model(fetched, model)
 
 
 def the_host(worker: Worker, run: str) -> LibraHost:
