@@ -19,6 +19,7 @@
     |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
+        +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
         +-- CheckpointError                a checkpoint cannot be written or read, or is none
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
@@ -94,6 +95,10 @@ class WeightsError(LibraError, RuntimeError):
 
 class TrainError(LibraError, RuntimeError):
     """A training step cannot be taken."""
+
+
+class MismatchAlarm(TrainError):
+    """Log-probabilities of rollout and trainer, under the same weights, are further apart than ``trainer.mismatch_alarm``."""
 
 
 class CheckpointError(TrainError):

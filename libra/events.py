@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -238,6 +238,8 @@ class VersionServed(Event):
     """The engine of ``worker`` generates with ``version`` from now on.
 
     ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of threads have the same.
+    ``stats`` is what the engine has done since it started: tokens generated, prefilled and reused, steps, busy seconds, and how
+    often its process was replaced.
     """
 
     name: ClassVar[str] = "version_served"
@@ -246,6 +248,53 @@ class VersionServed(Event):
     load_s: float
     tp: int = 1
     bucket: str = ""
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChecked(Event):
+    """The engine of ``worker`` showed that it holds ``version``, before the version counted as served.
+
+    ``method`` is the comparison that tells the version from what the engine held before (columns, probe, projections), with
+    its ``gap`` and ``tolerance``; ``moved_nats`` is the median change of the probe's log-probabilities since the version
+    before. ``layers`` were compared; of ``changed_layers`` a changed column was read. ``smallest_change`` of one layer would
+    have been noticed: 0 is one bit, else relative to the layer's root mean square, of a probe in nats. ``measured``: the
+    tolerance was measured at version 0. ``check_s`` is wall time beside the loading, of which the last ``stopped_s`` (with the
+    loading) passed before a turn could begin. `libra.weights.verify` has the rules.
+    """
+
+    name: ClassVar[str] = "version_checked"
+    version: int
+    worker: str
+    method: str
+    gap: float
+    tolerance: float
+    moved_nats: float | None
+    layers: int
+    changed_layers: int | None
+    smallest_change: float
+    measured: bool
+    check_s: float
+    stopped_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineQuarantined(Event):
+    """The engine of ``worker`` does not hold ``version``: it is given no trajectory until another check passes.
+
+    ``layer`` disagrees by ``gap`` (None: it gave no number), allowed was ``tolerance``, both in the unit of ``method``.
+    ``out``: an engine started from the version's own file disagrees too, and stays out for the rest of this start.
+    """
+
+    name: ClassVar[str] = "engine_quarantined"
+    version: int
+    worker: str
+    layer: str
+    method: str
+    gap: float | None
+    tolerance: float
+    detail: str
+    out: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +376,8 @@ _KINDS: tuple[type[Event], ...] = (
     StepFinished,
     VersionPublished,
     VersionServed,
+    VersionChecked,
+    EngineQuarantined,
     IterationFinished,
     WorkerJoined,
     WorkerLost,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -78,6 +79,10 @@ def project_layer(
     return numbers_of(generator, apply(x[None])[0])
 
 
+def _apply(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Tensor) -> Tensor:
+    return operation(x, weight)
+
+
 def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple[float, ...]]:
     """The numbers of every layer of a state dict, each matrix multiplied as it is; the reference for engines.
 
@@ -86,12 +91,12 @@ def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and name.endswith(".weight"):
-            table = is_embedding(name)
+            apply = F.embedding if is_embedding(name) else F.linear
             found[name] = project_layer(
                 name,
                 seed,
-                inputs=tensor.shape[0] if table else tensor.shape[1],
+                inputs=tensor.shape[0 if is_embedding(name) else 1],
                 dtype=tensor.dtype,
-                apply=(lambda ids, w=tensor: w[ids]) if table else (lambda x, w=tensor: F.linear(x, w)),
+                apply=partial(_apply, apply, tensor),
             )
     return found

@@ -36,6 +36,7 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
         *_checkpoint(config),
         *_evaluation(config),
         *_watchdog(config),
+        *_mismatch(config),
     )
 
 
@@ -48,6 +49,18 @@ def _rollout(config: RunConfig) -> Iterator[CrossFieldProblem]:
             f"rollout.max_context_tokens={rollout.max_context_tokens}; type "
             f"rollout.max_new_tokens={rollout.max_context_tokens} or less, or raise rollout.max_context_tokens",
         )
+    if rollout.exact_logprobs:
+        for name, wrong, typed in (
+            ("engine", rollout.engine != "transformers", "transformers"),
+            ("top_p", rollout.top_p != 1, "1"),
+            ("temperature", rollout.temperature == 0, "1"),
+        ):
+            if wrong:
+                yield CrossFieldProblem(
+                    ("rollout.exact_logprobs", f"rollout.{name}"),
+                    f"rollout.exact_logprobs: the trainer cannot compute the same with rollout.{name}={getattr(rollout, name)}; "
+                    f"type rollout.{name}={typed}, or rollout.exact_logprobs=false",
+                )
     if rollout.max_context_tokens > trainer.micro_batch_tokens:
         yield CrossFieldProblem(
             ("trainer.micro_batch_tokens", "rollout.max_context_tokens"),
@@ -153,6 +166,16 @@ def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("trainer.log_ratio_coef", "trainer.loss"),
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
             "trainer.loss=dppo",
+        )
+
+
+def _mismatch(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    trainer = config.trainer
+    if trainer.mismatch_action != "warn" and trainer.mismatch_alarm is None:
+        yield CrossFieldProblem(
+            ("trainer.mismatch_action", "trainer.mismatch_alarm"),
+            f"trainer.mismatch_action: nothing can {trainer.mismatch_action} the run while trainer.mismatch_alarm=null; type "
+            "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn",
         )
 
 

@@ -117,6 +117,10 @@ class RolloutSection(Section):
     """Probability mass that sampling keeps (nucleus); 1 keeps everything."""
     ignore_eos: bool = False
     """Every turn has exactly `max_new_tokens` tokens and is no end by itself: for benchmarks."""
+    exact_logprobs: bool = False
+    """Record the log-probability that each generation has when it is scored alone and uncached, as the trainer scores it for the
+    mismatch figures, which then are exactly 0 where engine and trainer hold the same weights. Costs a forward pass of the whole
+    context per turn in the engine, and per turn in the trainer. Needs engine transformers, top_p 1 and a temperature above 0."""
 
 
 class VLLMSection(Section):
@@ -221,6 +225,11 @@ class TrainerSection(Section):
     models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
+    mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
+    """Alarm where the mean |log p(rollout) - log p(trainer)| of a step, over tokens of the very weights being trained, is above
+    this many nats. float32 shows about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
+    mismatch_action: Literal["warn", "pause", "stop"] = "warn"
+    """What the alarm does: a line in the log; take this step and no further one (`libra resume` goes on); or not even this one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -309,6 +318,14 @@ class StoreSection(Section):
     """Keep the per-quantum records of trajectories after their group is committed."""
 
 
+class WeightsSection(Section):
+    """How new weights come to the engines."""
+
+    transfer: Literal["shared", "peer"] = "shared"
+    """"shared": engines read the run directory. "peer": each rollout worker fetches a version over the network from the nearest
+    worker that has it, into a directory of its own; for workers that do not see the run directory's weights."""
+
+
 class WatchdogSection(Section):
     """What happens when a run stops making progress: no quantum, group, step or other task is finished."""
 
@@ -333,6 +350,7 @@ class RunConfig(Section):
     cluster: ClusterSection = ClusterSection()
     observe: ObserveSection = ObserveSection()
     store: StoreSection = StoreSection()
+    weights: WeightsSection = WeightsSection()
     watchdog: WatchdogSection = WatchdogSection()
 
     @model_validator(mode="after")

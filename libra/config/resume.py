@@ -11,7 +11,7 @@ from libra.config.models import RunConfig
 from libra.errors import ConfigError, RunDirectoryError
 
 RESOLVED_FILE = "config.resolved.yaml"
-FREE_SECTIONS = ("vllm", "cluster", "observe", "checkpoint", "store", "watchdog")
+FREE_SECTIONS = ("vllm", "cluster", "observe", "checkpoint", "store", "weights", "watchdog")
 """Sections that say how a run is executed, watched and kept, and not what comes of it."""
 FREE_FIELDS = (
     "run.iterations",
@@ -20,6 +20,8 @@ FREE_FIELDS = (
     "rollout.tp",
     "trainer.max_row_tokens",
     "trainer.micro_batch_tokens",
+    "trainer.mismatch_alarm",
+    "trainer.mismatch_action",
 )
 """Further fields that may change."""
 

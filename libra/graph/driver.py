@@ -30,12 +30,13 @@ from libra import keys
 from libra.cluster.checks import check_cluster
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
-from libra.errors import ClusterError, ConfigError, LibraError, RunDirectoryError
+from libra.errors import ClusterError, ConfigError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
 from libra.graph.engines import check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
+from libra.graph.pausing import pause_reason
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec, loading_error
@@ -49,6 +50,7 @@ from libra.store.trajectories import TrajectoryStore
 from libra.train.checkpoint import complete, newest, step_of
 from libra.train.kept_checkpoints import KeptCheckpoints
 from libra.train.start import checked_start
+from libra.weights.transfer import new_secret
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -159,7 +161,9 @@ class Session:
         if start is not None:
             start = checked_start(start, model_dir, config.model.dtype)
         # A wrong name or argument, a busy port, a directory that is taken: all told before anything starts.
-        self.spec = RunSpec(config.run.name or "", 0, self.directory, model_dir, config, environment, start)
+        self.spec = RunSpec(
+            config.run.name or "", 0, self.directory, model_dir, config, environment, start, secret=new_secret()
+        )
         self.spec.make_environment()
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port
@@ -389,6 +393,9 @@ class Session:
             del end, saved, groups, self._held[k]
             self._write_metrics(k, values)
             yield values
+            reason = pause_reason(self.spec, {"step": k, **values}) if k + 1 < total else None
+            if reason is not None:
+                raise MismatchAlarm(reason)
 
     def _submit_left(self, k: int) -> None:
         """Groups of an iteration whose step is taken that no batch has consumed yet."""

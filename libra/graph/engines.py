@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from libra import keys
 from libra.config import RunConfig
@@ -70,13 +70,31 @@ def check_engine(config: RunConfig) -> None:
             raise ConfigError(str(error)) from error
 
 
-def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> RolloutEngine:
-    """An engine of version 0, not started."""
+def told_of(kind: EngineKind, engine: RolloutEngine) -> dict[str, Any]:
+    """What a ``version_served`` event says of an engine: its bucket, and what it has done so far."""
+    stats = engine.stats()
+    return {
+        "tp": kind.tp,
+        "bucket": kind.bucket,
+        "stats": {
+            "generated_tokens": stats.generated_tokens,
+            "prefilled_tokens": stats.prefilled_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "steps": stats.steps,
+            "busy_s": round(stats.busy_s, 6),
+            "restarts": getattr(engine, "restarts", 0),
+        },
+    }
+
+
+def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
+    """An engine that serves a directory as ``version``, not started."""
     if kind.engine == "vllm":
         from libra.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(
             model_dir,
+            version=version,
             slots=kind.slots,
             max_context_tokens=config.rollout.max_context_tokens,
             dtype=config.model.dtype,
@@ -95,5 +113,6 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path) -> Rollout
         max_context_tokens=config.rollout.max_context_tokens,
         dtype=config.model.dtype,
         threads=kind.threads,
-        version=0,
+        version=version,
+        exact_logprobs=config.rollout.exact_logprobs,
     )

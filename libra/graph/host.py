@@ -6,7 +6,7 @@ worker declares: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store.
 Invariants
 ----------
 1. An engine never generates for iteration ``k`` with weights older than version ``k - eta``, and pulls the newest
-   published version before each generation.
+   published version before each generation; what it serves has passed its check (`libra.graph.serving`).
 2. A record is appended before it is applied or reported, so a lost worker costs at most the quantum in flight.
 3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
 4. A trajectory keeps its slot from one generation to the next only while the plugin says that nobody waits for one.
@@ -20,6 +20,8 @@ import logging
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +34,25 @@ from libra import keys
 from libra.cluster import stacks
 from libra.config.paths import whole_model
 from libra.envs import run_action
-from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
-from libra.graph.engines import EngineKind, make_engine
+from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
+from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
+from libra.graph.fetching import weights_of
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
+from libra.graph.serving import Serving
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
 from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
-from libra.weights import WeightStore
+from libra.weights import WeightVersion
 
 if TYPE_CHECKING:
-    from libra.rollout import RolloutEngine
     from libra.store.trajectories import TrajectoryStore
     from libra.train import Replica
+    from libra.weights.transfer import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +93,17 @@ class LibraHost(WorkerPlugin):
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.name = host_name(spec.run)
-        self.engine: RolloutEngine | None = None
+        self.serving: Serving | None = None
         self.replica: Replica | None = None
         self.checkpoints: CheckpointWriter | None = None
         self.store: TrajectoryStore | None = None
+        self.server: WeightServer | None = None
+        self.paused: tuple[int, str] | None = None  # step after which none is taken, and why
+
+    @property
+    def engine(self) -> RolloutEngine | None:
+        """The engine in use, None on a worker that has none."""
+        return self.serving.engine if self.serving is not None else None
 
     # ---------------------------------------------------------------- life
 
@@ -107,10 +118,8 @@ class LibraHost(WorkerPlugin):
         self.epoch = Epoch(self.spec.epochs_dir, self.spec.epoch)
         self.epoch.check()
         self.journal = Journal(self.spec.journal_dir)
-        self.weights = WeightStore(self.spec.weights_dir)
+        self.weights, self.fetching, self.server = weights_of(worker, self.spec)
         self.states: dict[TrajectoryId, TrajectoryState] = {}
-        self._loading = asyncio.Lock()
-        self._announced = 0
         self.closing = False
         self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -122,6 +131,8 @@ class LibraHost(WorkerPlugin):
             if supply.get(keys.TRAIN):
                 self.replica = await asyncio.to_thread(self._make_replica)
                 self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
+        if self.serving is not None:
+            await self._catch_up_engine(self.serving)
         if supply.get(keys.COMMIT):
             self.store = await asyncio.to_thread(self._open_store)
         # What is loaded by now stays: torch and transformers are half a million objects that a full collection would walk
@@ -132,8 +143,10 @@ class LibraHost(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""
         self.closing = True
-        if self.engine is not None:
-            await self.engine.close()
+        if self.serving is not None:
+            await self.serving.close()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
         if self.store is not None:
             self.store.close()
         self.journal.close()
@@ -142,17 +155,30 @@ class LibraHost(WorkerPlugin):
     async def _start_engine(self, kind: EngineKind) -> None:
         self.chat = self._load_chat()
         self.kind = kind
-        self.engine = make_engine(self.spec.config, kind, self.spec.from_checkpoint or self.model_dir)
-        started_s = time.time()
-        await self.engine.start()
+        self.serving = Serving(
+            Path(self.spec.from_checkpoint or self.model_dir),
+            build=partial(make_engine, self.spec.config, kind),
+            newest=self._newest,
+            tell=self._tell,
+            store=self.weights,
+            scratch=Path(self.worker.local_directory),
+            one_model=_ONE_MODEL_AT_A_TIME,
+        )
+        await self.serving.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
         self.worker.stream_handlers.setdefault("libra-contended", self._contention_announced)
-        self._served(self.engine.version, time.time() - started_s)
-        newest = await asyncio.to_thread(self.weights.latest)
-        self._announced = newest.number if newest is not None else 0
-        await self.pull()  # a worker that joins in mid-run
+        self._tell("joined", weights=self.offered)
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def _catch_up_engine(self, serving: Serving) -> None:
+        """A worker that joins in mid-run takes the newest version; one whose engine is out says so with its first task."""
+        newest = await self._newest()
+        serving.announced = newest.number if newest is not None else 0
+        try:
+            await serving.pull()
+        except EngineError as error:
+            logger.error("worker %s: %s", self.worker.name, error)
 
     def _open_store(self) -> TrajectoryStore:
         """The store, as its one committer. That of an older epoch may need a moment to find out that it is fenced off."""
@@ -178,7 +204,9 @@ class LibraHost(WorkerPlugin):
         start = self.spec.from_checkpoint
         replica = Replica(
             start or self.model_dir,
-            TrainSettings(**settings, temperature=config.rollout.temperature),
+            TrainSettings(
+                **settings, temperature=config.rollout.temperature, exact_logprobs=config.rollout.exact_logprobs
+            ),
             dtype=config.model.dtype,
             master_dtype=config.model.master_dtype,
             threads=config.cluster.threads,
@@ -191,11 +219,22 @@ class LibraHost(WorkerPlugin):
 
     # ---------------------------------------------------------------- weights
 
-    def _version_announced(self, run: str, epoch: int, version: int, **extra: Any) -> None:
+    def _version_announced(
+        self,
+        run: str,
+        epoch: int,
+        version: int,
+        holders: Sequence[Sequence[Any]] = (),
+        digest: str | None = None,
+        **extra: Any,
+    ) -> None:
         """A version can be pulled. Runs on the worker's stream, where an exception would close the worker."""
         host = self.worker.plugins.get(host_name(run))
         if isinstance(host, LibraHost) and host.spec.epoch == epoch:
-            host._announced = max(host._announced, version)
+            assert host.serving is not None, "only a worker with an engine says that it joined"
+            host.serving.announced = max(host.serving.announced, version)
+            if host.fetching is not None:
+                host.fetching.announced(version, holders, digest)
             task = asyncio.ensure_future(host._pull_announced())
             host._background.add(task)
             task.add_done_callback(host._background.discard)
@@ -208,44 +247,29 @@ class LibraHost(WorkerPlugin):
 
     async def _pull_announced(self) -> None:
         try:
-            await self.pull()
+            if self.serving is not None:
+                await self.serving.pull()
         except LibraError as error:
             logger.warning(
                 "run %s: pulling an announced version failed, the next quantum tries again: %s", self.spec.run, error
             )
 
-    async def pull(self) -> None:
-        """Load the newest published version where the engine has an older one.
+    async def _newest(self) -> WeightVersion | None:
+        """The newest version published, where this worker can read it."""
+        if self.fetching is not None:
+            return await self.fetching.newest()
+        return await asyncio.to_thread(self.weights.latest)
 
-        A version is announced on the stream that brings tasks, before any task that may need it, so nothing is looked up
-        where nothing was announced.
-        """
-        engine = self.engine
-        assert engine is not None
-        if self._announced <= engine.version:
-            return
-        newest = await asyncio.to_thread(self.weights.latest)
-        if newest is None or newest.number <= engine.version:
-            return
-        async with self._loading:
-            if newest.number <= engine.version:
-                return
-            started_s = time.time()
-            await engine.load_version(newest.number, newest.directory)
-            self._served(newest.number, time.time() - started_s)
+    @property
+    def offered(self) -> tuple[str, int] | None:
+        """Host and port at which this worker passes on weights; None where it does not."""
+        return None if self.server is None else (self.server.holder.host, self.server.holder.port)
 
-    def _served(self, version: int, load_s: float) -> None:
-        report(
-            self.worker,
-            self.spec,
-            "served",
-            version=version,
-            name=str(self.worker.name),  # Dask puts the address into "worker"
-            address=self.worker.address,
-            load_s=round(load_s, 6),
-            tp=self.kind.tp,
-            bucket=self.kind.bucket,
-        )
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Report of this worker's engine; Dask puts the address into "worker"."""
+        if kind == "served" and self.serving is not None:
+            fields |= told_of(self.kind, self.serving.engine)
+        report(self.worker, self.spec, kind, name=str(self.worker.name), address=self.worker.address, **fields)
 
     # ---------------------------------------------------------------- trajectories
 
@@ -278,7 +302,7 @@ class LibraHost(WorkerPlugin):
         if state.phase is None:
             report(self.worker, self.spec, "ended", key=key, quanta=state.quanta, end=str(state.end))
             return state
-        if state.phase is Phase.ROLLOUT and self.engine is None:
+        if state.phase is Phase.ROLLOUT and self.serving is None:
             # A worker died after its record and before its report: say where the trajectory stands, and wait for an engine.
             self._report(key, state, state.quanta, time.time(), goes_on=False)
             return state
@@ -307,13 +331,12 @@ class LibraHost(WorkerPlugin):
                 await self._act(state)
         except FAULTS as error:
             self._commit(state, failure_record(failure_of(error), str(error)), started_s)
-            if self.engine is not None:
-                self.engine.forget(str(state.tid))
+            self._forget(state)
 
     async def _generate(self, state: TrajectoryState) -> None:
-        engine, rollout = self.engine, self.spec.config.rollout
-        assert engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
-        await self.pull()
+        serving, rollout = self.serving, self.spec.config.rollout
+        assert serving is not None, f"{state.tid}: a generation was sent to a worker without an engine"
+        await serving.pull()
         started_s = time.time()
         prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
         context_ids = state.context_ids if prompt_ids is None else prompt_ids
@@ -321,7 +344,7 @@ class LibraHost(WorkerPlugin):
         if state.tid.split == "eval" and self.spec.config.evaluation.temperature is not None:
             temperature = self.spec.config.evaluation.temperature
         room = rollout.max_context_tokens - len(context_ids)
-        output = await engine.generate(
+        output = await serving.generate(
             TurnRequest(
                 trajectory_id=str(state.tid),
                 turn=state.turns,
@@ -338,7 +361,12 @@ class LibraHost(WorkerPlugin):
         calls = self._parse(text)
         self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)
         if state.phase is None:
-            engine.forget(str(state.tid))
+            self._forget(state)
+
+    def _forget(self, state: TrajectoryState) -> None:
+        """Free what the engine keeps for a trajectory that goes on elsewhere, or has ended."""
+        if self.serving is not None and self.serving.out is None:
+            self.serving.engine.forget(str(state.tid))
 
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
         try:

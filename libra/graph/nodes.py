@@ -16,11 +16,13 @@ import numpy as np
 from distributed import Reschedule, get_worker
 
 from libra.envs import run_grader
-from libra.errors import EnvironmentFault, LibraError, RecordExists, RewardFault, TrainError
+from libra.errors import EnvironmentFault, LibraError, MismatchAlarm, RecordExists, RewardFault, TrainError
 from libra.graph.catching_up import catch_up
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.host import LibraHost, the_host
 from libra.graph.members import members_of
+from libra.graph.pausing import pause_reason
+from libra.graph.publishing import publish_checked
 from libra.graph.reports import report
 from libra.graph.spec import RunSpec
 from libra.store.batches import commit_batch, read_batch, read_batch_facts
@@ -302,8 +304,12 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     host = _host(run)
     assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
+    if host.paused is not None and batch["batch"] > host.paused[0]:
+        raise MismatchAlarm(host.paused[1])
     catch_up(host, batch["batch"])  # a worker that was lost took its replica along
     result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
+    if (reason := pause_reason(host.spec, result.as_dict())) is not None:
+        host.paused = batch["batch"], reason
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
 
@@ -332,7 +338,7 @@ def _publish(host: LibraHost, version: int) -> dict[str, Any]:
     if host.replica.steps_done > version:  # asked again after later steps: it was published then
         published = host.weights.get(version)
     else:
-        published = host.weights.publish(version, host.replica.weights())
+        published = publish_checked(host.weights, host.replica, version, host.spec.config.rollout.max_context_tokens)
     host.weights.drop(keep_last=host.spec.config.store.keep_versions)
     report(
         host.worker,
@@ -341,6 +347,8 @@ def _publish(host: LibraHost, version: int) -> dict[str, Any]:
         version=published.number,
         digest=published.digest,
         num_bytes=published.num_bytes,
+        address=host.worker.address,
+        weights=host.offered,
     )
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
 

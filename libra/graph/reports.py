@@ -13,5 +13,8 @@ TOPIC = "libra"
 
 
 def report(worker: Worker, spec: RunSpec, kind: str, /, **fields: Any) -> None:
-    """Send one report; ``fields`` must be msgpack-able. Kinds: quantum, ended, group, published, served, step, iteration."""
+    """Send one report; ``fields`` must be msgpack-able.
+
+    Kinds: quantum, ended, group, published, joined, served, quarantined, step, iteration.
+    """
     worker.log_event(TOPIC, {"kind": kind, "run": spec.run, "epoch": spec.epoch, **fields})

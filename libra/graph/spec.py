@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra import keys
@@ -41,6 +41,8 @@ class RunSpec:
         One given as an object (``libra.train``); None: made from ``config.environment``.
     from_checkpoint : Path or None
         Directory, checked and without links, whose weights are version 0; None: ``model_dir`` itself.
+    secret : str
+        What workers show each other when they pass on weights.
     """
 
     run: str
@@ -50,6 +52,7 @@ class RunSpec:
     config: RunConfig
     environment: Environment | None = None
     from_checkpoint: Path | None = None
+    secret: str = field(default="", repr=False)
 
     def key(self, node: str, *indices: int, split: str = "train") -> str:
         """Dask key of one node of this start of the run."""

@@ -179,12 +179,12 @@ class SlotBatch:
 
     def project(self, seed: int) -> dict[str, tuple[float, ...]]:
         """Random projections of every layer as the served pass uses it; see `libra.projections`."""
-        return probing.project(probing.used_layers(self.model, self.forward.fused), seed, self.kv.dtype)
+        return probing.project(probing.used_layers(self.forward), seed, self.kv.dtype)
 
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
         """Columns of layers as the served pass uses them; see `libra.rollout.probing.columns`."""
-        layers = probing.used_layers(self.model, self.forward.fused)
-        return probing.columns(layers, probing.used_vectors(self.model, self.forward.fused), wanted, self.kv.dtype)
+        layers = probing.used_layers(self.forward)
+        return probing.columns(layers, probing.used_vectors(self.forward), wanted, self.kv.dtype)
 
     def _rescore(self, slot: int) -> None:
         """Where exact log-probabilities are asked for: replace those of the tokens sampled under the weights in use."""

@@ -1,7 +1,7 @@
-"""What an engine's layers do as they are used: random projections, columns, and log-probabilities of a given text.
+"""What an engine's layers do as they are used: random projections, and columns.
 
-These are the engine's side of the check before a version is served (`libra.weights.verify`). Nothing here looks at the
-parameters of a model: each answer goes through the very matrices that a step multiplies with, joined ones included.
+The engine's side of the check before a version is served (`libra.weights.verify`). Each answer goes through the very matrices
+that a step multiplies with: where a fused pass has joined or transposed them, through those.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from libra.errors import EngineError
 from libra.projections import is_embedding, project_layer
-from libra.rollout.fused import FusedDecoder
+from libra.rollout.forward import Forward
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -31,14 +31,16 @@ class UsedLayer:
     apply: Apply
 
 
-def used_layers(model: Any, fused: FusedDecoder | None) -> dict[str, UsedLayer]:
-    """Every linear layer and embedding of ``model`` by the name of its weight; those that a fused pass holds, as held there."""
+def used_layers(forward: Forward) -> dict[str, UsedLayer]:
+    """Every linear layer and embedding by the name of its weight; those that a fused pass holds, as held there."""
     found: dict[str, UsedLayer] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found[f"{name}.weight"] = UsedLayer(module.in_features, _linear(module.weight))
-        elif isinstance(module, nn.Embedding):
-            found[f"{name}.weight"] = UsedLayer(module.num_embeddings, _lookup(module.weight))
+    model, fused, stock_head = forward.model, forward.fused, forward.model.get_output_embeddings()
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.ndim == 2 and name.endswith(".weight"):
+            table = is_embedding(name)
+            found[name] = UsedLayer(weight.shape[0 if table else 1], _lookup(weight) if table else _linear(weight))
+    head = next(name for name, module in model.named_modules() if module is stock_head)
+    found[f"{head}.weight"] = UsedLayer(stock_head.in_features, _linear(forward.head.weight))
     if fused is not None:
         prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)
         for index, layer in enumerate(fused.layers):
@@ -49,8 +51,9 @@ def used_layers(model: Any, fused: FusedDecoder | None) -> dict[str, UsedLayer]:
     return found
 
 
-def used_vectors(model: Any, fused: FusedDecoder | None) -> dict[str, Tensor]:
+def used_vectors(forward: Forward) -> dict[str, Tensor]:
     """Every norm and bias by name; head norms that a fused pass has folded into its scale, as they are there."""
+    model, fused = forward.model, forward.fused
     found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
     if fused is not None:
         prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)

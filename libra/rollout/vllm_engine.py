@@ -67,7 +67,8 @@ class VLLMEngine:
         self._tickets = itertools.count()
         self._paused = self._held = self._closing = self._ended = False
         self._entry = threading.Lock()  # between callers and the end of the loop
-        self._loop = asyncio.new_event_loop()
+        self._lock = asyncio.Lock()  # starting, loading, pausing, and replacing a dead process: one at a time
+        self._recovery: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._since_s: float | None = None  # when the engine last became busy
@@ -85,6 +86,7 @@ class VLLMEngine:
         self._vocab_size = int(config["vocab_size"])
         self._max_scored = max_model_tokens(config, self.settings) - 1
         self._expected = ExpectedWeights.of(self.settings.model_dir, tied=bool(config["tie_word_embeddings"]))
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="libra-vllm", daemon=True)
         self._thread.start()
         try:
@@ -223,8 +225,8 @@ class VLLMEngine:
     # -- in the engine's loop ----------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._core = await Core.start(self.settings, self.version)
-        self._lock = asyncio.Lock()  # loading, pausing, and replacing a dead process, one at a time
+        async with self._lock:
+            self._core = await Core.start(self.settings, self.version)
 
     async def _generate(self, request: TurnRequest) -> TurnOutput:
         job = QueuedJob(next(self._tickets), request, time.perf_counter())
@@ -242,8 +244,8 @@ class VLLMEngine:
     def _admit(self) -> None:
         """Start whoever has a slot, unless requests must stand still; see that there is a living process."""
         core = self._core
-        if self._queue.waiting and (core is None or core.dead) and not self._held:
-            self._begin(self._recover())
+        if self._queue.waiting and (core is None or core.dead):
+            self._recover_soon()
         if self._paused or self._held or core is None or core.dead:
             return
         for job in self._queue.start():
@@ -261,6 +263,9 @@ class VLLMEngine:
             self._died(core, error)
         except LibraError as error:
             outcome = error
+        except Exception as error:  # noqa: BLE001  the boundary of a request: whatever it is, whoever asked is told
+            outcome = EngineError(f"{job.name}: {type(error).__name__}: {error}")
+            outcome.__cause__ = error
         self._leave(job, outcome)
         self._admit()
 
@@ -356,7 +361,10 @@ class VLLMEngine:
             raise EngineGone(f"{reason}; nor could version {self.version} be loaded again: {error}") from error
 
     async def _probe(self, what: str, question: Any) -> Any:
-        core = await self._living() if self._core is None or self._core.dead else self._core
+        core = self._core
+        if core is None or core.dead:
+            async with self._lock:
+                core = await self._living()
         try:
             return await getattr(core, what)(question)
         except EngineGone as error:
@@ -375,11 +383,15 @@ class VLLMEngine:
         self._core = None
         core.stop()
         self._fail_all(str(error))
-        self._begin(self._recover())
+        self._recover_soon()
 
     def _fail_all(self, reason: str) -> None:
         for job in self._queue.jobs():
             self._leave(job, EngineError(f"{job.name}: {reason}"))
+
+    def _recover_soon(self) -> None:
+        if (self._recovery is None or self._recovery.done()) and not self._closing:
+            self._recovery = self._begin(self._recover())
 
     async def _recover(self) -> None:
         try:
@@ -391,7 +403,7 @@ class VLLMEngine:
         self._admit()
 
     async def _living(self) -> Core:
-        """The engine process, another one where it died; the caller holds the lock, or only asks."""
+        """The engine process, another one where it died; the caller holds the lock."""
         if self._core is not None and self._core.dead:
             self._died(self._core, EngineGone("the vLLM engine process died"))
         if self._core is None:

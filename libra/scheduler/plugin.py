@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from libra.policy import (
     TrajectoryParked,
 )
 from libra.scheduler import private
-from libra.scheduler.announcements import announce_version, tell_contention
+from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.queue import ParkedQueue
 from libra.scheduler.run_state import RunState, Tracked
@@ -86,6 +87,7 @@ class LibraPlugin(SchedulerPlugin):
             {
                 "libra_register_run": self.register_run,
                 "libra_members": self.members,
+                "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
                 "libra_end_run": self.end_run,
             },
@@ -189,21 +191,17 @@ class LibraPlugin(SchedulerPlugin):
             case "group":
                 self._group_reported(state, msg)
             case "published":
-                state.emit(
-                    "version_published", version=msg["version"], digest=msg["digest"], num_bytes=msg["num_bytes"]
-                )
+                published(state, msg)
                 self._apply(state, state.admission.version_published(msg["version"]))
                 for version in [v for v in state.eval_gates if v <= state.admission.version]:
                     for gate in state.eval_gates.pop(version):
                         self._open(state, gate, keys.GRADE)
                 announce_version(self._scheduler, state, msg["version"])
-            case "served":
-                state.served[msg["name"]] = msg["version"]
-                state.engines[msg["name"]] = msg["address"]
-                served = {name: msg[name] for name in ("version", "load_s", "tp", "bucket")}
-                state.emit("version_served", worker=msg["name"], **served)
+            case "joined" | "served" | "quarantined":
+                engine_reported(state, msg)
                 if self._contended:
                     tell_contention(self._scheduler, msg["address"], True)
+                self._kick()
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -224,6 +222,7 @@ class LibraPlugin(SchedulerPlugin):
         """Its slots are gone; its tasks have already left ``processing``."""
         self._slots.lose(worker)
         for state in self.runs.values():
+            state.holders.lost(worker)
             state.emit("worker_lost", address=worker)
         self._kick()
 
@@ -332,13 +331,13 @@ class LibraPlugin(SchedulerPlugin):
         for phase, queue in self._queues.items():
             free = self._slots.free(phase, private.supply(scheduler, phase)) if len(queue) else {}
             while free:
-                key = queue.pop()
+                key = queue.pop(partial(self._fits, phase, free))
                 if key is None:
                     break
                 ts, tracked = scheduler.tasks.get(key), self._tracked.get(key)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     continue
-                address = choose(free, tracked.home.get(phase))
+                address = choose(free, tracked.home.get(phase), tracked.barred(phase))
                 free[address] -= 1
                 if not free[address]:
                     del free[address]
@@ -352,6 +351,11 @@ class LibraPlugin(SchedulerPlugin):
             self._contended = contended
             for address in {address for state in self.runs.values() for address in state.engines.values()}:
                 tell_contention(scheduler, address, contended)
+
+    def _fits(self, phase: Phase, free: dict[str, int], key: str) -> bool:
+        """Whether one of the workers with room may run a trajectory."""
+        tracked = self._tracked.get(key)
+        return tracked is None or not tracked.barred(phase) >= free.keys()
 
     def _given(self, tracked: Tracked, phase: Phase, address: str) -> None:
         state = tracked.run
@@ -458,15 +462,8 @@ class LibraPlugin(SchedulerPlugin):
             state.groups += 1
         for failure, count in msg["failures"].items():
             state.failures[failure] += count
-        state.emit(
-            "group_committed",
-            split=msg["split"],
-            iteration=msg["iteration"],
-            group=msg["group"],
-            oldest_version=msg["oldest_version"],
-            reward=msg["reward"],
-            failures=msg["failures"],
-        )
+        said = ("split", "iteration", "group", "oldest_version", "reward", "failures")
+        state.emit("group_committed", **{name: msg[name] for name in said})
         if msg["split"] == "train":
             done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
             self._apply(state, state.admission.group_committed(done))

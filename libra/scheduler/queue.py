@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 
 from libra.policy import Priority
 
@@ -38,14 +39,22 @@ class ParkedQueue:
         """Forget ``key`` if it is there."""
         self._live.pop(key, None)
 
-    def pop(self) -> str | None:
-        """The first key in order, removed; None where the queue is empty."""
-        while self._heap:
+    def pop(self, fits: Callable[[str], bool] | None = None) -> str | None:
+        """The first key in order (of those that fit, where given), removed; None where there is none. Others keep their place."""
+        passed: list[tuple[Priority, int, str]] = []
+        found = None
+        while self._heap and found is None:
             priority, serial, key = heapq.heappop(self._heap)
-            if self._live.get(key) == (priority, serial):
+            if self._live.get(key) != (priority, serial):
+                continue
+            if fits is None or fits(key):
                 del self._live[key]
-                return key
-        return None
+                found = key
+            else:
+                passed.append((priority, serial, key))
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def levels(self, run_of: dict[str, str], run: str) -> dict[int, int]:
         """How many keys of ``run`` wait at each level."""

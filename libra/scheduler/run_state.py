@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
 from libra.policy import Admission, Ordering
+from libra.scheduler.holders import Holders
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
@@ -43,6 +44,10 @@ class Tracked:
     at: tuple[Phase, str] | None = None
     home: dict[Phase, str] = field(default_factory=dict)
 
+    def barred(self, phase: Phase) -> set[str]:
+        """Workers that are given no quantum of this phase: their engine is quarantined."""
+        return self.run.quarantined if phase is Phase.ROLLOUT else set()
+
     def found_ended(self, quanta: int, worker: str, end: str) -> None:
         """It was sent to a worker and had ended before: no quantum was run, and none is counted."""
         self.reported, self.lost, self.ended, self.quanta = True, 0, True, quanta
@@ -68,6 +73,8 @@ class RunState:
     batches: dict[int, str] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)  # address of each worker that has served a version, by name
+    holders: Holders = field(default_factory=Holders)
+    quarantined: set[str] = field(default_factory=set)  # addresses whose engine serves nothing now
     quanta: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     tokens: int = 0

@@ -5,7 +5,7 @@ Invariant: a worker never holds more quanta of a phase than it declares slots fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from libra.types import Phase
 
@@ -43,8 +43,8 @@ class Slots:
         return {address: count for address, count in free.items() if count > 0}
 
 
-def choose(free: Mapping[str, int], home: str | None) -> str:
-    """The worker that holds the trajectory's KV cache where it has room, else the one with most room."""
-    if home is not None and home in free:
+def choose(free: Mapping[str, int], home: str | None, barred: Collection[str] = ()) -> str:
+    """The worker that holds the trajectory's KV cache where it has room, else the one with most room; never one of ``barred``."""
+    if home is not None and home in free and home not in barred:
         return home
-    return max(free, key=lambda address: (free[address], address))
+    return max((a for a in free if a not in barred), key=lambda address: (free[address], address))

@@ -45,6 +45,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def all_asked(engine: RolloutEngine) -> None:
+    """Come back when the engine has everything that tasks made before were to ask of it."""
+    await asyncio.sleep(0)  # each of them runs up to its question
+    await engine.abort("nobody")  # and engines take questions in order
+
+
 class EngineContract:
     """The checks. A subclass says how an engine is made, and may narrow `tolerance` or widen it."""
 
@@ -182,7 +188,7 @@ class EngineContract:
             holders = [asyncio.create_task(one(f"holder{n}", (0,), LONG)) for n in range(SLOTS - 1)]
             names = {"c": (2,), "a": (0, 1), "b": (1,), "a2": (0, 1), "b3": (1, 0, 5)}
             tasks = [asyncio.create_task(one(name, priority, 2)) for name, priority in names.items()]
-            await engine.abort("nobody")  # all of them are in the engine now
+            await all_asked(engine)
             assert engine.stats().running + engine.stats().waiting == SLOTS - 1 + len(tasks)
             await engine.resume()
             await asyncio.gather(*tasks)
@@ -216,7 +222,7 @@ class EngineContract:
             await self.serve_first(engine, models)
             await engine.pause()
             task = asyncio.create_task(engine.generate(ask("waiting")))
-            await engine.abort("nobody")  # one round trip, so that the request is in
+            await all_asked(engine)
             await engine.abort("waiting")
             output = await task
             await engine.resume()
@@ -249,7 +255,7 @@ class EngineContract:
                 await engine.generate(ask("ids", context=[1, VOCAB]))
             await engine.pause()
             first = asyncio.create_task(engine.generate(ask("twice", new=2)))
-            await engine.abort("nobody")
+            await all_asked(engine)
             with pytest.raises(EngineError, match="already has a request"):
                 await engine.generate(ask("twice", new=2))
             await engine.resume()
@@ -409,7 +415,7 @@ class EngineContract:
         async def body(engine: RolloutEngine) -> None:
             await engine.pause()
             task = asyncio.create_task(engine.generate(ask("pending")))
-            await engine.abort("nobody")
+            await all_asked(engine)
             await asyncio.gather(engine.close(), engine.close())
             with pytest.raises(EngineError, match="closed"):
                 await task

@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ class Sample:
     advantage : float
     proximal_logp : float array (A,), optional
         Under the weights at the start of the step, where a loss asks for it and somebody has computed it.
+    turn_at : int64 array
+        Positions of inputs whose next token is the first of a generation.
     """
 
     token_ids: NDArray[np.int64]
@@ -60,6 +62,7 @@ class Sample:
     current: NDArray[np.bool_]
     advantage: float
     proximal_logp: NDArray[np.floating] | None = None
+    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         behaviour_logp=behaviour_logp.astype(np.float32),
         current=(trajectory.weight_version[where] == version) & (trajectory.kv_version[where] == version),
         advantage=float(trajectory.advantage),
+        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
     )
 
 

@@ -27,10 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import ModelError, TrainError
+from libra.scoring import score_alone
 from libra.tensors import digest, untied
+from libra.train import mismatch
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
@@ -125,6 +128,14 @@ class Replica:
         """The state dict to publish, tied tensors once. Views of live storage: the next step changes them."""
         return untied({name: tensor.detach() for name, tensor in self.model.state_dict().items()})[0]
 
+    def all_weights(self) -> dict[str, Tensor]:
+        """`weights` with tied tensors under every name they have."""
+        return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+
+    def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
+        """Log-probability in nats of each token but the first under the present weights (T - 1,), at temperature 1."""
+        return score_alone(self.model, token_ids)
+
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
         own = self.weights()
@@ -180,6 +191,8 @@ class Replica:
         lr = self.settings.lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self.settings.exact_logprobs:
+            mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
         if self._objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1:
             samples = self._with_proximal(samples)
         passes = self._minibatches(samples, step)
@@ -233,6 +246,8 @@ class Replica:
             loss.backward()
             tally.add(loss=value)
         computed = time.perf_counter()
+        if not tally.sums.get("optimizer_steps"):
+            mismatch.raise_alarm(tally, self.settings.mismatch_alarm, self.settings.mismatch_action, step)
         self._apply_gradient(step, tally)
         tally.add(
             pack_s=packed - began,
@@ -290,10 +305,8 @@ class Replica:
             rows=len(batch.token_ids_RW),
             micro_batches=1,
         )
-        if not tally.sums.get("optimizer_steps") and bool(batch.current_N.any()):
-            gap_N = (logp_N - batch.behaviour_logp_N)[batch.current_N].abs()
-            tally.add(mismatch_sum=float(gap_N.sum()), mismatch_tokens=len(gap_N))
-            tally.at_least(mismatch=float(gap_N.max()))
+        if not tally.sums.get("optimizer_steps") and not self.settings.exact_logprobs:
+            mismatch.observe(tally, logp_N[batch.current_N], batch.behaviour_logp_N[batch.current_N])
 
     def _apply_gradient(self, step: int, tally: Tally) -> None:
         parameters = self.optimized()

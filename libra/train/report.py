@@ -33,7 +33,10 @@ class StepReport:
         Of p_now / p_old as the loss sees it, the two clipped shares, divergences and entropy in nats.
     mismatch_tokens, mismatch_mean_abs, mismatch_max_abs
         |log p_rollout - log p_trainer| over tokens whose weights and KV cache are of the version being trained, before
-        the first optimizer step.
+        the first optimizer step (`libra.train.mismatch`).
+    mismatch_k3, mismatch_effective_frac
+        Over the same tokens: k3 of rollout against trainer in nats, and the effective sample size of p_trainer / p_rollout
+        over the number of tokens.
     pack_s, forward_backward_s, optimizer_s, total_s : float
         Wall seconds; total includes the digest.
     tokens_per_s : float
@@ -77,6 +80,8 @@ class StepReport:
     correction_frac: float = 0.0
     effective_sample_frac: float = 1.0
     exact_old_frac: float = 0.0
+    mismatch_k3: float = 0.0
+    mismatch_effective_frac: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""
@@ -105,9 +110,10 @@ class Tally:
         total = self.sums.get(count, 0.0)
         return self.sums.get(name, 0.0) / total if total else 0.0
 
-    def _effective_sample_frac(self) -> float:
-        square = self.sums.get("weight_square_sum", 0.0) * self.sums.get("scored", 0.0)
-        return self.sums["weight_sum"] ** 2 / square if square else 1.0
+    def _effective_frac(self, total: str, square: str, count: str) -> float:
+        """Effective sample size over the number of tokens; 1 where there are none."""
+        squares = self.sums.get(square, 0.0) * self.sums.get(count, 0.0)
+        return self.sums[total] ** 2 / squares if squares else 1.0
 
     def report(self, *, step: int, digest: str, lr: float, total_s: float) -> StepReport:
         """The step as numbers."""
@@ -143,6 +149,10 @@ class Tally:
             total_s=total_s,
             tokens_per_s=count("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
             correction_frac=self.mean("corrected", "scored"),
-            effective_sample_frac=self._effective_sample_frac(),
+            effective_sample_frac=self._effective_frac("weight_sum", "weight_square_sum", "scored"),
             exact_old_frac=self.mean("exact_old", "scored"),
+            mismatch_k3=self.mean("mismatch_k3", "mismatch_tokens"),
+            mismatch_effective_frac=self._effective_frac(
+                "mismatch_weight", "mismatch_weight_square", "mismatch_tokens"
+            ),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from libra.config.algorithms import (
     ALGORITHMS,
@@ -64,6 +64,10 @@ class TrainSettings:
         Rows times width of one forward pass, padding included: the dial for memory.
     temperature : float
         Of the sampling; logits are divided by it, so that log-probabilities here and there mean the same.
+    mismatch_alarm, mismatch_action
+        Nats of mean mismatch above which "stop" refuses the step; the others are logged. See `libra.train.mismatch`.
+    exact_logprobs : bool
+        ``rollout.exact_logprobs``: measure the mismatch by scoring as the engine did, alone and turn by turn.
     """
 
     lr: float = 1e-4
@@ -95,6 +99,9 @@ class TrainSettings:
     share_prompts: bool = True
     micro_batch_tokens: int = 4096
     temperature: float = 1.0
+    mismatch_alarm: float | None = None
+    mismatch_action: Literal["warn", "pause", "stop"] = "warn"
+    exact_logprobs: bool = False
 
     def __post_init__(self) -> None:
         rules = {

@@ -4,6 +4,7 @@
 
     ROOT/00000012/model.safetensors   every storage once
     ROOT/00000012/version.json        schema, number, digest, num_bytes, tensors {name: shape, dtype}, tied
+    ROOT/00000012/check.json          how an engine shows that it holds this version (`libra.weights.verify`); may be absent
 
 Invariants
 ----------
@@ -24,7 +25,8 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 TENSORS_FILE = "model.safetensors"
 FACTS_FILE = "version.json"
+CHECK_FILE = "check.json"
+FILES = (TENSORS_FILE, FACTS_FILE, CHECK_FILE)
+"""All files that a version may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,22 @@ class WeightStore:
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, number: int, tensors: Mapping[str, Tensor]) -> WeightVersion:
+    def publish(
+        self,
+        number: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        check: Callable[[str], str] | None = None,
+        content: str | None = None,
+    ) -> WeightVersion:
         """Make ``tensors`` version ``number``; tensors that share storage are written once.
+
+        Parameters
+        ----------
+        check : callable, optional
+            From the digest to the text of ``check.json``; called while the tensors go to the disk.
+        content : str, optional
+            Their digest, where the caller has computed it since they last changed.
 
         Raises
         ------
@@ -87,7 +106,7 @@ class WeightStore:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
         kept, tied = untied(tensors)
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
-        content = digest(kept)
+        content = digest(kept) if content is None else content
         if self._directory(number).exists():
             return self._same(number, content)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
@@ -104,10 +123,13 @@ class WeightStore:
         temporary = self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
         try:
             temporary.mkdir()
-            save_file(kept, temporary / TENSORS_FILE, metadata={"format": "pt"})
-            (temporary / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            for path in (temporary / TENSORS_FILE, temporary / FACTS_FILE, temporary):
-                _sync(path)
+            with ThreadPoolExecutor(1) as disk:
+                written = disk.submit(_save, kept, temporary / TENSORS_FILE)
+                _write(temporary / FACTS_FILE, json.dumps(facts))
+                if check is not None:
+                    _write(temporary / CHECK_FILE, check(content))
+                written.result()
+            _sync(temporary)
             # A directory never replaces one that is not empty: the rename is the exclusive create.
             temporary.rename(self._directory(number))
             _sync(self.root)
@@ -135,6 +157,32 @@ class WeightStore:
         """The highest number, None where nothing was published."""
         numbers = self.numbers()
         return self.get(numbers[-1]) if numbers else None
+
+    def check_text(self, number: int) -> str | None:
+        """What ``check.json`` of a version says, None where it has none."""
+        try:
+            return (self._directory(number) / CHECK_FILE).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def add_check(self, number: int, text: str) -> None:
+        """Give a version that was published without one its ``check.json``; one that is there stays."""
+        self._facts(number)
+        path = self._directory(number) / CHECK_FILE
+        temporary = path.with_name(f".{CHECK_FILE}.{uuid.uuid4().hex}")
+        try:
+            _write(temporary, text)
+            os.link(temporary, path)
+        except FileExistsError:
+            return
+        except OSError as fault:
+            raise WeightsError(f"weights: {path} could not be written: {fault}") from fault
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def tied(self, number: int) -> dict[str, str]:
+        """Names that share the elements of another one, which the file has: alias to name."""
+        return dict(self._facts(number)["tied"])  # type: ignore[call-overload]
 
     def read(self, version: int | WeightVersion, *, verify: bool = True) -> dict[str, Tensor]:
         """The tensors of a version, under every name they were published with; tied names share one tensor.
@@ -234,6 +282,16 @@ def _alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    _sync(path)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_missing_vllm_is_said_with_the_line_to_type(monkeypatch: pytest.Monkey
 
 def kill_engine_once(run: str, dask_worker: Any) -> None:
     """Kill the engine's process under the first generation that comes while others run."""
-    engine = dask_worker.plugins[f"libra-{run}"].engine
+    engine = dask_worker.plugins[f"libra-{run}"].serving.engine
     generate, killed = engine.generate, []
 
     async def killing(request: Any) -> Any:

@@ -117,7 +117,10 @@ def test_page_of_the_plugin_agrees_with_the_event_log(live_scheduler, chromium, 
                 ),
                 {"kind": "iteration", "iteration": 0, "reward": 0.4375, "lag": 0.25},
                 published | {"version": 1, "digest": "d1"},
-                {"kind": "served", "version": 1, "name": "rollout-0", "address": rollout, "load_s": 0.1},
+                {"kind": "served", "version": 1, "name": "rollout-0", "address": rollout, "load_s": 0.1,
+                 "check": {"method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": 0.1, "layers": 1,
+                           "changed_layers": 1, "smallest_change": 0.0, "measured": True, "check_s": 0.1,
+                           "stopped_s": 0.1}},
             ]  # fmt: skip
             await live.client.submit(say, "demo", reports, key="say-1")
             async with chromium(f"http://127.0.0.1:{live.scheduler.http_server.port}/libra") as page:

@@ -174,8 +174,8 @@ def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(
                 (KEPT["told"] if contended else free_again).set()
 
             rollout.stream_handlers["libra-contended"] = contention
-            served = {"kind": "served", "run": "demo", "epoch": 0, "name": "rollout-0", "version": 0, "load_s": 0.0}
-            live.plugin.log_event("libra", served | {"address": rollout.address})
+            joined = {"kind": "joined", "run": "demo", "epoch": 0, "name": "rollout-0"}
+            live.plugin.log_event("libra", joined | {"address": rollout.address})
             first, second = (keys.make("trajectory", (0, 0, sample), epoch=0, run="demo") for sample in range(2))
             park = {keys.PARK: 1}
             one = live.client.submit(keeps_its_slot, first, key=first, resources=park)
@@ -189,3 +189,32 @@ def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(
     assert told == [True, False]
     names = Counter(event["name"] for event in read_events(tmp_path / "events.jsonl").events)
     assert (names["quantum_dispatched"], names["quantum_finished"], names["quantum_continued"]) == (3, 4, 1)
+
+
+def test_a_quarantined_engine_is_given_nothing_of_its_run_until_it_serves_again(
+    emulation: SimpleNamespace, tmp_path: Path
+) -> None:
+    check = {
+        "method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": None, "layers": 1, "changed_layers": 1,
+        "smallest_change": 0.0, "measured": True, "check_s": 0.1, "stopped_s": 0.1,
+    }  # fmt: skip
+    wrong = {"layer": "lm_head.weight", "method": "columns", "gap": 0.5, "tolerance": 0.0, "detail": "", "out": False}
+
+    async def live_run() -> None:
+        async with emulation.cluster() as live:
+            for run in ("one", "two"):
+                emulation.register(live, tmp_path / run, run)
+            live.workers[0].stream_handlers["libra-contended"] = lambda contended: None
+            said = {"run": "one", "epoch": 0, "name": "rollout-0", "address": live.workers[0].address, "version": 1}
+            live.plugin.log_event("libra", said | wrong | {"kind": "quarantined"})
+            one, two = emulation.submit(live, "one", [3, 2, 1]), emulation.submit(live, "two", [3, 2, 5, 1])
+            assert await live.client.gather(two) == [3, 2, 5, 1]
+            assert {live.scheduler.tasks[future.key].state for future in one} == {"no-worker"}
+            live.plugin.log_event("libra", said | {"kind": "served", "load_s": 0.1, "check": check})
+            assert await live.client.gather(one) == [3, 2, 1]
+            for run in ("one", "two"):
+                live.plugin.end_run(run)
+
+    asyncio.run(live_run())
+    names = [event["name"] for event in read_events(tmp_path / "one" / "events.jsonl").events]
+    assert names.index("engine_quarantined") < names.index("version_checked") < names.index("quantum_dispatched")

@@ -20,6 +20,7 @@ _BY_TYPE = {
     "int": st.integers(),
     "float": _FLOATS,
     "str | None": st.none() | st.text(),
+    "int | None": st.none() | st.integers(),
     "float | None": st.none() | _FLOATS,
     "tuple[int, ...]": st.lists(st.integers()).map(tuple),
     "tuple[str, ...]": st.lists(st.text()).map(tuple),

@@ -1,0 +1,222 @@
+"""From the trainer's weights to an engine that serves them, checked: ``python -m benchmarks.weight_sync --json``.
+
+Random models of three sizes: 2.4 M parameters (Qwen3, float32), 135 M (the shape of SmolLM2-135M: Llama, tied, bfloat16) and
+1 GB (Llama, untied, bfloat16). Each takes ``--versions`` steps in which every weight moves by 1e-3, and each step is
+
+* published by the trainer: tensors, digest, and what an engine must answer (``trainer_stall_s``, at 135 M: the wall time for
+  which the trainer can take no step; all of it is in the publishing thread);
+* loaded and checked by a running engine, as a rollout worker does (``libra.graph.serving``). *Served* is when the check has
+  passed. ``published_to_served_s_135m`` is from the announcement on; ``check_s_135m`` is that less the loading;
+* copied once in memory, as bytes of the file's size: ``served_over_memcpy_1gb`` is served over that copy, in pairs.
+
+Medians over the versions. Also printed: bytes, how long the engine was stopped (loading, and answering questions), and a fetch
+of each version from another process-local server over a loopback socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import MIN_PAIRS, Figure, Pairs, emit
+from libra.errors import ConfigError
+from libra.graph.publishing import publish_checked
+from libra.graph.serving import Serving
+from libra.rollout import RolloutEngine, TransformersEngine
+from libra.train import Replica, TrainSettings
+from libra.weights import WeightStore
+from libra.weights.transfer import WeightServer, fetch
+
+CONTEXT, SLOTS = 256, 4
+STEP_SIZE = 1e-3
+SIZES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "2m4": (
+        "qwen3",
+        "float32",
+        {
+            "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
+        },
+    ),
+    "135m": (
+        "llama",
+        "bfloat16",
+        {
+            "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+            "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+        },
+    ),
+    "1gb": (
+        "llama",
+        "bfloat16",
+        {
+            "vocab_size": 32768, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14,
+            "num_attention_heads": 12, "num_key_value_heads": 12, "tie_word_embeddings": False,
+        },
+    ),
+}  # fmt: skip
+"""Family, type of the weights and configuration of each model."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of one model, one entry per version; ``num_bytes`` of its file."""
+
+    num_bytes: int
+    stall: list[float]
+    served: list[float]
+    check: list[float]
+    stopped: list[float]
+    memcpy: list[float]
+    fetched: list[float]
+
+    def median(self, name: str) -> float:
+        """Of one of the lists."""
+        return statistics.median(getattr(self, name))
+
+
+def make_model(size: str, directory: Path) -> str:
+    """Save a random model of this size; returns the type of its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    family, dtype, shape = SIZES[size]
+    torch.manual_seed(0)
+    kind, configuration = (Qwen3ForCausalLM, Qwen3Config) if family == "qwen3" else (LlamaForCausalLM, LlamaConfig)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        model = kind(configuration(**shape, max_position_embeddings=2048))
+    finally:
+        torch.set_default_dtype(before)
+    model.save_pretrained(directory, max_shard_size="8GB")
+    return dtype
+
+
+def build(engine: str, directory: Path, version: int, dtype: str, threads: int | None) -> RolloutEngine:
+    """An engine, not started."""
+    if engine == "transformers":
+        return TransformersEngine(
+            directory, slots=SLOTS, max_context_tokens=CONTEXT, dtype=dtype, threads=threads, version=version
+        )
+    try:
+        from libra.rollout.vllm_engine import VLLMEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine {engine}: vLLM is not there ({error}); type make setup-vllm, or --engine transformers"
+        ) from error
+    return VLLMEngine(directory, slots=SLOTS, max_context_tokens=CONTEXT, dtype=dtype, threads=threads, version=version)
+
+
+def take_step(replica: Replica, generator: torch.Generator) -> None:
+    """Move every weight up or down by the same amount."""
+    with torch.no_grad():
+        for parameter in replica.model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.int8)
+            parameter.add_(signs.to(parameter.dtype).mul_(2).sub_(1), alpha=STEP_SIZE)
+    replica.steps_done += 1
+
+
+def memcpy_s(num_bytes: int) -> float:
+    """Seconds to copy so many bytes that are in memory to memory that is mapped."""
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    began = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - began
+
+
+async def measure(size: str, engine: str, versions: int, threads: int | None, directory: Path) -> Times:
+    """Publish and serve ``versions`` versions of one model."""
+    dtype = make_model(size, directory / "model")
+    replica = Replica(directory / "model", TrainSettings(), dtype=dtype, threads=threads)
+    store, generator = WeightStore(directory / "weights"), torch.Generator().manual_seed(1)
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    async def newest() -> Any:
+        return store.latest()
+
+    serving = Serving(
+        directory / "model",
+        build=lambda path, version: build(engine, path, version, dtype, threads),
+        newest=newest,
+        tell=lambda kind, **fields: told.append((kind, fields)),
+        store=store,
+    )
+    times = Times(publish_checked(store, replica, 0, CONTEXT).num_bytes, [], [], [], [], [], [])
+    server = WeightServer(store, "secret", "127.0.0.1")
+    await serving.start()
+    try:
+        await serving.pull()
+        for version in range(1, versions + 1):
+            take_step(replica, generator)
+            began = time.perf_counter()
+            publish_checked(store, replica, version, CONTEXT)
+            announced = time.perf_counter()
+            serving.announced = version
+            await serving.pull()
+            served = time.perf_counter()
+            kind, fields = told[-1]
+            if kind != "served" or len(told) != version + 1:
+                raise ConfigError(f"{size}: version {version} was not served as it should: {told[-1]}")
+            times.stall.append(announced - began)
+            times.served.append(served - announced)
+            times.check.append(fields["check"]["check_s"])
+            times.stopped.append(fields["check"]["stopped_s"])
+            times.memcpy.append(memcpy_s(times.num_bytes))
+            fetching = time.perf_counter()
+            await asyncio.to_thread(fetch, version, [server.holder], directory / "fetched", secret="secret")
+            times.fetched.append(time.perf_counter() - fetching)
+            store.drop(keep_last=3)
+            WeightStore(directory / "fetched").drop(keep_last=1)
+    finally:
+        await serving.close()
+        server.close()
+    print(
+        f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s; published to served "
+        f"{times.median('served'):.3f} s, of which the check {times.median('check'):.3f} s and the engine stopped "
+        f"{times.median('stopped'):.3f} s; memcpy {times.median('memcpy'):.3f} s; fetched over loopback in "
+        f"{times.median('fetched'):.3f} s; the check said {told[-1][1]['check']['method']}",
+        flush=True,
+    )
+    return times
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weight_sync", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--versions", type=int, default=MIN_PAIRS, help=f"versions per model, at least {MIN_PAIRS}")
+    parser.add_argument("--threads", type=int, help="torch threads; default: all cores")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    options = parser.parse_args()
+    if options.versions < MIN_PAIRS:
+        raise ConfigError(f"--versions: got {options.versions}; type --versions {MIN_PAIRS} or more")
+    measured = {}
+    for size in SIZES:
+        with tempfile.TemporaryDirectory(prefix="libra-weight-sync-") as directory:
+            measured[size] = asyncio.run(
+                measure(size, options.engine, options.versions, options.threads, Path(directory))
+            )
+    large, small = measured["1gb"], measured["135m"]
+    figures = {
+        "trainer_stall_s": Figure(small.median("stall"), "s", "lower"),
+        "served_over_memcpy_1gb": Figure(Pairs(tuple(large.served), tuple(large.memcpy)).ratio, "ratio", "lower"),
+        "published_to_served_s_135m": Figure(small.median("served"), "s", "lower"),
+        "check_s_135m": Figure(small.median("check"), "s", "lower"),
+    }
+    emit("weight_sync", figures, arguments=sys.argv[1:], as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""An engine serves only what it has shown to hold: each fault is injected into a real engine, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from libra.errors import EngineError, WeightsError
+from libra.graph.publishing import publish_checked
+from libra.graph.serving import Serving
+from libra.rollout import TransformersEngine
+from libra.train import Replica, TrainSettings
+from libra.types import TurnRequest
+from libra.weights import WeightStore
+
+CONTEXT = 96
+
+
+class Faulty(TransformersEngine):
+    """Loads as it should, then does what ``fault(batch, before, directory)`` says; ``before`` has the weights until then."""
+
+    fault: Callable[..., None]
+
+    def _load(self, version: int, directory: Path) -> None:
+        before = {name: tensor.clone() for name, tensor in self._batch.model.state_dict().items()}
+        super()._load(version, directory)
+        self.fault(self._batch, before, directory)
+
+
+class Trainer:
+    """A replica whose steps are random changes of a given size, and the versions it publishes."""
+
+    def __init__(self, model_dir: Path, root: Path, dtype: str) -> None:
+        self.replica = Replica(model_dir, TrainSettings(), dtype=dtype, threads=1)
+        self.store = WeightStore(root)
+        self.publish()
+
+    def publish(self):
+        return publish_checked(self.store, self.replica, self.replica.steps_done, CONTEXT)
+
+    def step(self, size: float):
+        """Every weight up or down by ``size``, as AdamW's first steps do, in the type of the weights."""
+        generator = torch.Generator().manual_seed(self.replica.steps_done)
+        with torch.no_grad():
+            for parameter in self.replica.model.parameters():
+                parameter.add_(torch.empty(parameter.shape).normal_(generator=generator).sign() * size)
+        self.replica.steps_done += 1
+        return self.publish()
+
+
+class Worker:
+    """A Serving, and what it reported."""
+
+    def __init__(self, trainer: Trainer, model_dir: Path, build) -> None:
+        self.reports: list[tuple[str, dict]] = []
+        self.trainer = trainer
+        self.serving = Serving(
+            model_dir,
+            build=build,
+            newest=self.newest,
+            tell=lambda kind, **fields: self.reports.append((kind, fields)),
+            store=trainer.store,
+        )
+
+    async def newest(self):
+        return self.trainer.store.latest()
+
+    def of(self, kind: str) -> list[dict]:
+        return [fields for told, fields in self.reports if told == kind]
+
+    async def pull(self) -> None:
+        self.serving.announced = self.trainer.replica.steps_done
+        await self.serving.pull()
+
+
+@pytest.fixture
+def trainer(random_model, tmp_path) -> Callable[[str], Trainer]:
+    return lambda dtype: Trainer(random_model, tmp_path / "weights", dtype)
+
+
+@pytest.fixture
+def worker(random_model) -> Callable[..., Worker]:
+    """``worker(trainer, *faults)``: its n-th engine has the n-th fault, None or no entry: it has none."""
+
+    def make(trainer: Trainer, *faults: Callable[..., None] | None) -> Worker:
+        built = iter([*faults])
+
+        def build(directory: Path, version: int) -> TransformersEngine:
+            fault = next(built, None)
+            dtype = str(trainer.replica.dtype).removeprefix("torch.")
+            kind = TransformersEngine if fault is None else Faulty
+            engine = kind(directory, slots=4, max_context_tokens=CONTEXT, dtype=dtype, threads=1, version=version)
+            if fault is not None:
+                engine.fault = fault
+            return engine
+
+        return Worker(trainer, random_model, build)
+
+    return make
+
+
+def use(worker: Worker, body) -> None:
+    async def run() -> None:
+        await worker.serving.start()
+        try:
+            await asyncio.wait_for(body(), 300)
+        finally:
+            await worker.serving.close()
+
+    asyncio.run(run())
+
+
+def request(name: str = "t", new: int = 4, seed: int = 0) -> TurnRequest:
+    return TurnRequest(name, 0, np.arange(3, 12, dtype=np.int32), new, seed=seed)
+
+
+def stale_head(batch, before, directory) -> None:
+    """The output head, tied to the embedding, keeps the old weights: what a server that packs its matrices may do."""
+    head = torch.nn.Linear(*reversed(before["lm_head.weight"].shape), bias=False, dtype=batch.kv.dtype)
+    head.weight.data = before["lm_head.weight"].clone()
+    batch.forward.head = head.requires_grad_(False)
+
+
+def layer_left_out(name: str) -> Callable[..., None]:
+    def fault(batch, before, directory) -> None:
+        batch.model.get_parameter(name).copy_(before[name])
+
+    return fault
+
+
+def version_skipped(batch, before, directory) -> None:
+    """The file of the version before is loaded, and called by the new number."""
+    batch.load(batch.version, directory.parent / f"{batch.version - 1:08d}")
+
+
+def changed(store: WeightStore, number: int) -> set[str]:
+    """Matrices of which a bit differs from the version before."""
+    now, then = store.read(number), store.read(number - 1)
+    return {name for name in now if now[name].ndim == 2 and not torch.equal(now[name], then[name])}
+
+
+@pytest.mark.parametrize(
+    ("fault", "size", "layer"),
+    [
+        (stale_head, 1e-3, "lm_head.weight"),
+        (stale_head, 1e-6, "lm_head.weight"),
+        (layer_left_out("model.layers.1.mlp.down_proj.weight"), 1e-6, "model.layers.1.mlp.down_proj.weight"),
+        (layer_left_out("model.layers.0.self_attn.k_proj.weight"), 1e-6, "model.layers.0.self_attn.k_proj.weight"),
+        (layer_left_out("model.layers.1.input_layernorm.weight"), 1e-2, "model.layers.1.input_layernorm.weight"),
+        (version_skipped, 1e-6, ""),
+    ],
+    ids=["stale head", "stale head 1e-6", "down_proj 1e-6", "k_proj 1e-6", "norm", "skipped version"],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fault_is_named_quarantined_and_mended(trainer, worker, dtype, fault, size, layer):
+    trainer = trainer(dtype)
+    worker = worker(trainer, fault)
+
+    async def body():
+        await worker.pull()
+        assert worker.of("served")[-1]["version"] == 0 and not worker.of("quarantined")
+        trainer.step(size)
+        assert layer == "" or "norm" in layer or layer in changed(trainer.store, 1), (
+            "a layer that is the same is not left out"
+        )
+        await worker.pull()
+        (told,) = worker.of("quarantined")
+        assert (told["version"], told["out"]) == (1, False)
+        assert told["layer"] == layer or layer == ""
+        assert worker.of("served")[-1]["version"] == 1
+        assert worker.reports[-1][0] == "served", "served only after the quarantine"
+        trainer.step(size)
+        await worker.pull()  # the engine that was started again goes on with the next version in flight
+        output = await worker.serving.generate(request())
+        assert set(output.weight_versions) == {2}
+        assert len(worker.of("quarantined")) == 1
+
+    use(worker, body)
+
+
+def test_an_engine_that_fails_twice_stays_out_with_the_layers_name(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer, stale_head, stale_head)
+
+    async def body():
+        await worker.pull()
+        trainer.step(1e-3)
+        worker.serving._build = _always_wrong(worker.serving._build)
+        with pytest.raises(EngineError, match=r"lm_head\.weight.*stays out"):
+            await worker.pull()
+        assert [told["out"] for told in worker.of("quarantined")] == [False, True]
+        with pytest.raises(EngineError, match=r"lm_head\.weight"):
+            await worker.serving.generate(request())
+        assert [told["version"] for told in worker.of("served")] == [0]
+
+    use(worker, body)
+
+
+def _always_wrong(build):
+    """Engines whose head is wrong from the start, not only after a load."""
+
+    def wrong(directory, version):
+        engine = build(directory, version)
+        run = engine.start
+
+        async def start():
+            await run()
+            batch = engine._batch
+            stale_head(batch, {"lm_head.weight": batch.model.lm_head.weight + 1e-3}, directory)
+
+        engine.start = start
+        return engine
+
+    return wrong
+
+
+def test_a_turn_under_way_never_returns_tokens_of_an_engine_that_disagrees(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer, stale_head)
+    seen = []
+
+    async def body():
+        await worker.pull()
+        engine = worker.serving.engine
+        step, count, post = engine._batch.step, iter(range(10**6)), engine._post
+        loop, asked = asyncio.get_running_loop(), threading.Event()
+
+        def stepping():
+            if (
+                next(count) == 3
+            ):  # the turn is under way: a version is published, and its load asked for, in the middle of it
+                trainer.step(1e-2)
+                seen.append(asyncio.run_coroutine_threadsafe(worker.pull(), loop))
+                assert asked.wait(60)
+            return step()
+
+        def posting(action, arguments, reply):
+            post(action, arguments, reply)
+            if action == engine._load:
+                asked.set()
+
+        engine._batch.step, engine._post = stepping, posting
+        output = await worker.serving.generate(request(new=40))
+        await asyncio.wrap_future(seen[0])
+        assert worker.serving.engine is not engine
+        assert len(worker.of("quarantined")) == 1
+        expected = await worker.serving.engine.generate(request("again", new=40))
+        assert set(output.weight_versions) == {1}
+        assert output.token_ids.tolist() == expected.token_ids.tolist()
+
+    use(worker, body)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_without_a_fault_fifty_versions_pass_and_say_what_they_could_have_seen(trainer, worker, dtype):
+    trainer = trainer(dtype)
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        for number in range(1, 51):
+            trainer.step([1e-6, 1e-4, 3e-3][number % 3])
+            if number % 5 != 4:  # a version that is passed over is no fault
+                await worker.pull()
+        assert not worker.of("quarantined")
+        last = worker.of("served")[-1]
+        assert last["version"] == 50
+        check = last["check"]
+        assert check["measured"] and check["method"] == "columns" and check["smallest_change"] == 0
+        assert check["changed_layers"] > 0 and check["layers"] == 2 * 7 + 2
+
+    use(worker, body)
+
+
+def test_a_worker_that_joins_late_measures_its_tolerance_at_version_0(trainer, worker):
+    trainer = trainer("float32")
+    trainer.step(1e-3)
+    trainer.step(1e-3)
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        served = worker.of("served")
+        assert [told["version"] for told in served] == [2]
+        assert served[0]["check"]["measured"]
+        assert worker.serving.calibration.probe_nats < 1e-4
+
+    use(worker, body)
+
+
+def test_a_file_that_was_altered_is_refused_and_the_engine_keeps_what_it_had(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        published = trainer.step(1e-3)
+        data = bytearray(published.path.read_bytes())
+        data[-1] ^= 1
+        published.path.write_bytes(bytes(data))
+        with pytest.raises(WeightsError, match="digest"):
+            await worker.pull()
+        assert worker.serving.engine.version == 0 and worker.serving.verified == 0
+
+    use(worker, body)
+
+
+def test_a_version_published_without_a_check_is_compared_with_its_file(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer, layer_left_out("model.layers.0.mlp.up_proj.weight"))
+
+    async def body():
+        await worker.pull()
+        tensors = {name: tensor + 1e-6 for name, tensor in load_file(trainer.store.get(0).path).items()}
+        trainer.store.publish(1, tensors)
+        trainer.replica.steps_done = 1
+        await worker.pull()
+        assert worker.of("quarantined")[0]["layer"] == "model.layers.0.mlp.up_proj.weight"
+
+    use(worker, body)

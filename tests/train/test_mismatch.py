@@ -1,0 +1,134 @@
+"""The mismatch of a step: its figures, what it leaves out, and its alarm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import MismatchAlarm
+from libra.scoring import score_alone
+from libra.train import Replica, TrainSettings
+from libra.train.mismatch import alarm_text, observe, raise_alarm, stretches
+from libra.train.packing import sample_of
+from libra.train.report import Tally
+
+LENGTHS = (5, 4, 3, 6)
+
+
+def recorded(replica, made, version=0):
+    """The trajectory with the log-probabilities that an exact engine records: each turn scored alone, at its own length."""
+    ends = np.cumsum(LENGTHS)
+    for begin, end in zip(ends[:-1:2], ends[1::2], strict=True):
+        made.behaviour_logprob[begin:end] = score_alone(replica.model, made.token_ids[:end], int(begin))
+    made.turns = [{"prompt_tokens": int(begin)} for begin in ends[:-1:2]]
+    return made
+
+
+@pytest.fixture
+def make_replica(model_dir):
+    return lambda **changes: Replica(model_dir, TrainSettings(lr=1e-3, **changes), threads=1)
+
+
+def test_the_figures_are_those_of_the_definition():
+    ours, theirs = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.25])
+    tally = Tally()
+    observe(tally, ours[:2], theirs[:2])
+    observe(tally, ours[2:], theirs[2:])
+    report = tally.report(step=0, digest="", lr=0.0, total_s=1.0)
+    ratio = np.exp([0.5, 0.0, -0.25])
+    assert report.mismatch_tokens == 3
+    assert report.mismatch_max_abs == pytest.approx(0.5)
+    assert report.mismatch_mean_abs == pytest.approx(0.25)
+    assert report.mismatch_k3 == pytest.approx(np.mean(ratio - 1 - np.log(ratio)), rel=1e-6)
+    assert report.mismatch_effective_frac == pytest.approx(ratio.sum() ** 2 / (3 * (ratio**2).sum()), rel=1e-6)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=20))
+def test_k3_is_never_negative_and_the_effective_share_never_above_one(gaps):
+    tally = Tally()
+    observe(tally, torch.tensor(gaps, dtype=torch.float64), torch.zeros(len(gaps), dtype=torch.float64))
+    report = tally.report(step=0, digest="", lr=0.0, total_s=1.0)
+    assert report.mismatch_k3 >= 0
+    assert 0 < report.mismatch_effective_frac <= 1 + 1e-12
+
+
+def test_stale_tokens_and_kept_kv_are_no_mismatch(make_replica, trajectory):
+    replica = make_replica()
+    made = recorded(replica, trajectory(1))
+    stale = recorded(replica, trajectory(2))
+    stale.behaviour_logprob -= 5.0
+    stale.kv_version[stale.is_action] = -1  # tokens of version 0, attending to KV of older weights
+    report = replica.step([made, stale], 0)
+    assert report.mismatch_tokens == made.num_action_tokens
+    assert report.mismatch_max_abs < 1e-4
+
+
+def test_exact_logprobs_give_a_gap_of_exactly_zero_and_one_weight_gives_one_above_it(make_replica, trajectory):
+    replica = make_replica(exact_logprobs=True)
+    batch = [recorded(replica, trajectory(seed)) for seed in range(4)]
+    report = replica.step(batch, 0)
+    assert report.mismatch_tokens == sum(made.num_action_tokens for made in batch)
+    assert report.mismatch_max_abs == 0.0 == report.mismatch_k3
+    assert report.mismatch_effective_frac == pytest.approx(1)
+
+    perturbed = make_replica(exact_logprobs=True)
+    with torch.no_grad():
+        perturbed.model.get_parameter("model.layers.0.self_attn.v_proj.weight")[0, 0] += 1e-3
+    assert perturbed.step(batch, 0).mismatch_max_abs > 0
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4),
+    switch=st.integers(0, 20),
+)
+def test_stretches_are_what_one_version_generated_in_one_turn(turns, switch):
+    from libra.train.packing import Sample
+
+    at, starts, position = [], [], 3
+    for generated, observed in turns:
+        starts.append(position)
+        at += range(position, position + generated)
+        position += generated + observed
+    current = np.arange(len(at)) >= switch
+    sample = Sample(
+        np.zeros(position, np.int64), np.array(at), np.zeros(len(at), np.int64), np.zeros(len(at), np.float32), current, 1.0,
+        turn_at=np.array(starts),
+    )  # fmt: skip
+    found = list(stretches(sample))
+    assert sum(end - begin for begin, end in found) == current.sum()
+    turn_of = np.searchsorted(starts, at, side="right")
+    for begin, end in found:
+        assert current[begin:end].all() and len(set(turn_of[begin:end])) == 1
+        assert begin == 0 or turn_of[begin - 1] != turn_of[begin] or not current[begin - 1]
+
+
+def test_stop_refuses_the_step_and_names_the_numbers(make_replica, trajectory):
+    replica = make_replica(mismatch_alarm=0.05, mismatch_action="stop")
+    before = {name: tensor.clone() for name, tensor in replica.weights().items()}
+    with pytest.raises(MismatchAlarm, match=r"trainer\.mismatch_alarm: step 0: .* nats in the mean .* above 0\.05"):
+        replica.step([trajectory(1), trajectory(2)], 0)
+    assert replica.steps_done == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in replica.weights().items())
+    with pytest.raises(MismatchAlarm):
+        raise_alarm(Tally(sums={"mismatch_tokens": 2, "mismatch_sum": 1.0}), 0.1, "stop", 3)
+
+
+def test_warn_says_so_and_takes_the_step(make_replica, trajectory, caplog):
+    replica = make_replica(mismatch_alarm=0.05)
+    replica.step([trajectory(1), trajectory(2)], 0)
+    assert replica.steps_done == 1
+    assert "trainer.mismatch_alarm" in caplog.text
+
+
+def test_no_alarm_at_the_threshold_or_without_one():
+    assert alarm_text(0.05, 1.0, 10, 0.05, 0) is None
+    assert alarm_text(9.0, 9.0, 10, None, 0) is None
+    assert "0.06 nats" in alarm_text(0.06, 1.0, 10, 0.05, 0)
+
+
+def test_a_sample_knows_where_its_turns_begin(make_replica, trajectory):
+    made = recorded(make_replica(), trajectory(1))
+    assert sample_of(made, 0).turn_at.tolist() == [4, 11]
