@@ -50,6 +50,7 @@ from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, Traje
 from libra.weights import WeightVersion
 
 if TYPE_CHECKING:
+    from libra.rollout import RolloutEngine
     from libra.store.trajectories import TrajectoryStore
     from libra.train import Replica
     from libra.weights.transfer import WeightServer
