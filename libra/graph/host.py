@@ -424,8 +424,7 @@ class LibraHost(WorkerPlugin):
     def _load_chat(self) -> Any:
         from libra.rollout import load_chat_format
 
-        environment = self.environment
-        return load_chat_format(self.model_dir, environment.tool_schemas, tool_format=environment.tool_format)
+        return load_chat_format(self.model_dir, self.environment.tool_schemas, tool_format=self.environment.tool_format)
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record; only then is it true. RecordExists or FencedOff means that another was first: stop here."""
