@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -42,6 +41,7 @@ from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec, loading_error
+from libra.graph.summary import RunSummary
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
 from libra.policy import Admission
@@ -61,29 +61,6 @@ if TYPE_CHECKING:
     from libra.graph.planning import Planning
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class RunSummary:
-    """What a run came to."""
-
-    run: str
-    directory: Path
-    iterations: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    checkpoint: Path | None = None
-    best: Path | None = None
-    wall_s: float = 0.0
-
-    @property
-    def reward_before(self) -> float:
-        """Mean reward on the held-out questions before the first step; NaN where none were asked."""
-        return float(self.evaluations[0]["reward"]) if self.evaluations else math.nan
-
-    @property
-    def reward_after(self) -> float:
-        """The same after the last step."""
-        return float(self.evaluations[-1]["reward"]) if self.evaluations else math.nan
 
 
 class Session:

@@ -32,12 +32,12 @@ from numpy.typing import NDArray
 
 from libra import keys
 from libra.cluster import stacks
-from libra.config.paths import whole_model
 from libra.envs import run_action
-from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
+from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
+from libra.graph.model_files import local_model
 from libra.graph.private import cheap_reschedule, priority_here, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
@@ -470,24 +470,6 @@ class LibraHost(WorkerPlugin):
             start_s=started_s,
             stop_s=time.time(),
         )
-
-
-def local_model(model: str) -> Path:
-    """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is not there."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        fetched = Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"model.path: {model!r} is no directory here and could not be fetched as a Hugging Face id ({error}); "
-            "type the path of a directory that holds config.json and *.safetensors, or model.path=smollm2-135m, which needs no hub "
-            "(libra model prepare smollm2-135m)"
-        ) from error
-    return whole_model(fetched, model)
 
 
 def the_host(worker: Worker, run: str) -> LibraHost:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from libra.config.models import RunConfig, SimulationSection
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
 from libra.hardware.residuals import shipped_residuals
+from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
 from libra.sim.fleet import EngineSpec, fleet, slots_of
 from libra.sim.simulator import Simulator, Surroundings

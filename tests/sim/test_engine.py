@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.hardware import Residuals
-from libra.sim import EngineTables, VirtualEngine
 from libra.hardware.virtual_engine import Request
+from libra.sim import EngineTables, VirtualEngine
 
 NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
 Tables = Callable[..., EngineTables]
