@@ -20,6 +20,8 @@
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
         +-- CheckpointError                a checkpoint cannot be written or read, or is none
+        +-- GroupLost                      a member of a process group is gone; its epoch is over
+        +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came from a stranger
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
 allowed and what to type.
@@ -98,3 +100,11 @@ class TrainError(LibraError, RuntimeError):
 
 class CheckpointError(TrainError):
     """A checkpoint cannot be written or read, is torn, is of another model, or is no checkpoint at all."""
+
+
+class GroupLost(TrainError):
+    """A process group of training replicas lost a member or never formed; the step is taken again by a new one."""
+
+
+class TransferError(TrainError, ConnectionError):
+    """A connection between replicas broke, was refused, or carried what is no message of ours."""

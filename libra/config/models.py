@@ -22,6 +22,7 @@ from libra.config.algorithms import (
     CorrectionAction,
     CorrectionLevel,
     KLEstimator,
+    LayoutName,
     LossName,
     OldLogp,
     preset_values,
@@ -197,6 +198,13 @@ class TrainerSection(Section):
     models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
+    layout: LayoutName = "ddp"
+    """How the model lies on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
+    shards (fsdp2), which needs 1 / replicas of the memory and more network. Nothing where there is one replica."""
+    gradient_checkpointing: bool = False
+    """Keep a layer's input alone and compute the rest again in the backward pass: less memory, about a third more computing."""
+    offload: bool = False
+    """Of `layout` fsdp2: keep shards in host memory between their uses. For GPUs; changes nothing on a CPU."""
 
     @model_validator(mode="before")
     @classmethod
