@@ -8,8 +8,8 @@ Invariants
 3. Every assignment has a number that is never used again. What answers another one is dropped: a step taken again, or a
    hybrid given up on, adds nothing late.
 4. A contribution is whole (all tensors arrived) or None, and given out once.
-5. Weights go out as a copy made between steps, under a number that only grows: no state is torn, and a hybrid computes a
-   slice only with weights of the number that came with it.
+5. Weights go out as a copy made while nothing changes them (`quiet`), under a number that only grows: no state is torn,
+   and a hybrid computes a slice only with weights of the number that came with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,8 @@ class HybridPool:
     description : dict
         Compared with a hybrid's own (`libra.train.replica.Replica.description`): settings, dtype, names and shapes. One that
         differs is refused, and told why.
+    source : callable, optional
+        Gives the weights, for a joiner that comes between steps. None: it has to wait for the next step.
     host, port
         Where to listen; port 0 takes any.
     timeout_s : float
@@ -88,6 +90,7 @@ class HybridPool:
         token: str,
         description: Mapping[str, Any],
         *,
+        source: Callable[[], Mapping[str, Tensor]] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         timeout_s: float = TIMEOUT_S,
@@ -96,6 +99,9 @@ class HybridPool:
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.stale = True
+        self.quiet = threading.RLock()
+        """Held by whoever changes the weights, or copies them."""
+        self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
         self._asked: list[_Hybrid] = []
@@ -183,10 +189,12 @@ class HybridPool:
             self._copy_s = 0.0
             return found
 
-    def wait_for(self, num_members: int, timeout_s: float | None = None) -> bool:
-        """Wait until this many hybrids can be given a slice; False where ``timeout_s`` was over first."""
+    def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
+        """Wait until this many can be given a slice, or with ``joining`` are there at all; False: ``timeout_s`` is over."""
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._members()) >= num_members, timeout_s)
+            return self._changed.wait_for(
+                lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s
+            )
 
     def wait_empty(self, timeout_s: float | None = None) -> bool:
         """Wait until no hybrid is there; False where ``timeout_s`` was over first."""
@@ -257,6 +265,7 @@ class HybridPool:
             if self._weights is not None and not self.stale:
                 hybrid.outgoing.put(("stepped", {"version": self._version}, {}))
             self._changed.notify_all()
+        self._offer_between_steps()
         try:
             while True:
                 self._heard(hybrid, wire.receive())
@@ -266,6 +275,15 @@ class HybridPool:
         finally:
             with self._changed:
                 self._drop(hybrid)
+
+    def _offer_between_steps(self) -> None:
+        """Give a joiner the weights at once where no step is under way; one that is gives them when it is done."""
+        if self._source is not None and self.quiet.acquire(blocking=False):
+            try:
+                if self.stale:
+                    self.publish(self._source())
+            finally:
+                self.quiet.release()
 
     def _heard(self, hybrid: _Hybrid, message: Message) -> None:
         with self._changed:

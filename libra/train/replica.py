@@ -25,6 +25,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from libra.tensors import digest, untied
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
 from libra.train.double import keep_double
 from libra.train.group import TrainGroup
-from libra.train.hybrid_pool import HybridPool
+from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.objective import Objective
@@ -80,7 +81,7 @@ class Replica:
     Attributes
     ----------
     hybrids : HybridPool or None
-        Set on rank 0 where hybrid replicas may join.
+        Set on rank 0 where hybrid replicas may join; see `admit_hybrids`.
 
     Raises
     ------
@@ -183,10 +184,20 @@ class Replica:
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
-        with torch.no_grad():
+        with torch.no_grad(), self._quiet():
             for name, tensor in self.tensors().items():
                 local(tensor).copy_(part_of(weights[name], tensor))
-        self._weights_moved()
+            self._weights_moved()
+
+    def admit_hybrids(self, token: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> HybridPool:
+        """From now on hybrid replicas that know ``token`` may join; on rank 0 of the group, between steps."""
+        source = None if self.is_sharded else self.weights
+        self.hybrids = HybridPool(token, self.description(), source=source, host=host, timeout_s=timeout_s)
+        return self.hybrids
+
+    def _quiet(self) -> AbstractContextManager[Any]:
+        """Nobody copies the weights in here."""
+        return nullcontext() if self.hybrids is None else self.hybrids.quiet
 
     def _weights_moved(self) -> None:
         if self.hybrids is not None:
@@ -225,6 +236,10 @@ class Replica:
             raise TrainError(
                 f"train step: got step {step}, but {self.steps_done} steps are done; allowed is {self.steps_done}"
             )
+        with self._quiet():
+            return self._step(trajectories, step)
+
+    def _step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
         started = time.perf_counter()
         tally = Tally()
         trained = [trajectory for trajectory in trajectories if trajectory.failure.trains]
@@ -253,6 +268,8 @@ class Replica:
             self.optimizer.zero_grad(set_to_none=True)
         content = digest(self.weights())
         if self.hybrids is not None:
+            if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
+                offer_weights(self)  # to one that came while the step was under way
             tally.add(**self.hybrids.traffic())
         self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=time.perf_counter() - started)
         self.steps_done = step + 1
