@@ -71,9 +71,13 @@ class ModelSection(Section):
     """The language model to train."""
 
     path: Annotated[str, Field(min_length=1)] = "libra/tiny-arithmetic"
-    """A Hugging Face id ("org/name"), a directory in Hugging Face layout, or a model that ships with Libra ("libra/name")."""
+    """A Hugging Face id ("org/name"), a directory in Hugging Face layout, a model that ships with Libra ("libra/name"), or one that
+    `libra model prepare` makes ready ("smollm2-135m")."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in engines and trainer."""
+    master_dtype: Literal["float32"] | None = "float32"
+    """Number format of the weights that the optimizer updates, with its moments; the trainer's model and what is published are
+    these, rounded to `dtype`. None: `dtype`, which at learning rates below 1e-4 loses most updates where that is bfloat16."""
 
 
 class EnvironmentSection(Section):

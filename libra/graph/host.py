@@ -187,6 +187,7 @@ class LibraHost(WorkerPlugin):
             start or self.model_dir,
             TrainSettings(**settings, temperature=config.rollout.temperature),
             dtype=config.model.dtype,
+            master_dtype=config.model.master_dtype,
             threads=config.cluster.threads,
             seed=config.run.seed,
             base_dir=self.model_dir,

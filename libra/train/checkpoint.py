@@ -4,7 +4,8 @@
 
     checkpoints/step-000012/
         config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
-        optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step
+        optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step,
+                                                     and <parameter>.master where the optimizer's weights are wider
         trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report
     checkpoints/best -> step-000012                  see `libra.train.kept_checkpoints`
 
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 2
 """Layout of a checkpoint; a change that old code cannot read takes the next number."""
 FACTS_FILE, OPTIMIZER_FILE = "trainer.json", "optimizer.safetensors"
+MASTER = "master"
 TEMPORARY = ".tmp"
 """How the hidden name of a checkpoint being written ends."""
 _NAME = re.compile(r"step-(\d{6,})")
@@ -111,9 +113,11 @@ class Snapshot:
 
         optimizer = {
             f"{name}.{key}": kept(value)
-            for name, parameter in replica.parameters().items()
+            for name, parameter in replica.optimized().items()
             for key, value in replica.optimizer.state.get(parameter, {}).items()
         }
+        if replica.master is not None:
+            optimizer |= {f"{name}.{MASTER}": kept(tensor) for name, tensor in replica.master.tensors.items()}
         facts = {
             "schema": SCHEMA,
             "steps_done": replica.steps_done,
@@ -293,14 +297,20 @@ def _is_there(directory: Path, content: dict[str, str]) -> bool:
 
 
 def _take_optimizer(replica: Replica, state: dict[str, Tensor]) -> None:
+    """Moments are cast to the format of the weights they belong to, which a run that starts from another's may have changed."""
     replica.optimizer.state.clear()
-    for name, parameter in replica.parameters().items():
+    for name, parameter in replica.optimized().items():
         entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
         if entry:
             replica.optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else laid_out(value, parameter.detach()).to(parameter.device)
+                key: value.clone()
+                if key == "step"
+                else laid_out(value.to(parameter.device, parameter.dtype), parameter.detach())
                 for key, value in entry.items()
             }
+    if replica.master is not None:
+        keys = {name: f"{name}.{MASTER}" for name in replica.master.tensors}
+        replica.master.load({name: state[key] for name, key in keys.items() if key in state})
 
 
 def _write_failure(directory: Path, fault: OSError | SafetensorError) -> CheckpointError:

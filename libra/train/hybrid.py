@@ -111,7 +111,7 @@ class HybridReplica:
             return
         tally = Tally(stepped=bool(message.fields["stepped"]))
         ticket = message.fields["ticket"]
-        parameters = self.replica.parameters()
+        parameters = self.replica.optimized()
         try:
             weight = self.replica.accumulate(from_tensors(message.tensors), message.fields["step"], tally)
         except TrainError as fault:

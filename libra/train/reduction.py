@@ -93,7 +93,7 @@ def merged_gradient(replica: Replica, minibatch: Sequence[Sample], plan: Plan, s
 def _round(replica: Replica, slices: Sequence[Sequence[Sample]], step: int, tally: Tally) -> float:
     """Compute one slice per replica of the core and add their sum to the gradients; returns the sum of weights."""
     group = replica.group
-    parameters = replica.parameters()
+    parameters = replica.optimized()
     before = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
@@ -141,7 +141,7 @@ def _add_hybrids(replica: Replica, given: Sequence[Sequence[Sample]], step: int,
         tally.add(hybrid_wait_s=time.perf_counter() - started)
     lost = group.from_first([number for number, result in enumerate(results) if result is None])
     arrived = [result for result in results if result is not None]
-    parameters = replica.parameters()
+    parameters = replica.optimized()
     names = group.from_first(sorted({name for result in arrived for name in result.gradients}))
     for name in names:
         parameter = parameters[name]

@@ -13,7 +13,8 @@ Invariants
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
    numerator or denominator.
 5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
-6. The replicas of a group have the same weights, bit for bit, after every step, and report the same digest.
+6. With a ``master_dtype`` the optimizer's weights are `libra.train.master.MasterWeights`; the model's are those, rounded.
+7. The replicas of a group have the same weights, bit for bit, after every step, and report the same digest.
 
 Shape legend: N action tokens of a micro-batch.
 """
@@ -43,6 +44,7 @@ from libra.train.group import TrainGroup
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
 from libra.train.logprobs import Scorer, check_packing
+from libra.train.master import MasterWeights
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
 from libra.train.partition import karmarkar_karp
@@ -68,6 +70,8 @@ class Replica:
     settings : TrainSettings
     dtype : torch.dtype or str
         Of weights and forward pass; log-probabilities are at least float32.
+    master_dtype : torch.dtype or str, optional
+        Of the weights that the optimizer updates, where that is wider than ``dtype``. None: the model's own.
     threads : int, optional
         torch threads of this process; None leaves them as they are.
     seed : int
@@ -97,6 +101,7 @@ class Replica:
         settings: TrainSettings,
         *,
         dtype: torch.dtype | str = torch.float32,
+        master_dtype: torch.dtype | str | None = None,
         threads: int | None = None,
         seed: int = 0,
         base_dir: str | Path | None = None,
@@ -123,8 +128,12 @@ class Replica:
         self._packing_checked = settings.max_row_tokens == 1
         self._names = tuple(untied(self.model.state_dict())[0])
         self._lay_out()
+        wide = getattr(torch, master_dtype) if isinstance(master_dtype, str) else master_dtype
+        self.master: MasterWeights | None = None
+        if wide is not None and wide.itemsize > self.dtype.itemsize:
+            self.master = MasterWeights(self.parameters(), wide)
         self.optimizer = torch.optim.AdamW(
-            self.parameters().values(),
+            self.optimized().values(),
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -159,6 +168,7 @@ class Replica:
         shapes = [f"{name} {list(parameter.shape)}" for name, parameter in self.parameters().items()]
         return {
             "dtype": str(self.dtype),
+            "master_dtype": None if self.master is None else str(next(iter(self.optimized().values())).dtype),
             **{
                 f"trainer.{name}": list(value) if isinstance(value, tuple) else value
                 for name, value in settings.items()
@@ -169,6 +179,10 @@ class Replica:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by name, tied ones once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def optimized(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer updates, by the names of `parameters`: those themselves, or their copies in ``master_dtype``."""
+        return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
         """The state dict to publish, tied tensors once. Views of live storage, which the next step changes.
@@ -187,6 +201,8 @@ class Replica:
         with torch.no_grad(), self._quiet():
             for name, tensor in self.tensors().items():
                 local(tensor).copy_(part_of(weights[name], tensor))
+            if self.master is not None:
+                self.master.take_from_model()
             self._weights_moved()
 
     def admit_hybrids(self, token: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> HybridPool:
@@ -298,7 +314,7 @@ class Replica:
         weight_sum = merged_gradient(self, minibatch, planned, step, tally)
         merged = time.perf_counter()
         divisor = self._objective.aggregation.divisor_of(weight_sum)
-        torch._foreach_div_([local(p.grad) for p in self.parameters().values() if p.grad is not None], divisor)
+        torch._foreach_div_([local(p.grad) for p in self.optimized().values() if p.grad is not None], divisor)
         tally.add(loss=tally.sums.pop("loss_sum", 0.0) / divisor)
         self._apply_gradient(step, tally)
         self._weights_moved()
@@ -322,7 +338,7 @@ class Replica:
         )
 
     def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
-        """Add this slice's sum of weight x gradient, undivided, to the parameters' ``grad``; returns its sum of weights.
+        """Add this slice's sum of weight x gradient, undivided, to the ``grad`` of `optimized`; returns its sum of weights.
 
         Raises TrainError where its loss is not finite.
         """
@@ -412,7 +428,7 @@ class Replica:
             tally.at_least(mismatch=float(gap_N.max()))
 
     def _apply_gradient(self, step: int, tally: Tally) -> None:
-        parameters = self.parameters()
+        parameters = self.optimized()
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
             bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
@@ -422,6 +438,8 @@ class Replica:
             )
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
         self.optimizer.step()
+        if self.master is not None:
+            self.master.round_into_model()
         self.optimizer.zero_grad(set_to_none=True)
         tally.add(grad_norm=float(norm), optimizer_steps=1)
         tally.stepped = True
@@ -433,13 +451,15 @@ class Replica:
             self._packing_checked = True
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        weights = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        weights = {name: parameter.detach().clone() for name, parameter in self.optimized().items()}
         return weights, copy.deepcopy(self.optimizer.state_dict())
 
     def _restore(self, weights: dict[str, Tensor], optimizer_state: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, parameter in self.parameters().items():
+            for name, parameter in self.optimized().items():
                 parameter.copy_(weights[name])
+        if self.master is not None:
+            self.master.round_into_model()
         self._weights_moved()
         self.optimizer.load_state_dict(optimizer_state)
 
