@@ -55,7 +55,7 @@ def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
     for i in range(cluster.tool_workers):
         workers[f"tool-{i}"] = {keys.TOOL: cluster.tool_slots, keys.GRADE: 4}
     workers["tool-0"][keys.COMMIT] = 1
-    workers["train-0"] = {keys.TRAIN: 1}
+    workers |= {f"train-{i}": {keys.TRAIN: 1} for i in range(cluster.train_workers)}
     return workers
 
 

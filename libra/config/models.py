@@ -251,6 +251,9 @@ class ClusterSection(Section):
     """Address of a running Dask scheduler, as tcp://HOST:PORT. None: a local cluster of processes is made for the run."""
     rollout_workers: AtLeastOne = 1
     """Local rollout workers, one engine each. A given scheduler brings its own workers."""
+    train_workers: AtLeastOne = 1
+    """Core training replicas, one process each, which take every step together as one group. A given scheduler brings its own
+    workers, as many with TRAIN=1."""
     tool_workers: AtLeastOne = 1
     """Local workers that run tools and graders. A given scheduler brings its own workers."""
     tool_slots: AtLeastOne = 64

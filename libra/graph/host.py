@@ -33,6 +33,7 @@ from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EnvironmentFault, FencedOff, LibraError, ModelError, StoreError
 from libra.graph.failures import FAULTS, failure_of
+from libra.graph.gang_member import GangMember
 from libra.graph.private import cheap_reschedule, still_wanted
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
     from libra.store.trajectories import TrajectoryStore
     from libra.train import Replica
+    from libra.train.group import TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class LibraHost(WorkerPlugin):
         self.engine: RolloutEngine | None = None
         self.replica: Replica | None = None
         self.checkpoints: CheckpointWriter | None = None
+        self.gang: GangMember | None = None
+        self.replayed: list[dict[str, Any]] = []
         self.store: TrajectoryStore | None = None
 
     # ---------------------------------------------------------------- life
@@ -118,8 +122,7 @@ class LibraHost(WorkerPlugin):
             if supply.get(keys.ROLLOUT):
                 await self._start_engine(int(supply[keys.ROLLOUT]))
             if supply.get(keys.TRAIN):
-                self.replica = await asyncio.to_thread(self._make_replica)
-                self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
+                await self._start_training()
         if supply.get(keys.COMMIT):
             self.store = await asyncio.to_thread(self._open_store)
         # What is loaded by now stays: torch and transformers are half a million objects that a full collection would walk
@@ -130,12 +133,28 @@ class LibraHost(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""
         self.closing = True
+        if self.gang is not None:
+            self.gang.close()
         if self.engine is not None:
             await self.engine.close()
         if self.store is not None:
             self.store.close()
         self.journal.close()
         await self.environment.close()
+
+    async def _start_training(self) -> None:
+        """A replica of its own, or a place in a group; one that is to be sharded is made when the group is there."""
+        in_group = self.spec.config.cluster.train_workers > 1
+        if not in_group or self.spec.config.trainer.layout == "ddp":
+            await asyncio.to_thread(self.put_replica)
+        if in_group:
+            self.gang = GangMember(self)
+            self.gang.announce()
+
+    def put_replica(self, group: TrainGroup | None = None) -> None:
+        """Make the replica, anew where there was one."""
+        self.replica = self._make_replica(group)
+        self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
 
     async def _start_engine(self, slots: int) -> None:
         from libra.rollout import TransformersEngine, load_chat_format
@@ -174,7 +193,7 @@ class LibraHost(WorkerPlugin):
                     raise
                 time.sleep(0.2)
 
-    def _make_replica(self) -> Replica:
+    def _make_replica(self, group: TrainGroup | None) -> Replica:
         from libra.train import Replica, TrainSettings
         from libra.train.checkpoint import has_optimizer
 
@@ -191,6 +210,7 @@ class LibraHost(WorkerPlugin):
             threads=config.cluster.threads,
             seed=config.run.seed,
             base_dir=self.model_dir,
+            group=group,
         )
         if start is not None and has_optimizer(start):
             replica.continue_optimizer(start)

@@ -19,6 +19,7 @@ from libra.envs import run_grader
 from libra.errors import EnvironmentFault, LibraError, RecordExists, RewardFault, TrainError
 from libra.graph.catching_up import catch_up
 from libra.graph.failures import failure_counts, failure_of
+from libra.graph.gang_member import turn
 from libra.graph.host import LibraHost, the_host
 from libra.graph.members import members_of
 from libra.graph.reports import report
@@ -300,10 +301,13 @@ def store_missing(run: str, batches: int) -> int:
 def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """One optimizer step (all epochs and minibatches of it) of replica ``rank`` on a committed batch."""
     host = _host(run)
-    assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
-    catch_up(host, batch["batch"])  # a worker that was lost took its replica along
-    result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
+    with turn(host, rank):
+        assert host.checkpoints is not None, (
+            f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
+        )
+        catch_up(host, batch["batch"])  # a worker that was lost took its replica along
+        result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
     return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
 
 
@@ -320,15 +324,26 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def publish(run: str, updated: dict[str, Any]) -> dict[str, Any]:
-    """Publish the replica's weights as the next version."""
-    return _publish(_host(run), updated["step"] + 1)
+def first(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 answered."""
+    return answers[0]
 
 
-def _publish(host: LibraHost, version: int) -> dict[str, Any]:
+def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    """Publish the replica's weights as the next version; ranks other than 0 help where each has a shard."""
+    host = _host(run)
+    with turn(host, rank):
+        return _publish(host, updated["step"] + 1, rank)
+
+
+def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
     started_s = time.time()
     assert host.replica is not None
     catch_up(host, version)
+    if rank > 0:
+        if host.replica.is_sharded and host.replica.steps_done == version:
+            host.replica.weights()
+        return {"version": version, "rank": rank}
     if host.replica.steps_done > version:  # asked again after later steps: it was published then
         published = host.weights.get(version)
     else:
@@ -345,17 +360,18 @@ def _publish(host: LibraHost, version: int) -> dict[str, Any]:
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
 
 
-def restore(run: str, batches: int, stored: int) -> dict[str, Any]:
+def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any]:
     """Bring the replica to where ``batches`` committed batches lead, without generating, and publish that version.
 
     ``replayed`` has the numbers of each step that was taken again.
     """
     host = _host(run)
     started_s = time.time()
-    replayed = catch_up(host, batches)
-    published = _publish(host, batches)
-    assert host.checkpoints is not None
-    saved = [str(path) for path in host.checkpoints.save_due(batches)]
+    with turn(host, rank):
+        replayed = [*host.replayed, *catch_up(host, batches)]
+        published = _publish(host, batches, rank)
+        assert host.checkpoints is not None
+        saved = [str(path) for path in host.checkpoints.save_due(batches)]
     return {**published, "saved": saved, "replayed": replayed, "stored": stored, "restore_s": time.time() - started_s}
 
 
@@ -370,6 +386,8 @@ def checkpoint(run: str, published: dict[str, Any]) -> str:
     """Save model and optimizer in Hugging Face layout; returns the directory. Steps go on meanwhile."""
     host = _host(run)
     assert host.checkpoints is not None
+    if host.gang is not None:  # a group is brought up to date when it forms
+        return str(host.checkpoints.save_or_later(published["version"]))
     catch_up(host, published["version"])
     return str(host.checkpoints.save(published["version"]))
 

@@ -40,13 +40,27 @@ class TrainGroup:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
+    @staticmethod
+    def open(host: str, size: int, *, timeout_s: float = TIMEOUT_S) -> dist.TCPStore:
+        """Where the members of a group will find each other, at its ``port``; for rank 0, which keeps it."""
+        with _lost(f"rank 0 of {size} at {host}"):
+            return dist.TCPStore(host, 0, size, is_master=True, timeout=_seconds(timeout_s), wait_for_workers=False)
+
     @classmethod
     def join(
-        cls, address: tuple[str, int], rank: int, size: int, *, epoch: int = 0, timeout_s: float = TIMEOUT_S
+        cls,
+        address: tuple[str, int],
+        rank: int,
+        size: int,
+        *,
+        epoch: int = 0,
+        timeout_s: float = TIMEOUT_S,
+        store: dist.TCPStore | None = None,
     ) -> TrainGroup:
-        """Become member ``rank`` of the group of ``epoch``; rank 0 listens at ``address``. Returns when all are there.
+        """Become member ``rank`` of the group of ``epoch``; returns when all are there.
 
-        A group of an older epoch that this process was in is left first: a process is in one group.
+        Rank 0 listens at ``address``, unless it has a ``store`` that does. A group of an older epoch that this process was in
+        is left first: a process is in one group.
 
         Raises
         ------
@@ -59,9 +73,11 @@ class TrainGroup:
         if _is_loopback(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout = _seconds(timeout_s)
         with _lost(f"rank {rank} of {size} at {host}:{port}"):
-            store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+            store = store or dist.TCPStore(
+                host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+            )
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore(f"libra-{epoch}", store),
@@ -87,9 +103,9 @@ class TrainGroup:
         """Replace each tensor by its sum over the members, bit for bit the same on all; bytes reduced. At least float32."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
-    def send_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace each tensor by that of rank 0; bytes sent."""
-        return self._in_buckets(tensors, lambda flat: dist.broadcast(flat, 0))
+    def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
+        """Replace each tensor by that of rank ``source``; bytes sent."""
+        return self._in_buckets(tensors, lambda flat: dist.broadcast(flat, source))
 
     def _in_buckets(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> int:
         if self.size == 1:
@@ -151,6 +167,10 @@ def _lost(where: str) -> Iterator[None]:
             f"training group: {where} could not reach the others: {str(fault).splitlines()[0]}; the step is taken again by a "
             "new group from the last step that all had taken"
         ) from fault
+
+
+def _seconds(timeout_s: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=timeout_s)
 
 
 def _is_loopback(host: str) -> bool:
