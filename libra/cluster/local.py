@@ -18,6 +18,7 @@ from libra.errors import ClusterError
 SPARE_THREADS = 8
 """Threads beside the slots of a worker, for graders, steps and control tasks."""
 LOOPBACK = "127.0.0.1"
+LOST_WORKER_TIMEOUT = "10 minutes"
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -66,7 +67,14 @@ def local_cluster(config: RunConfig) -> SpecCluster:
     threads = config.cluster.threads or os.cpu_count() or 1
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
-    dask.config.set({**DASK_SETTINGS, "distributed.nanny.pre-spawn-environ": environment})
+    dask.config.set(
+        {
+            **DASK_SETTINGS,
+            "distributed.nanny.pre-spawn-environ": environment,
+            # A worker that its nanny starts again loads torch first; the cluster must not give it up for lost meanwhile.
+            "distributed.deploy.lost-worker-timeout": LOST_WORKER_TIMEOUT,
+        }
+    )
     spec: dict[str, Any] = {
         name: {
             "cls": Nanny,

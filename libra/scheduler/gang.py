@@ -119,7 +119,7 @@ class GangPlugin(SchedulerPlugin):
             gang.replicas[msg["name"]] = msg["address"]
             self._form(gang)
             return
-        if msg["gang"] != gang.number:
+        if msg["gang"] != gang.number or gang.status == "waiting":
             return
         match msg["kind"]:
             case "gang_open":
@@ -130,7 +130,7 @@ class GangPlugin(SchedulerPlugin):
                     gang.status = "ready"
                     self._emit(gang, "gang_formed", members=list(gang.names), steps=max(gang.joined.values()))
                     self._soon(gang)
-            case "gang_failed" if gang.status != "waiting":
+            case "gang_failed":
                 self._lost(gang, gang.names[msg["rank"]], msg["detail"])
                 self._scheduler.loop.call_later(RETRY_S, self._form, gang)
 
