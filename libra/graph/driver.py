@@ -254,7 +254,11 @@ class Session:
 
             client.register_plugin(GangPlugin())
             size = config.cluster.train_workers
-            client.sync(_rpc(client).libra_register_gang, run=self.spec.run, epoch=self.spec.epoch, size=size)
+            answer = client.sync(_rpc(client).libra_register_gang, run=self.spec.run, epoch=self.spec.epoch, size=size)
+            if "error" in answer:
+                raise ClusterError(
+                    f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
+                )
         self._check_workers_can_load()
         self._hosted = True
         client.register_plugin(LibraHost(self.spec))

@@ -41,7 +41,10 @@ class GangMember:
         self.host = host
         self.number = -1
         """Of the last group heard of."""
+        self.joined = -1
+        """Of the group that it is in, or was in last."""
         self.group: TrainGroup | None = None
+        self.closed = False
         self.in_turn = threading.Lock()
         self._store: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="libra-gang")
@@ -54,19 +57,22 @@ class GangMember:
 
     def heard(self, message: dict[str, Any]) -> None:
         """What the scheduler wants; called on the event loop, where nothing may wait or raise."""
-        if message["gang"] < self.number:
+        if message["gang"] < self.number or self.closed:
             return
         self.number = message["gang"]
         self._thread.submit(self._do, message)
 
     def close(self) -> None:
         """Leave the group; what runs in it ends by itself."""
+        self.closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._store = None
+        if self.group is not None:
+            self.group.leave()
+        self.group = self._store = None
 
-    def broken(self, rank: int, detail: str) -> None:
-        """Tell the scheduler that the group is over."""
-        number, self.group = self.number, None
+    def broken(self, number: int, rank: int, detail: str) -> None:
+        """Tell the scheduler that group ``number`` is over; it may know, and be forming the next one already."""
+        self.group = None
         report(self.host.worker, self.host.spec, "gang_failed", gang=number, rank=rank, detail=detail[:500])
 
     def _do(self, message: dict[str, Any]) -> None:
@@ -77,10 +83,10 @@ class GangMember:
                 self._join(message)
         except LibraError as error:
             logger.warning("training group %d: %s", message["gang"], error)
-            self.broken(message["rank"], str(error))
+            self.broken(message["gang"], message["rank"], str(error))
         except Exception as error:  # the boundary of this thread: nobody else would ever hear of it
             logger.exception("training group %d", message["gang"])
-            self.broken(message["rank"], f"{type(error).__name__}: {error}")
+            self.broken(message["gang"], message["rank"], f"{type(error).__name__}: {error}")
 
     def _open(self, message: dict[str, Any]) -> None:
         from libra.train.group import TrainGroup
@@ -100,7 +106,7 @@ class GangMember:
                 (message["host"], message["port"]), rank, message["size"], epoch=number, store=store
             )
             steps = self._take_up(group)
-            self.group = group
+            self.group, self.joined = group, number
         report(self.host.worker, self.host.spec, "gang_joined", gang=number, rank=rank, steps=steps)
 
     def _take_up(self, group: TrainGroup) -> int:
@@ -140,11 +146,13 @@ def turn(host: LibraHost, rank: int) -> Iterator[None]:
         return
     with member.in_turn:
         if member.group is None or member.group.rank != rank:
-            member.broken(rank, f"rank {rank} was asked for on {host.worker.name}, which has left its group")
+            member.broken(
+                member.joined, rank, f"rank {rank} was asked for on {host.worker.name}, which has left its group"
+            )
             raise Reschedule()
         try:
             yield
         except GroupLost as error:
             logger.warning("rank %d: %s", rank, error)
-            member.broken(rank, str(error))
+            member.broken(member.joined, rank, str(error))
             raise Reschedule() from None

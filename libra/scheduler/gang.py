@@ -74,9 +74,16 @@ class GangPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         private.add_handlers(scheduler, {"libra_register_gang": self.register_gang, "libra_end_gang": self.end_gang})
 
-    def register_gang(self, run: str, epoch: int, size: int) -> None:
-        """From now on form groups of ``size`` for a run; one of an older epoch is forgotten."""
+    def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
+        """From now on form groups of ``size`` for a run; one of an older epoch is forgotten.
+
+        A process can be in one torch.distributed group, so only one run at a time trains on several replicas here.
+        """
+        others = [other for other in self._gangs if other != run]
+        if others:
+            return {"error": f"run {others[0]!r} trains on several replicas here, and only one run at a time can"}
         self._gangs[run] = _Gang(run, epoch, size)
+        return {}
 
     def end_gang(self, run: str) -> None:
         """Forget a run."""
@@ -219,7 +226,7 @@ class GangPlugin(SchedulerPlugin):
             ts = self._scheduler.tasks.get(key)
             if key in waiting:
                 releases.append(private.Release(key, {keys.TRAIN: 1}, address))
-            elif ts is not None and ts.state not in ("memory", "forgotten"):
+            elif ts is None or ts.state != "memory":
                 return []
         return releases
 

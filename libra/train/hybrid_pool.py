@@ -146,6 +146,9 @@ class HybridPool:
     def assign(self, slices: Sequence[Sequence[Sample]], step: int, *, stepped: bool) -> None:
         """Give each hybrid a slice, in the order they came; where fewer are left than were planned with, the rest is lost."""
         with self._changed:
+            for hybrid in self._hybrids:  # of a step that failed nobody collects the slices
+                hybrid.ticket = hybrid.result = None
+            self._say_goodbye()
             members = self._members()[: len(slices)]
             self._asked = []
             for hybrid, samples in zip(members, slices, strict=False):

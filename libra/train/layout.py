@@ -29,7 +29,7 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
         The architecture has no list of layers to shard by.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (group.size,))
@@ -37,11 +37,15 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
     if not layers:
         raise TrainError(f"trainer.layout: fsdp2 found no list of decoder layers in {type(model).__name__}; type ddp")
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    dtype = next(model.parameters()).dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    precision = MixedPrecisionPolicy(reduce_dtype=None if wide is dtype else wide)
     for part in (*layers, model):
-        fully_shard(part, mesh=mesh, offload_policy=policy)
+        fully_shard(part, mesh=mesh, offload_policy=policy, mp_policy=precision)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # sums: what divides them is known after the last of them
+            part.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL cannot scale while they reduce
 
 
 def checkpoint_activations(model: Any) -> None:
