@@ -24,6 +24,7 @@ from libra.graph.host import LibraHost, the_host
 from libra.graph.members import members_of
 from libra.graph.reports import report
 from libra.graph.spec import RunSpec
+from libra.graph.step_records import read_step_record, write_step_record
 from libra.store.batches import commit_batch, read_batch, read_batch_facts
 from libra.store.exclusive import create_exclusive
 from libra.store.groups import group_path, read_group, write_group
@@ -307,8 +308,13 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
             f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
         )
         catch_up(host, batch["batch"])  # a worker that was lost took its replica along
+        if host.gang is not None and host.checkpoints.replica.steps_done > batch["batch"] + 1:
+            return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
         result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
-    return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+        numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+        if host.gang is not None and rank == 0:
+            write_step_record(host.spec, batch["batch"], numbers)
+    return numbers
 
 
 def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 ::
 
-    waiting --enough replicas--> forming --all joined--> ready --a member leaves, or cannot reach the others--> waiting
+    waiting --enough replicas--> forming --all joined--> ready --a member leaves--> waiting
+    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S are over--> waiting
 
 A group has a number, its *gang epoch*. To form one, rank 0 is told to open a rendezvous, then all are told to join it; each
 answers when the state of the furthest is everybody's (`libra.graph.gang_member`). Tasks of the group wait under a resource
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Between a group that could not form and the next attempt with the same members."""
+"""How long it is waited for the news that a member left, when another cannot reach it; then all of them form a new group."""
 _TELLS = frozenset({"trainer", "gang_open", "gang_joined", "gang_failed"})
 
 
@@ -137,9 +138,12 @@ class GangPlugin(SchedulerPlugin):
                     gang.status = "ready"
                     self._emit(gang, "gang_formed", members=list(gang.names), steps=max(gang.joined.values()))
                     self._soon(gang)
-            case "gang_failed":
-                self._lost(gang, gang.names[msg["rank"]], msg["detail"])
-                self._scheduler.loop.call_later(RETRY_S, self._form, gang)
+            case "gang_failed" if gang.status != "doubtful":
+                # Who says so is not who is to blame: most often that one's leaving is told a moment later.
+                gang.status = "doubtful"
+                self._scheduler.loop.call_later(
+                    RETRY_S, self._unexplained, gang, gang.number, msg["rank"], msg["detail"]
+                )
 
     # ---------------------------------------------------------------- the group
 
@@ -155,6 +159,12 @@ class GangPlugin(SchedulerPlugin):
         gang.status, gang.joined = "forming", {}
         logger.info("run %s: group %d of training replicas is formed of %s", gang.run, gang.number, gang.names)
         self._tell(gang, "open", ranks=[0])
+
+    def _unexplained(self, gang: _Gang, number: int, rank: int, detail: str) -> None:
+        """A member could not reach the others, and none of them has left: all of them try again."""
+        if gang.status == "doubtful" and gang.number == number:
+            self._lost(gang, gang.names[rank], detail)
+            self._form(gang)
 
     def _lost(self, gang: _Gang, name: str, detail: str) -> None:
         if gang.status == "waiting":

@@ -148,9 +148,10 @@ def test_a_rank_done_before_is_not_waited_for() -> None:
 def test_a_group_that_cannot_form_is_tried_again() -> None:
     stage = Stage("a", "b")
     stage.say("gang_failed", gang=0, rank=1, detail="nobody answers")
-    assert stage.events[-1][1]["worker"] == "b"
+    assert not stage.events
     ((call, args),) = stage.later
     call(*args)
+    assert stage.events[-1] == ("gang_lost", {"gang": 0, "worker": "b", "detail": "nobody answers"})
     assert stage.sent[-1][1]["gang"] == 1
     stage.form(0)  # stale
     assert not any(name == "gang_formed" for name, _ in stage.events)
@@ -161,3 +162,18 @@ def test_only_one_run_at_a_time_trains_on_several_replicas() -> None:
     assert "only one run at a time" in stage.plugin.register_gang("other", 0, 2)["error"]
     stage.plugin.end_gang("demo")
     assert stage.plugin.register_gang("other", 0, 2) == {}
+
+
+def test_who_cannot_reach_the_others_is_not_blamed_when_one_of_them_left() -> None:
+    stage = Stage("a", "b", "c")
+    stage.form(0)
+    stage.say("gang_failed", gang=0, rank=1, detail="connection closed")
+    stage.park("step", 0, 0), stage.park("step", 0, 1)
+    assert not stage.running()  # the group may be broken
+    stage.lose("a")
+    assert (stage.events[-1][0], stage.events[-1][1]["worker"]) == ("gang_lost", "a")
+    for call, args in stage.later:
+        call(*args)
+    assert [name for name, _ in stage.events] == ["gang_formed", "gang_lost"]
+    stage.form(1)
+    assert set(map(str, stage.running().values())) == {"{'tcp://c:1'}", "{'tcp://b:1'}"}
