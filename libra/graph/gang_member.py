@@ -121,7 +121,7 @@ class GangMember:
             host.put_replica(group)
         assert host.replica is not None and host.checkpoints is not None
         host.replica.group = group
-        host.checkpoints.is_writer = group.rank == 0
+        host.checkpoints.is_writer, host.checkpoints.is_sharded = group.rank == 0, host.replica.is_sharded
         if not host.replica.is_sharded:
             synchronise(host.replica)
         host.replayed += catch_up(host, steps)

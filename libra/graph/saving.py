@@ -48,6 +48,8 @@ class CheckpointWriter:
         self._disk = threading.Lock()
         self.is_writer = True
         """Whether this is rank 0 of its group, which writes for all of them."""
+        self.is_sharded = False
+        """Whether each rank holds a shard, so that a copy is made by all of them together."""
         self._copies: dict[int, Snapshot] = {}
         self._done: set[int] = set()
 
@@ -56,7 +58,7 @@ class CheckpointWriter:
         with self._state:
             self._copy_if_due(step)
             result = self.replica.step(trajectories, step)
-            if self.replica.is_sharded:  # now that every rank is here: the checkpoint's task is rank 0's alone
+            if self.is_sharded:  # now that every rank is here: the checkpoint's task is rank 0's alone
                 self._copy_if_due(step + 1)
             return result
 
@@ -88,7 +90,7 @@ class CheckpointWriter:
         with self._state:
             if version in self._done:
                 return target
-            if not self.replica.is_sharded:
+            if not self.is_sharded:
                 self._copy_if_due(version)
             copy = self._copies.get(version)
         if copy is None:
@@ -110,7 +112,7 @@ class CheckpointWriter:
         except CheckpointError:
             with self._state:
                 later = self.replica.steps_done
-                if later <= version or self.replica.is_sharded:
+                if later <= version or self.is_sharded:
                     raise
                 self._copies[later] = self.replica.snapshot()
         return self.save(later)
@@ -126,9 +128,11 @@ class CheckpointWriter:
             and version not in self._copies
             and version not in self._done
         )
-        if self.replica.is_sharded:
+        if self.is_sharded:
             due = self.replica.group.from_first(due)
         elif not self.is_writer:
             return
-        if due and (copy := self.replica.snapshot()) and self.is_writer:
-            self._copies[version] = copy
+        if due:
+            copy = self.replica.snapshot()
+            if self.is_writer:
+                self._copies[version] = copy
