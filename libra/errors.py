@@ -21,6 +21,8 @@
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
     |   +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
     |   +-- CheckpointError                a checkpoint cannot be written or read, or is none
+    |   +-- GroupLost                      a member of a process group is gone; its epoch is over
+    |   +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came from a stranger
     +-- PlanError(ValueError)              no plan fits what was asked, or what was asked contradicts itself
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
@@ -104,6 +106,14 @@ class MismatchAlarm(TrainError):
 
 class CheckpointError(TrainError):
     """A checkpoint cannot be written or read, is torn, is of another model, or is no checkpoint at all."""
+
+
+class GroupLost(TrainError):
+    """A process group of training replicas lost a member or never formed; the step is taken again by a new one."""
+
+
+class TransferError(TrainError, ConnectionError):
+    """A connection between replicas broke, was refused, or carried what is no message of ours."""
 
 
 class PlanError(LibraError, ValueError):

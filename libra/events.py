@@ -398,6 +398,26 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class GangFormed(Event):
+    """Training replicas are one process group, number ``gang``; ``members`` are workers by rank, all after ``steps`` steps."""
+
+    name: ClassVar[str] = "gang_formed"
+    gang: int
+    members: tuple[str, ...]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class GangLost(Event):
+    """Process group ``gang`` is over: ``worker`` left, or could not reach the others."""
+
+    name: ClassVar[str] = "gang_lost"
+    gang: int
+    worker: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class FailureClassified(Event):
     """It was decided whose fault a bad trajectory is."""
 
@@ -501,6 +521,8 @@ _KINDS: tuple[type[Event], ...] = (
     WorkerCapacity,
     WorkerWithdrawn,
     WorkerLost,
+    GangFormed,
+    GangLost,
     FailureClassified,
     StallDetected,
     PlanConsidered,

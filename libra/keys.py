@@ -13,6 +13,8 @@ from libra.errors import ConfigError
 
 PARK = "LIBRA_PARK"
 """Resource that no worker supplies: a task that asks for it waits in the scheduler until the plugin releases it."""
+GANG = "LIBRA_GANG"
+"""Another one, for tasks that run on all ranks of a training group at once or on none; see `libra.scheduler.gang`."""
 ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMMIT"
 """Resources that workers supply: slots of an engine, actions at once, replicas, graders at once, and the one committer."""
 TP, THREADS = "TP", "THREADS"

@@ -22,9 +22,10 @@ NEEDED = {
 """What each resource stands for, and options of ``dask worker`` that supply it."""
 
 
-def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str) -> list[str]:
+def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str, *, train_workers: int = 1) -> list[str]:
     """What the workers of a cluster do not supply, each with the line to type.
 
+    ``train_workers`` is ``cluster.train_workers``; workers beyond that many wait to replace one that is lost.
     ``workers`` is ``client.scheduler_info(n_workers=-1)["workers"]``: by address, with ``resources`` and ``nthreads``.
     """
     problems = []
@@ -37,9 +38,16 @@ def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str) ->
                 f"{sum(supply):g} units of COMMIT are supplied; exactly one process may write the store: "
                 "give COMMIT=1 to one worker only"
             )
-        elif resource == keys.TRAIN and sum(supply) != 1:
+        elif resource == keys.TRAIN and train_workers == 1 and sum(supply) != 1:
             problems.append(
-                f"{sum(supply):g} units of TRAIN are supplied; training runs on one replica: give TRAIN=1 to one worker only"
+                f"{sum(supply):g} units of TRAIN are supplied; training runs on one replica: give TRAIN=1 to one worker only, "
+                f"or type cluster.train_workers={sum(supply):g}"
+            )
+        elif resource == keys.TRAIN and (len([units for units in supply if units]) < train_workers or max(supply) > 1):
+            problems.append(
+                f"{sum(supply):g} units of TRAIN on {len([units for units in supply if units])} workers are supplied, "
+                f"cluster.train_workers={train_workers} are asked for, one unit each; type for each that is missing: "
+                f"dask worker {address} {options}"
             )
     for where, worker in workers.items():
         slots = max(float(worker.get("resources", {}).get(r, 0)) for r in (keys.ROLLOUT, keys.TOOL))
@@ -51,10 +59,10 @@ def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str) ->
     return problems
 
 
-def check_cluster(client: Client) -> None:
+def check_cluster(client: Client, *, train_workers: int = 1) -> None:
     """ClusterError naming everything that is missing or set wrongly on the scheduler and the workers ``client`` sees."""
     info = client.scheduler_info(n_workers=-1)
-    problems = resource_problems(info["workers"], info["address"])
+    problems = resource_problems(info["workers"], info["address"], train_workers=train_workers)
     in_force = client.run_on_scheduler(_distributed_settings)
     problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
     if problems:

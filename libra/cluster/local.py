@@ -18,6 +18,7 @@ from libra.errors import ClusterError
 SPARE_THREADS = 8
 """Threads beside the slots of a worker, for graders, steps and control tasks."""
 LOOPBACK = "127.0.0.1"
+LOST_WORKER_TIMEOUT = "10 minutes"
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -55,7 +56,7 @@ def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
     for i in range(cluster.tool_workers):
         workers[f"tool-{i}"] = {keys.TOOL: cluster.tool_slots, keys.GRADE: 4}
     workers["tool-0"][keys.COMMIT] = 1
-    workers["train-0"] = {keys.TRAIN: 1}
+    workers |= {f"train-{i}": {keys.TRAIN: 1} for i in range(cluster.train_workers)}
     return workers
 
 
@@ -92,7 +93,14 @@ def local_cluster(config: RunConfig) -> SpecCluster:
     threads = config.cluster.threads or os.cpu_count() or 1
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
-    dask.config.set({**DASK_SETTINGS, "distributed.nanny.pre-spawn-environ": environment})
+    dask.config.set(
+        {
+            **DASK_SETTINGS,
+            "distributed.nanny.pre-spawn-environ": environment,
+            # A worker that its nanny starts again loads torch first; the cluster must not give it up for lost meanwhile.
+            "distributed.deploy.lost-worker-timeout": LOST_WORKER_TIMEOUT,
+        }
+    )
     bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
     spec: dict[str, Any] = {
         name: {

@@ -19,6 +19,7 @@ AggregationMode = Literal[
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 OldLogp = Literal["behaviour", "proximal", "exact"]
 CorrectionAction = Literal["none", "truncate", "mask"]
+LayoutName = Literal["ddp", "fsdp2"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 AlgorithmName = Literal[
     "grpo",

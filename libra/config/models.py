@@ -22,6 +22,7 @@ from libra.config.algorithms import (
     CorrectionAction,
     CorrectionLevel,
     KLEstimator,
+    LayoutName,
     LossName,
     OldLogp,
     preset_values,
@@ -225,6 +226,13 @@ class TrainerSection(Section):
     this many nats. float32 shows about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "warn"
     """What the alarm does: a line in the log; take this step and no further one (`libra resume` goes on); or not even this one."""
+    layout: LayoutName = "ddp"
+    """How the model lies on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
+    shards (fsdp2), which needs 1 / replicas of the memory and more network. Nothing where there is one replica."""
+    gradient_checkpointing: bool = False
+    """Keep a layer's input alone and compute the rest again in the backward pass: less memory, about a third more computing."""
+    offload: bool = False
+    """Of `layout` fsdp2: keep shards in host memory between their uses. For GPUs; changes nothing on a CPU."""
 
     @model_validator(mode="before")
     @classmethod
@@ -298,6 +306,9 @@ class ClusterSection(Section):
     engines: Annotated[tuple[EngineGroup, ...], Field(strict=False)] = ()
     """Local rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
     bucket. Empty: `rollout_workers` alike, with `rollout.tp`."""
+    train_workers: AtLeastOne = 1
+    """Core training replicas, one process each, which take every step together as one group. A given scheduler brings its own
+    workers, as many with TRAIN=1."""
     tool_workers: AtLeastOne = 1
     """Local workers that run tools and graders. A given scheduler brings its own workers."""
     tool_slots: AtLeastOne = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra.graph.members import members_of
@@ -22,7 +23,7 @@ def catch_up(host: LibraHost, steps: int) -> list[dict[str, Any]]:
 
     Nothing is generated, and a replica that is there or further is left alone. Where a version that was published comes out
     otherwise (another machine, another number of threads), the published weights are taken: tokens were sampled from those.
-    Returns the numbers of each step taken.
+    Returns the numbers of each step taken. In a group a collective, unless all are there already.
     """
     from libra.train.checkpoint import newest, step_of
 
@@ -31,7 +32,9 @@ def catch_up(host: LibraHost, steps: int) -> list[dict[str, Any]]:
     replayed: list[dict[str, Any]] = []
     with _one_at_a_time:
         if replica.steps_done < steps:
-            checkpoint = newest(host.spec.directory / "checkpoints")
+            found = newest(host.spec.directory / "checkpoints") if replica.group.rank == 0 else None
+            found = replica.group.from_first(None if found is None else str(found))
+            checkpoint = None if found is None else Path(found)
             if checkpoint is not None and replica.steps_done < step_of(checkpoint) <= steps:
                 writer.load(checkpoint)
         while replica.steps_done < steps:

@@ -162,7 +162,7 @@ class Session:
         self.point = read_point(self.spec)
         self.first = self.point.batches
         self.client = self.client or self._connect()
-        check_cluster(self.client)
+        check_cluster(self.client, train_workers=config.cluster.train_workers)
         self.metrics = MetricsLog(self.directory, tensorboard=config.observe.tensorboard)
         self._register()
         self._restore()
@@ -240,6 +240,16 @@ class Session:
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
         self._registered = True
+        if config.cluster.train_workers > 1:
+            from libra.scheduler.gang import GangPlugin
+
+            client.register_plugin(GangPlugin())
+            size = config.cluster.train_workers
+            answer = client.sync(_rpc(client).libra_register_gang, run=self.spec.run, epoch=self.spec.epoch, size=size)
+            if "error" in answer:
+                raise ClusterError(
+                    f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
+                )
         self._check_workers_can_load()
         self._hosted = True
         client.register_plugin(LibraHost(self.spec))
@@ -316,6 +326,8 @@ class Session:
             future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
         if self._registered:
             client.sync(_rpc(client).libra_end_run, run=self.spec.run)
+            if self.config.cluster.train_workers > 1:
+                client.sync(_rpc(client).libra_end_gang, run=self.spec.run)
             if self._hosted and self._cluster is None:  # a cluster of our own stops with its workers
                 try:
                     client.unregister_worker_plugin(host_name(self.spec.run))

@@ -37,6 +37,7 @@ from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, S
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
+from libra.graph.gang_member import GangMember
 from libra.graph.model_files import local_model
 from libra.graph.private import cheap_reschedule, priority_here, still_wanted
 from libra.graph.reports import report
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
     from libra.store.trajectories import TrajectoryStore
     from libra.train import Replica
+    from libra.train.group import TrainGroup
     from libra.weights.transfer import WeightServer
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ class LibraHost(WorkerPlugin):
         self.serving: Serving | None = None
         self.replica: Replica | None = None
         self.checkpoints: CheckpointWriter | None = None
+        self.gang: GangMember | None = None
+        self.replayed: list[dict[str, Any]] = []
         self.store: TrajectoryStore | None = None
         self.server: WeightServer | None = None
         self.paused: tuple[int, str] | None = None  # step after which none is taken, and why
@@ -130,8 +134,7 @@ class LibraHost(WorkerPlugin):
             if supply.get(keys.ROLLOUT):
                 await self._start_engine(EngineKind.of(self.spec.config, supply))
             if supply.get(keys.TRAIN):
-                self.replica = await asyncio.to_thread(self._make_replica)
-                self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
+                await self._start_training()
         if self.serving is not None:
             await self._catch_up_engine(self.serving)
         if supply.get(keys.COMMIT):
@@ -144,6 +147,8 @@ class LibraHost(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""
         self.closing = True
+        if self.gang is not None:
+            self.gang.close()
         if self.serving is not None:
             await self.serving.close()
         if self.server is not None:
@@ -152,6 +157,20 @@ class LibraHost(WorkerPlugin):
             self.store.close()
         self.journal.close()
         await self.environment.close()
+
+    async def _start_training(self) -> None:
+        """A replica of its own, or a place in a group; one that is to be sharded is made when the group is there."""
+        in_group = self.spec.config.cluster.train_workers > 1
+        if not in_group or self.spec.config.trainer.layout == "ddp":
+            await asyncio.to_thread(self.put_replica)
+        if in_group:
+            self.gang = GangMember(self)
+            self.gang.announce()
+
+    def put_replica(self, group: TrainGroup | None = None) -> None:
+        """Make the replica, anew where there was one."""
+        self.replica = self._make_replica(group)
+        self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
 
     async def _start_engine(self, kind: EngineKind) -> None:
         self.chat = self._load_chat()
@@ -194,7 +213,7 @@ class LibraHost(WorkerPlugin):
                     raise
                 time.sleep(0.2)
 
-    def _make_replica(self) -> Replica:
+    def _make_replica(self, group: TrainGroup | None) -> Replica:
         from libra.train import Replica, TrainSettings
         from libra.train.checkpoint import has_optimizer
 
@@ -213,6 +232,7 @@ class LibraHost(WorkerPlugin):
             threads=config.cluster.threads,
             seed=config.run.seed,
             base_dir=self.model_dir,
+            group=group,
         )
         if start is not None and has_optimizer(start):
             replica.continue_optimizer(start)

@@ -45,6 +45,13 @@ def on(resource: str) -> AbstractContextManager[Any]:
     return dask.annotate(resources={resource: 1})
 
 
+def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Tasks of the training replica as ``resource`` says; of several, tasks that the gang places, all at once or none."""
+    if spec.config.cluster.train_workers == 1:
+        return resource
+    return dask.annotate(resources={keys.GANG: 1})
+
+
 def beside(resource: str) -> AbstractContextManager[Any]:
     """Tasks that run on a worker which declares a resource, and take nothing of it (contract in tests/graph/test_private.py)."""
     return dask.annotate(resources={resource: 0})
@@ -68,18 +75,31 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
         batch = node(nodes.batch, spec.key("batch", k), run, k)
     with on(keys.COMMIT):
         stored = node(nodes.store, spec.key("store", k), run, batch)
-    with on(keys.TRAIN):
-        steps = [node(nodes.step, spec.key("step", k, rank), run, batch, rank) for rank in range(1)]
+    with on_ranks(spec, on(keys.TRAIN)):
+        ranks = range(spec.config.cluster.train_workers)
+        steps = [node(nodes.step, spec.key("step", k, rank), run, batch, rank) for rank in ranks]
     with on(keys.GRADE):
         updated = node(nodes.update, spec.key("update", k), run, steps)
-    with on(keys.TRAIN):
-        published = node(nodes.publish, spec.key("publish", k), run, updated)
-    with beside(keys.TRAIN):  # the next step need not wait for the disk: see libra.graph.saving
+    published = on_every_rank(spec, nodes.publish, "publish", (k,), updated)
+    with on_ranks(spec, beside(keys.TRAIN)):  # the next step need not wait for the disk: see libra.graph.saving
         due = checkpoint_is_due(spec.config, k + 1)
         saved = node(nodes.checkpoint, spec.key("checkpoint", k), run, published) if due else None
     with on(keys.GRADE):
         end = node(nodes.summary, spec.key("summary", k), run, k, batch, updated, published, stored)
     return Graph(end, groups, saved)
+
+
+def on_every_rank(
+    spec: RunSpec, function: Callable[..., Any], name: str, indices: tuple[int, ...], *args: Any
+) -> Delayed:
+    """What the training replica makes of ``args``; of several, every rank is asked and rank 0 answers."""
+    num_ranks = spec.config.cluster.train_workers
+    with on_ranks(spec, on(keys.TRAIN)):
+        if num_ranks == 1:
+            return node(function, spec.key(name, *indices), spec.run, *args)
+        answers = [node(function, spec.key(name, *indices, r), spec.run, *args, r) for r in range(num_ranks)]
+    with on(keys.GRADE):
+        return node(nodes.first, spec.key(f"{name}_done", *indices), answers)
 
 
 def iteration_groups(
@@ -135,5 +155,4 @@ def restored(spec: RunSpec, batches: int) -> Delayed:
     """Weights and store as they are after ``batches`` committed batches, which is version ``batches``; 0 begins a run."""
     with on(keys.COMMIT):
         stored = node(nodes.store_missing, spec.key("store_missing"), spec.run, batches)
-    with on(keys.TRAIN):
-        return node(nodes.restore, spec.key("restore"), spec.run, batches, stored)
+    return on_every_rank(spec, nodes.restore, "restore", (), batches, stored)

@@ -19,12 +19,14 @@ from libra.envs import run_grader
 from libra.errors import EnvironmentFault, LibraError, MismatchAlarm, RecordExists, RewardFault, TrainError
 from libra.graph.catching_up import catch_up
 from libra.graph.failures import failure_counts, failure_of
+from libra.graph.gang_member import turn
 from libra.graph.host import LibraHost, the_host
 from libra.graph.members import members_of
 from libra.graph.pausing import pause_reason
-from libra.graph.publishing import publish_checked
+from libra.graph.publishing import assist, publish_checked
 from libra.graph.reports import report
 from libra.graph.spec import RunSpec
+from libra.graph.step_records import read_step_record, write_step_record
 from libra.store.batches import commit_batch, read_batch, read_batch_facts
 from libra.store.exclusive import create_exclusive
 from libra.store.groups import group_path, read_group, write_group
@@ -302,15 +304,23 @@ def store_missing(run: str, batches: int) -> int:
 def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """One optimizer step (all epochs and minibatches of it) of replica ``rank`` on a committed batch."""
     host = _host(run)
-    assert host.checkpoints is not None, f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
     started_s = time.time()
-    if host.paused is not None and batch["batch"] > host.paused[0]:
-        raise MismatchAlarm(host.paused[1])
-    catch_up(host, batch["batch"])  # a worker that was lost took its replica along
-    result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
-    if (reason := pause_reason(host.spec, result.as_dict())) is not None:
-        host.paused = batch["batch"], reason
-    return {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+    with turn(host, rank):
+        assert host.checkpoints is not None, (
+            f"rank {rank}: step {batch['batch']} was sent to a worker without a replica"
+        )
+        if host.paused is not None and batch["batch"] > host.paused[0]:
+            raise MismatchAlarm(host.paused[1])
+        catch_up(host, batch["batch"])  # a worker that was lost took its replica along
+        if host.gang is not None and host.checkpoints.replica.steps_done > batch["batch"] + 1:
+            return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
+        result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
+        if (reason := pause_reason(host.spec, result.as_dict())) is not None:
+            host.paused = batch["batch"], reason
+        numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+        if host.gang is not None and rank == 0:
+            write_step_record(host.spec, batch["batch"], numbers)
+    return numbers
 
 
 def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -326,15 +336,26 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def publish(run: str, updated: dict[str, Any]) -> dict[str, Any]:
-    """Publish the replica's weights as the next version."""
-    return _publish(_host(run), updated["step"] + 1)
+def first(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 answered."""
+    return answers[0]
 
 
-def _publish(host: LibraHost, version: int) -> dict[str, Any]:
+def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    """Publish the replica's weights as the next version; ranks other than 0 help where each has a shard."""
+    host = _host(run)
+    with turn(host, rank):
+        return _publish(host, updated["step"] + 1, rank)
+
+
+def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
     started_s = time.time()
     assert host.replica is not None
     catch_up(host, version)
+    if rank > 0:
+        if host.replica.is_sharded and host.replica.steps_done == version:
+            assist(host.replica, host.spec.config.rollout.max_context_tokens)
+        return {"version": version, "rank": rank}
     if host.replica.steps_done > version:  # asked again after later steps: it was published then
         published = host.weights.get(version)
     else:
@@ -353,17 +374,18 @@ def _publish(host: LibraHost, version: int) -> dict[str, Any]:
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
 
 
-def restore(run: str, batches: int, stored: int) -> dict[str, Any]:
+def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any]:
     """Bring the replica to where ``batches`` committed batches lead, without generating, and publish that version.
 
     ``replayed`` has the numbers of each step that was taken again.
     """
     host = _host(run)
     started_s = time.time()
-    replayed = catch_up(host, batches)
-    published = _publish(host, batches)
-    assert host.checkpoints is not None
-    saved = [str(path) for path in host.checkpoints.save_due(batches)]
+    with turn(host, rank):
+        replayed = [*host.replayed, *catch_up(host, batches)]
+        published = _publish(host, batches, rank)
+        assert host.checkpoints is not None
+        saved = [str(path) for path in host.checkpoints.save_due(batches)]
     return {**published, "saved": saved, "replayed": replayed, "stored": stored, "restore_s": time.time() - started_s}
 
 
@@ -378,6 +400,8 @@ def checkpoint(run: str, published: dict[str, Any]) -> str:
     """Save model and optimizer in Hugging Face layout; returns the directory. Steps go on meanwhile."""
     host = _host(run)
     assert host.checkpoints is not None
+    if host.gang is not None:  # a group is brought up to date when it forms
+        return str(host.checkpoints.save_or_later(published["version"]))
     catch_up(host, published["version"])
     return str(host.checkpoints.save(published["version"]))
 

@@ -7,10 +7,12 @@ twice, and nothing of an older version is kept in the trainer. Everything is com
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from libra.projections import project_tensors
 from libra.weights import VersionCheck, WeightStore, WeightVersion
@@ -38,22 +40,48 @@ def publish_checked(store: WeightStore, replica: Replica, version: int, max_cont
         As `WeightStore.publish`.
     """
 
-    def check(content: str) -> str:
-        return make_check(store, replica, version, content, max_context_tokens).to_json()
+    tensors = replica.all_weights()
+    # Where the model lies in shards, passes are collectives, which all ranks come to in one order; see `assist`.
+    logp = probe_logp(replica, max_context_tokens) if replica.is_sharded else None
 
-    published = store.publish(version, replica.all_weights(), check=check, content=replica.content)
+    def check(content: str) -> str:
+        answers = probe_logp(replica, max_context_tokens) if logp is None else logp
+        return make_check(store, replica, version, content, tensors, answers, max_context_tokens).to_json()
+
+    published = store.publish(version, tensors, check=check, content=replica.content)
     if store.check_text(version) is None:  # of an older Libra
         store.add_check(version, check(published.digest))
     return published
 
 
+def assist(replica: Replica, max_context_tokens: int) -> None:
+    """What the other ranks of a sharded replica do while rank 0 publishes: the same collectives, in the same order."""
+    replica.all_weights()
+    probe_logp(replica, max_context_tokens)
+
+
+def vocabulary(replica: Replica) -> int:
+    """Number of token ids that the model knows."""
+    return int(replica.model.config.get_text_config().vocab_size)
+
+
+def probe_logp(replica: Replica, max_context_tokens: int) -> tuple[tuple[float, ...], ...]:
+    """The replica's log-probabilities of the probe tokens, in nats."""
+    rows = probe_tokens(vocabulary(replica), max_context_tokens)
+    return tuple(tuple(float(nats) for nats in replica.score(row)) for row in rows)
+
+
 def make_check(
-    store: WeightStore, replica: Replica, version: int, content: str, max_context_tokens: int
+    store: WeightStore,
+    replica: Replica,
+    version: int,
+    content: str,
+    tensors: Mapping[str, Tensor],
+    logp: tuple[tuple[float, ...], ...],
+    max_context_tokens: int,
 ) -> VersionCheck:
     """What the replica, which holds ``version``, answers to the questions that engines are asked."""
-    tokens = probe_tokens(int(replica.model.config.get_text_config().vocab_size), max_context_tokens)
-    probe = tuple(tuple(row.tolist()) for row in tokens)
-    logp = tuple(tuple(float(nats) for nats in replica.score(row)) for row in tokens)
+    probe = tuple(tuple(row.tolist()) for row in probe_tokens(vocabulary(replica), max_context_tokens))
     text = store.check_text(version - 1) if version > 0 else None
     before = None if text is None else VersionCheck.from_json(text, f"version {version - 1} under {store.root}")
     known = before is not None and before.probe == probe
@@ -62,7 +90,7 @@ def make_check(
         digest=content,
         dtype=str(replica.dtype).removeprefix("torch."),
         seed=version,
-        projections=project_tensors(replica.all_weights(), version),
+        projections=project_tensors(tensors, version),
         probe=probe,
         logp=logp,
         previous_logp=before.logp if before is not None and known else None,

@@ -46,6 +46,10 @@ class CheckpointWriter:
         self.replica, self.directory, self.config = replica, directory, config
         self._state = threading.Lock()  # held by a step, and while its outcome is copied
         self._disk = threading.Lock()
+        self.is_writer = True
+        """Whether this is rank 0 of its group, which writes for all of them."""
+        self.is_sharded = False
+        """Whether each rank holds a shard, so that a copy is made by all of them together."""
         self._copies: dict[int, Snapshot] = {}
         self._done: set[int] = set()
 
@@ -53,7 +57,10 @@ class CheckpointWriter:
         """One step of the replica, once a due state that it would change is copied."""
         with self._state:
             self._copy_if_due(step)
-            return self.replica.step(trajectories, step)
+            result = self.replica.step(trajectories, step)
+            if self.is_sharded:  # now that every rank is here: the checkpoint's task is rank 0's alone
+                self._copy_if_due(step + 1)
+            return result
 
     def save_due(self, version: int) -> list[Path]:
         """Write what is due up to ``version``, where the replica stands, and is not there: earlier starts did not get to it."""
@@ -83,7 +90,8 @@ class CheckpointWriter:
         with self._state:
             if version in self._done:
                 return target
-            self._copy_if_due(version)
+            if not self.is_sharded:
+                self._copy_if_due(version)
             copy = self._copies.get(version)
         if copy is None:
             raise CheckpointError(
@@ -97,15 +105,34 @@ class CheckpointWriter:
             self._done.add(version)
         return target
 
+    def save_or_later(self, version: int) -> Path:
+        """As `save`; in a group whose rank 0 was lost before it copied that state, the checkpoint of the state it has now."""
+        try:
+            return self.save(version)
+        except CheckpointError:
+            with self._state:
+                later = self.replica.steps_done
+                if later <= version or self.is_sharded:
+                    raise
+                self._copies[later] = self.replica.snapshot()
+        return self.save(later)
+
     def _copy_if_due(self, version: int) -> None:
         from libra.train.checkpoint import checkpoint_name, has_optimizer
 
         if has_optimizer(self.directory / checkpoint_name(version)):
             self._done.add(version)  # by an earlier start, or before this worker was restarted
-        if (
+        due = (
             self.replica.steps_done == version
             and checkpoint_is_due(self.config, version)
             and version not in self._copies
             and version not in self._done
-        ):
-            self._copies[version] = self.replica.snapshot()
+        )
+        if self.is_sharded:
+            due = self.replica.group.from_first(due)
+        elif not self.is_writer:
+            return
+        if due:
+            copy = self.replica.snapshot()
+            if self.is_writer:
+                self._copies[version] = copy

@@ -35,10 +35,21 @@ def is_parked(ts: TaskState) -> bool:
     return bool(ts.resource_restrictions == _PARKED)
 
 
-def park(ts: TaskState) -> None:
-    """Make the task wait the next time it is scheduled."""
-    ts.resource_restrictions = dict(_PARKED)
+def park(ts: TaskState, resource: str = PARK) -> None:
+    """Make the task wait the next time it is scheduled, for a resource that nobody supplies."""
+    ts.resource_restrictions = {resource: 1}
     ts.worker_restrictions = None
+
+
+def waits_for(ts: TaskState, resource: str) -> bool:
+    """Whether the task asks for this resource and nothing else."""
+    return bool(ts.resource_restrictions == {resource: 1})
+
+
+def tell_worker(scheduler: Scheduler, address: str, message: dict[str, Any]) -> None:
+    """Send a message on a worker's stream, where a plugin has put a handler for its ``op``; nothing where it is gone."""
+    if address in scheduler.workers:
+        scheduler.worker_send(address, message)
 
 
 def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str) -> list[str]:

@@ -6,6 +6,8 @@ Invariants
    on counts of the whole minibatch alone: the sum over any split into whole sequences, divided by the minibatch's
    denominator, is the loss of one big batch, gradient included.
 2. Masked places have no part in it, whatever they hold; no token at all gives exactly 0.
+3. The sum of weights is additive: over any split of a minibatch into whole sequences the weights of the parts add up,
+   without rounding, to that of the whole. The denominator is a function of the whole sum, so parts are merged undivided.
 
 Shape legend: N tokens of a `libra.train.sequences.Sequences`, S sequences.
 """
@@ -74,15 +76,26 @@ class Aggregation:
             total_S = total_S / (sequences.count_S.clamp(min=1).to(total_S.dtype) + self.token_eps)
         return total_S.sum()
 
-    def denominator(self, *, num_tokens: float, num_sequences: float) -> float:
-        """What the weighted sums of a minibatch with these counts are divided by; at least 1 where nothing was counted."""
+    def weight_sum(self, *, num_tokens: float, num_sequences: float) -> float:
+        """Sum of the weights of sequences with these counts: tokens for ``token-mean``, else sequences.
+
+        A whole number, so that sums over slices are exact. ``seq-mean-token-sum-norm`` and ``constant`` divide by something
+        constant per sequence or batch; their sequences are counted all the same, for no slice may be left out or be there
+        twice.
+        """
+        return num_tokens if self.mode == "token-mean" else num_sequences
+
+    def divisor_of(self, weight_sum: float) -> float:
+        """What the merged sum of weight x gradient is divided by, once; at least 1 where nothing was counted."""
         if self.mode == "constant":
             assert self.divisor is not None
             return self.divisor
-        if self.mode == "token-mean":
-            return num_tokens or 1.0
         horizon = self.horizon_tokens if self.mode == "seq-mean-token-sum-norm" else None
-        return (num_sequences or 1.0) * (horizon or 1.0)
+        return (weight_sum or 1.0) * (horizon or 1.0)
+
+    def denominator(self, *, num_tokens: float, num_sequences: float) -> float:
+        """What the weighted sums of a minibatch with these counts are divided by; at least 1 where nothing was counted."""
+        return self.divisor_of(self.weight_sum(num_tokens=num_tokens, num_sequences=num_sequences))
 
     def __call__(
         self,

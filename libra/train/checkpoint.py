@@ -32,13 +32,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from libra.errors import CheckpointError
-from libra.tensors import digest, untied
+from libra.tensors import digest
+from libra.train.layout import laid_out, whole
 from libra.train.report import StepReport
 
 if TYPE_CHECKING:
@@ -102,9 +102,13 @@ class Snapshot:
 
     @classmethod
     def of(cls, replica: Replica, *, copy: bool = True) -> Snapshot:
-        """The state of ``replica`` now, which no step may change while it is taken."""
+        """The state of ``replica`` now, which no step may change while it is taken.
+
+        Where the replica is sharded every one of its group has to ask for it.
+        """
 
         def kept(tensor: Tensor) -> Tensor:
+            tensor = whole(tensor)
             return tensor.detach().to("cpu", copy=True).contiguous() if copy else tensor.detach().contiguous()
 
         optimizer = {
@@ -170,15 +174,13 @@ def save_checkpoint(directory: Path, snapshot: Snapshot) -> None:
 def load_checkpoint(directory: Path, replica: Replica) -> None:
     """Bring ``replica`` to the state saved in ``directory``; CheckpointError where it is torn or of another model."""
     facts, weights, optimizer = _read(directory)
-    own = untied(replica.model.state_dict())[0]
+    own = replica.tensors()
     differing = sorted(name for name in own.keys() | weights.keys() if _form(own.get(name)) != _form(weights.get(name)))
     if differing:
         raise CheckpointError(
             f"checkpoint: {directory} is of another model or dtype; tensors that differ: {differing[:4]}"
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+    replica.take_weights(weights)
     _take_optimizer(replica, optimizer)
     replica.steps_done = int(facts["steps_done"])
     replica.last_report = StepReport(**facts["last_report"]) if facts["last_report"] else None
@@ -301,7 +303,9 @@ def _take_optimizer(replica: Replica, state: dict[str, Tensor]) -> None:
         entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
         if entry:
             replica.optimizer.state[parameter] = {
-                key: value.to(parameter.device, parameter.dtype, copy=True) if key != "step" else value.clone()
+                key: value.clone()
+                if key == "step"
+                else laid_out(value.to(parameter.device, parameter.dtype, copy=True), parameter.detach())
                 for key, value in entry.items()
             }
     if replica.master is not None:

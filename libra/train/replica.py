@@ -1,16 +1,20 @@
 """One training replica: a model, its optimizer, and the step that turns weights k into weights k + 1.
 
+A replica may be alone, or one of a group that takes each step together (`libra.train.group`); then every one of them is
+given the whole batch and computes its slice of it, and hybrid replicas from outside may compute slices too.
+
 Invariants
 ----------
 1. Steps are taken in order, once: `Replica.step` accepts step ``steps_done``; the step just done returns its report
    again (a relaunched task changes nothing); every other number is a TrainError.
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they were.
-3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided by a denominator that is known
-   before the first of them (`libra.train.aggregation`), however they are laid out in micro-batches.
+3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided once, after all of it is there,
+   by what the sum of weights says (`libra.train.aggregation`), however it is laid out in micro-batches and over replicas.
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
    numerator or denominator.
 5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
 6. With a ``master_dtype`` the optimizer's weights are `libra.train.master.MasterWeights`; the model's are those, rounded.
+7. The replicas of a group have the same weights, bit for bit, after every step, and report the same digest.
 
 Shape legend: N action tokens of a micro-batch.
 """
@@ -18,10 +22,12 @@ Shape legend: N action tokens of a micro-batch.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +41,20 @@ from libra.scoring import score_alone
 from libra.tensors import digest, untied
 from libra.train import mismatch
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
+from libra.train.double import keep_double
+from libra.train.group import TrainGroup
+from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
+from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack, sample_of
 from libra.train.partition import karmarkar_karp
+from libra.train.reduction import in_step, merged_gradient, offer_weights, plan, proximal_everywhere
 from libra.train.report import StepReport, Tally
 from libra.train.settings import TrainSettings
 from libra.train.sharing import can_share
+from libra.train.slices import split
 from libra.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -69,11 +81,20 @@ class Replica:
     base_dir : path, optional
         The model that ``model_dir`` came from: reference of the KL term, and the tokenizer files that travel with every
         checkpoint. None: ``model_dir`` itself.
+    group : TrainGroup, optional
+        The replicas that take each step together. None: this one alone.
+
+    Attributes
+    ----------
+    hybrids : HybridPool or None
+        Set on rank 0 where hybrid replicas may join; see `admit_hybrids`.
 
     Raises
     ------
     ModelError
         Where ``model_dir`` does not hold a causal language model.
+    TrainError
+        Where the model cannot be laid out as the settings say.
     """
 
     def __init__(
@@ -86,6 +107,7 @@ class Replica:
         threads: int | None = None,
         seed: int = 0,
         base_dir: str | Path | None = None,
+        group: TrainGroup | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -95,10 +117,8 @@ class Replica:
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.model = _load_model(self.model_dir, self.dtype)
-        wide = getattr(torch, master_dtype) if isinstance(master_dtype, str) else master_dtype
-        self.master: MasterWeights | None = None
-        if wide is not None and wide.itemsize > self.dtype.itemsize:
-            self.master = MasterWeights(self.parameters(), wide)
+        self.group = group or TrainGroup()
+        self.hybrids: HybridPool | None = None
         self.steps_done = 0
         self.last_report: StepReport | None = None
         self.content: str | None = None  # digest of the present weights, where it was computed since they last changed
@@ -109,6 +129,13 @@ class Replica:
             self._reference = Scorer(_load_model(self.base_dir, self.dtype).requires_grad_(False), settings.temperature)
         self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
+        kept, self._aliases = untied(self.model.state_dict())
+        self._names = tuple(kept)
+        self._lay_out()
+        wide = getattr(torch, master_dtype) if isinstance(master_dtype, str) else master_dtype
+        self.master: MasterWeights | None = None
+        if wide is not None and wide.itemsize > self.dtype.itemsize:
+            self.master = MasterWeights(self.parameters(), wide)
         self.optimizer = torch.optim.AdamW(
             self.optimized().values(),
             lr=settings.lr,
@@ -116,6 +143,42 @@ class Replica:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each replica of the group holds a part of every tensor, so that passes and `weights` are collectives."""
+        return self.settings.layout == "fsdp2" and self.group.size > 1
+
+    def _lay_out(self) -> None:
+        if self.settings.gradient_checkpointing:
+            checkpoint_activations(self.model)
+        if self.is_sharded:
+            if not self._packing_checked:  # later it would be a collective that only some replicas come to
+                check_packing(self._scorer, _PACKING_TOLERANCE.get(self.dtype, 0.1))
+                self._packing_checked = True
+            shard(self.model, self.group, offload=self.settings.offload)
+
+    def description(self) -> dict[str, Any]:
+        """What another replica must have in common with this one to compute a slice of its minibatch; JSON-able."""
+        same_result = {
+            "layout",
+            "gradient_checkpointing",
+            "offload",
+            "max_row_tokens",
+            "micro_batch_tokens",
+            "share_prompts",
+        }
+        settings = {name: value for name, value in asdict(self.settings).items() if name not in same_result}
+        shapes = [f"{name} {list(parameter.shape)}" for name, parameter in self.parameters().items()]
+        return {
+            "dtype": str(self.dtype),
+            "master_dtype": None if self.master is None else str(next(iter(self.optimized().values())).dtype),
+            **{
+                f"trainer.{name}": list(value) if isinstance(value, tuple) else value
+                for name, value in settings.items()
+            },
+            "parameters": hashlib.sha256("\n".join(shapes).encode()).hexdigest(),
+        }
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by name, tied ones once."""
@@ -126,12 +189,21 @@ class Replica:
         return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The state dict to publish, tied tensors once. Views of live storage: the next step changes them."""
-        return untied({name: tensor.detach() for name, tensor in self.model.state_dict().items()})[0]
+        """The state dict to publish, tied tensors once. Views of live storage, which the next step changes.
+
+        Where the model is sharded: copies, and every replica of the group has to ask for them.
+        """
+        return {name: whole(tensor) for name, tensor in self.tensors().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The same tensors as they lie here, sharded or not."""
+        state = self.model.state_dict()
+        return {name: state[name].detach() for name in self._names}
 
     def all_weights(self) -> dict[str, Tensor]:
         """`weights` with tied tensors under every name they have."""
-        return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        own = self.weights()
+        return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
         """Log-probability in nats of each token but the first under the present weights (T - 1,), at temperature 1."""
@@ -139,12 +211,27 @@ class Replica:
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
-        own, self.content = self.weights(), None
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
-        if self.master is not None:
-            self.master.take_from_model()
+        self.content = None
+        with torch.no_grad(), self._quiet():
+            for name, tensor in self.tensors().items():
+                local(tensor).copy_(part_of(weights[name], tensor))
+            if self.master is not None:
+                self.master.take_from_model()
+            self._weights_moved()
+
+    def admit_hybrids(self, token: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> HybridPool:
+        """From now on hybrid replicas that know ``token`` may join; on rank 0 of the group, between steps."""
+        source = None if self.is_sharded else self.weights
+        self.hybrids = HybridPool(token, self.description(), source=source, host=host, timeout_s=timeout_s)
+        return self.hybrids
+
+    def _quiet(self) -> AbstractContextManager[Any]:
+        """Nobody copies the weights in here."""
+        return nullcontext() if self.hybrids is None else self.hybrids.quiet
+
+    def _weights_moved(self) -> None:
+        if self.hybrids is not None:
+            self.hybrids.stale = True
 
     def save(self, directory: str | Path) -> None:
         """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
@@ -180,6 +267,10 @@ class Replica:
             raise TrainError(
                 f"train step: got step {step}, but {self.steps_done} steps are done; allowed is {self.steps_done}"
             )
+        with self._quiet():
+            return self._step(trajectories, step)
+
+    def _step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
         started = time.perf_counter()
         tally = Tally()
         trained = [trajectory for trajectory in trajectories if trajectory.failure.trains]
@@ -210,6 +301,10 @@ class Replica:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.content = content = digest(self.weights())
+        if self.hybrids is not None:
+            if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
+                offer_weights(self)  # to one that came while the step was under way
+            tally.add(**self.hybrids.traffic())
         self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=time.perf_counter() - started)
         self.steps_done = step + 1
         return self.last_report
@@ -229,34 +324,69 @@ class Replica:
 
     def _train(self, minibatch: list[Sample], step: int, tally: Tally) -> None:
         """One optimizer step, or none where no sample has a gradient."""
-        denominator = self._objective.aggregation.denominator(
-            num_tokens=sum(sample.num_actions for sample in minibatch), num_sequences=len(minibatch)
-        )
-        # A sequence without any gradient would change nothing by its forward pass.
-        useful = [sample for sample in minibatch if sample.advantage != 0 or self._objective.needs_every_sequence]
         tally.add(minibatches=1)
-        if not useful:
+        if not self._useful(minibatch):
             return
+        planned = plan(self)
         began = time.perf_counter()
-        batches = self._pack(useful)
-        packed = time.perf_counter()
-        for batch in batches:
-            self._check_packing(batch)
-            loss = self.micro_batch_loss(batch, tally) / denominator
-            value = float(loss.detach())
-            if not np.isfinite(value):
-                raise TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
-            loss.backward()
-            tally.add(loss=value)
-        computed = time.perf_counter()
-        if not tally.sums.get("optimizer_steps"):
+        weight_sum = merged_gradient(self, minibatch, planned, step, tally)
+        merged = time.perf_counter()
+        divisor = self._objective.aggregation.divisor_of(weight_sum)
+        torch._foreach_div_([local(p.grad) for p in self.optimized().values() if p.grad is not None], divisor)
+        tally.add(loss=tally.sums.pop("loss_sum", 0.0) / divisor)
+        if not tally.stepped:
             mismatch.raise_alarm(tally, self.settings.mismatch_alarm, self.settings.mismatch_action, step)
         self._apply_gradient(step, tally)
+        self._weights_moved()
+        if planned.connected:
+            offer_weights(self)
+        packed_s = tally.sums.pop("slice_pack_s", 0.0)
         tally.add(
-            pack_s=packed - began,
-            forward_backward_s=computed - packed,
-            optimizer_s=time.perf_counter() - computed,
+            pack_s=packed_s,
+            forward_backward_s=merged - began - packed_s,
+            optimizer_s=time.perf_counter() - merged,
         )
+
+    def _useful(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Those with a gradient; a sequence without any would change nothing by its forward pass, but counts as weight."""
+        return [sample for sample in samples if sample.advantage != 0 or self._objective.needs_every_sequence]
+
+    def weight_of(self, samples: Sequence[Sample]) -> float:
+        """Sum of the weights of ``samples``, as the aggregation mode has it."""
+        return self._objective.aggregation.weight_sum(
+            num_tokens=sum(sample.num_actions for sample in samples), num_sequences=len(samples)
+        )
+
+    def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
+        """Add this slice's sum of weight x gradient, undivided, to the ``grad`` of `optimized`; returns its sum of weights.
+
+        Raises TrainError where its loss is not finite.
+        """
+        began = time.perf_counter()
+        useful = self._useful(samples)
+        batches = self._pack(useful)
+        tally.add(slice_pack_s=time.perf_counter() - began)
+        fault: TrainError | None = None
+        for batch, counts in in_step(self, batches, self._empty_batch):
+            self._check_packing(batch)
+            loss = self.micro_batch_loss(batch, tally if counts else Tally())
+            value = float(loss.detach())
+            if not np.isfinite(value):
+                fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
+                if not self.is_sharded:  # else the others wait for this replica in their next pass
+                    raise fault
+            (loss if counts else loss * 0).backward()
+            if counts:
+                tally.add(loss_sum=value)
+        if fault is not None:
+            raise fault
+        return self.weight_of(samples)
+
+    def _empty_batch(self) -> MicroBatch:
+        """A micro-batch to take part in the others' collectives with; its loss is not counted."""
+        token_ids = np.zeros(2, np.int64)
+        sample = Sample(token_ids, np.array([0]), np.array([0]), np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)
+        return self._pack([sample])[0]
 
     def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return pack(
@@ -269,17 +399,21 @@ class Replica:
 
     @torch.no_grad()
     def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
-        """``samples``, in another order, with their log-probabilities under the present weights."""
-        scored: list[Sample] = []
-        for batch in self._pack(samples):
+        """``samples`` with their log-probabilities under the present weights; each is scored by one replica of the group."""
+        numbered = {id(sample): index for index, sample in enumerate(samples)}
+        scored: dict[int, NDArray[np.floating[Any]]] = {}
+        for batch, counts in in_step(
+            self, self._pack(split(samples, self.group.size)[self.group.rank]), self._empty_batch
+        ):
             self._check_packing(batch)
             logp_N, _ = self._scorer.logp(*batch.inputs)
-            parts = logp_N.split([sample.num_actions for sample in batch.samples])
-            scored += [
-                replace(sample, proximal_logp=part.cpu().numpy())
-                for sample, part in zip(batch.samples, parts, strict=True)
-            ]
-        return scored
+            if counts:
+                parts = logp_N.split([sample.num_actions for sample in batch.samples])
+                scored |= {
+                    numbered[id(sample)]: part.cpu().numpy() for sample, part in zip(batch.samples, parts, strict=True)
+                }
+        everywhere = proximal_everywhere(self, samples, scored)
+        return [replace(sample, proximal_logp=logp) for sample, logp in zip(samples, everywhere, strict=True)]
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
         """Sum of weight x loss over the action tokens of ``batch``, with gradient; what it saw goes into ``tally``."""
@@ -308,12 +442,12 @@ class Replica:
             rows=len(batch.token_ids_RW),
             micro_batches=1,
         )
-        if not tally.sums.get("optimizer_steps") and not self.settings.exact_logprobs:
+        if not tally.stepped and not self.settings.exact_logprobs:
             mismatch.observe(tally, logp_N[batch.current_N], batch.behaviour_logp_N[batch.current_N])
 
     def _apply_gradient(self, step: int, tally: Tally) -> None:
         parameters = self.optimized()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
             bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
             raise TrainError(
@@ -326,6 +460,7 @@ class Replica:
             self.master.round_into_model()
         self.optimizer.zero_grad(set_to_none=True)
         tally.add(grad_norm=float(norm), optimizer_steps=1)
+        tally.stepped = True
 
     def _check_packing(self, batch: MicroBatch) -> None:
         """Once, before the first row that holds two sequences: does this architecture keep them apart?"""
@@ -343,6 +478,7 @@ class Replica:
                 parameter.copy_(weights[name])
         if self.master is not None:
             self.master.round_into_model()
+        self._weights_moved()
         self.optimizer.load_state_dict(optimizer_state)
 
 
@@ -358,4 +494,6 @@ def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
         )
     except (OSError, ValueError, RuntimeError, KeyError) as fault:
         raise ModelError(f"model: {model_dir} cannot be loaded as a causal language model: {fault}") from fault
+    if dtype is torch.float64:
+        keep_double(model)
     return model.eval()

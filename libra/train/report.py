@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +47,17 @@ class StepReport:
         number of tokens (1: all weigh the same).
     exact_old_frac : float
         Share of tokens whose old log-probability is the trainer's own, under the weights that generated them.
+    replicas, hybrids, hybrids_joining, hybrids_lost : int
+        Core replicas; hybrid replicas that computed a slice, were there without their state yet, or were lost or failed with
+        a slice that the core then computed; the most over the optimizer steps, lost ones in all.
+    reduce_s, reduce_bytes
+        Seconds in the reduction over the core, and bytes reduced on each of its replicas.
+    hybrid_wait_s : float
+        Seconds the core waited for hybrids after it was done with its own slices.
+    hybrid_copy_s : float
+        Seconds in which the stepped weights were copied for hybrids to pull.
+    hybrid_sent_bytes, hybrid_received_bytes : int
+        Weights and slices to hybrids, gradients from them, in this step.
     """
 
     step: int
@@ -82,6 +94,16 @@ class StepReport:
     exact_old_frac: float = 0.0
     mismatch_k3: float = 0.0
     mismatch_effective_frac: float = 1.0
+    replicas: int = 1
+    hybrids: int = 0
+    hybrids_joining: int = 0
+    hybrids_lost: int = 0
+    reduce_s: float = 0.0
+    reduce_bytes: int = 0
+    hybrid_wait_s: float = 0.0
+    hybrid_copy_s: float = 0.0
+    hybrid_sent_bytes: int = 0
+    hybrid_received_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""
@@ -94,6 +116,19 @@ class Tally:
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    stepped: bool = False
+    """Whether the weights have moved since the step began."""
+
+    def part(self) -> Tally:
+        """An empty tally for one slice of the minibatch at hand."""
+        return Tally(stepped=self.stepped)
+
+    def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
+        """Count what another replica's part holds; of seconds (names in ``_s``) the longest counts, for they run at once."""
+        for name, amount in sums.items():
+            if not name.endswith("_s"):
+                self.add(**{name: amount})
+        self.at_least(**maxima)
 
     def add(self, **amounts: float) -> None:
         """Add to the named sums."""
@@ -114,6 +149,19 @@ class Tally:
         """Effective sample size over the number of tokens; 1 where there are none."""
         squares = self.sums.get(square, 0.0) * self.sums.get(count, 0.0)
         return self.sums[total] ** 2 / squares if squares else 1.0
+
+    def _of_the_group(self) -> dict[str, Any]:
+        counts = {
+            name: int(self.maxima.get(name, 1 if name == "replicas" else 0))
+            for name in ("replicas", "hybrids", "hybrids_joining")
+        }
+        sums = ("hybrids_lost", "reduce_bytes", "hybrid_sent_bytes", "hybrid_received_bytes")
+        seconds = ("reduce_s", "hybrid_wait_s", "hybrid_copy_s")
+        return {
+            **counts,
+            **{name: int(self.sums.get(name, 0)) for name in sums},
+            **{name: self.sums.get(name, 0.0) for name in seconds},
+        }
 
     def report(self, *, step: int, digest: str, lr: float, total_s: float) -> StepReport:
         """The step as numbers."""
@@ -155,4 +203,5 @@ class Tally:
             mismatch_effective_frac=self._effective_frac(
                 "mismatch_weight", "mismatch_weight_square", "mismatch_tokens"
             ),
+            **self._of_the_group(),
         )

@@ -12,6 +12,7 @@ from libra.config.algorithms import (
     CorrectionAction,
     CorrectionLevel,
     KLEstimator,
+    LayoutName,
     LossName,
     OldLogp,
     preset_values,
@@ -29,6 +30,7 @@ _CHOICES: dict[str, Any] = {
     "correction": CorrectionAction,
     "correction_level": CorrectionLevel,
     "kl_estimator": KLEstimator,
+    "layout": LayoutName,
 }
 
 
@@ -62,6 +64,12 @@ class TrainSettings:
         Samples with the same prompt share it in a row, where the model has full attention only. Changes no result.
     micro_batch_tokens : int
         Rows times width of one forward pass, padding included: the dial for memory.
+    layout : str
+        How a model lies on the replicas of a group: whole on each (ddp), or in shards (fsdp2). Nothing where there is one.
+    gradient_checkpointing : bool
+        Layers keep their inputs and compute the rest again in the backward pass. Changes no result.
+    offload : bool
+        Of fsdp2: shards of weights, gradients and optimizer state lie in host memory between their uses.
     temperature : float
         Of the sampling; logits are divided by it, so that log-probabilities here and there mean the same.
     mismatch_alarm, mismatch_action
@@ -98,6 +106,9 @@ class TrainSettings:
     max_row_tokens: int = 512
     share_prompts: bool = True
     micro_batch_tokens: int = 4096
+    layout: LayoutName = "ddp"
+    gradient_checkpointing: bool = False
+    offload: bool = False
     temperature: float = 1.0
     mismatch_alarm: float | None = None
     mismatch_action: Literal["warn", "pause", "stop"] = "warn"
@@ -134,6 +145,7 @@ class TrainSettings:
             "micro_batch_tokens": (self.micro_batch_tokens >= 1, ">= 1"),
             "temperature": (self.temperature > 0, "> 0 (greedy samples have no log-probability to learn from)"),
         }
+        rules["offload"] = (not self.offload or self.layout == "fsdp2", "false where trainer.layout is ddp")
         for name, (ok, allowed) in rules.items():
             if not ok:
                 raise ConfigError(f"trainer.{name}: got {getattr(self, name)!r}; allowed is {allowed}")

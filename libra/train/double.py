@@ -1,0 +1,46 @@
+"""Float64 throughout: a mode in which a model in float64 does not fall back to float32 anywhere.
+
+transformers computes norms in float32 "for precision", which for a model in float64 throws half of its digits away: gradients
+of the same tokens then differ by 1e-8 between two layouts, and nothing finer can be tested.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class KeepDouble(TorchFunctionMode):
+    """Casts of float64 tensors to a narrower floating dtype have no effect in here."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """``func`` itself, but for casts down."""
+        given = dict(kwargs or {})
+        if func in (Tensor.to, Tensor.float) and args[0].dtype is torch.float64:
+            narrow = func is Tensor.float or torch.float32 in (*args[1:], given.get("dtype"))
+            if narrow:
+                return args[0]
+        return func(*args, **given)
+
+
+def keep_double(model: Any) -> None:
+    """Have every forward pass of ``model``, which is in float64, be in float64 throughout."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def in_double(*args: Any, **kwargs: Any) -> Any:
+        with KeepDouble():
+            return forward(*args, **kwargs)
+
+    model.forward = in_double

@@ -1,0 +1,203 @@
+"""One replica in a process of its own, told what to do by JSON lines; the test is the other end (`Process`).
+
+Also what both ends need: the same batches and the same way to record each merged gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from libra.errors import LibraError
+from libra.train import Replica, TrainSettings
+from libra.train.group import TrainGroup
+from libra.train.hybrid import HybridReplica
+from libra.train.hybrid_pool import HybridPool
+from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
+
+TOKEN = "of this test"
+
+
+def make_batch(step: int) -> list[Trajectory]:
+    """Nine trajectories of very unequal token counts; one without advantage, which weighs and has no gradient."""
+    rng = np.random.default_rng(1000 + step)
+    made = []
+    for index in range(9):
+        lengths = [int(n) for n in rng.integers(1, 4 if index % 3 else 25, 2 * int(rng.integers(1, 3)))]
+        lengths[0] += 3
+        num_tokens = sum(lengths)
+        is_action = np.concatenate([np.full(length, part % 2 == 1) for part, length in enumerate(lengths)])
+        versions = np.where(is_action, step, -1).astype(np.int32)
+        made.append(
+            Trajectory(
+                trajectory_id=TrajectoryId(step, 0, index),
+                prompt=Prompt("p", ()),
+                token_ids=rng.integers(0, 48, num_tokens).astype(np.int32),
+                is_action=is_action,
+                behaviour_logprob=np.where(is_action, rng.uniform(-4, -0.5, num_tokens), 0).astype(np.float32),
+                weight_version=versions,
+                kv_version=versions.copy(),
+                turns=[],
+                end_reason=EndReason.ANSWERED,
+                reward=0.0,
+                advantage=0.0 if index == 4 else float(rng.normal()),
+            )
+        )
+    return made
+
+
+class Recorded:
+    """A float64 replica that keeps what it merged, before it is divided by its norm."""
+
+    def __init__(self, model_dir: str, settings: dict[str, Any], group: TrainGroup | None = None) -> None:
+        defaults = {"lr": 1e-3, "max_grad_norm": 0.5, "max_row_tokens": 40, "micro_batch_tokens": 120}
+        self.replica = Replica(
+            model_dir, TrainSettings(**{**defaults, **settings}), dtype=torch.float64, threads=1, group=group
+        )
+        self.gradients: list[np.ndarray] = []
+        apply = self.replica._apply_gradient
+
+        def record(step: int, tally: Any) -> None:
+            grads = [p.grad for p in self.replica.parameters().values()]
+            full = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+            self.gradients.append(torch.cat([g.flatten() for g in full]).numpy().copy())
+            apply(step, tally)
+
+        self.replica._apply_gradient = record
+
+    def listen(self, timeout_s: float = 60.0) -> HybridPool:
+        return self.replica.admit_hybrids(TOKEN, timeout_s=timeout_s)
+
+    def step(self, k: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Report of step ``k`` and the gradient of each of its optimizer steps."""
+        self.gradients.clear()
+        report = self.replica.step(make_batch(k), k)
+        return report.as_dict(), list(self.gradients)
+
+
+class Process:
+    """The parent's end of one process."""
+
+    def __init__(self, model_dir: Path, scratch: Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self.popen = subprocess.Popen(
+            [sys.executable, __file__, str(model_dir), str(scratch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def tell(self, what: str, **arguments: Any) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps([what, arguments]) + "\n")
+        self.popen.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            return {"dead": self.popen.wait()}
+        return json.loads(line)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        self.tell(what, **arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Member:
+    """The process's end."""
+
+    def __init__(self, model_dir: str, scratch: str) -> None:
+        self.model_dir, self.scratch = model_dir, Path(scratch)
+        self.group: TrainGroup | None = None
+        self.serving: threading.Thread | None = None
+
+    def join(self, port: int, rank: int, size: int, epoch: int = 0) -> None:
+        self.group = TrainGroup.join(("127.0.0.1", port), rank, size, epoch=epoch, timeout_s=60)
+        if hasattr(self, "recorded"):
+            self.recorded.replica.group = self.group
+
+    def new(self, settings: dict[str, Any], listen: bool = False) -> list[Any] | None:
+        if hasattr(self, "recorded") and self.recorded.replica.hybrids is not None:
+            self.recorded.replica.hybrids.close()
+        self.recorded = Recorded(self.model_dir, settings, self.group)
+        return list(self.recorded.listen().address) if listen else None
+
+    def load(self, directory: str) -> None:
+        self.recorded.replica.load(directory)
+
+    def save(self, directory: str) -> None:
+        self.recorded.replica.save(directory)
+
+    def wait_for(self, members: int, joining: bool = False) -> bool:
+        pool = self.recorded.replica.hybrids
+        assert pool is not None
+        return pool.wait_for(members, joining=joining) if members else pool.wait_empty()
+
+    def step(self, k: int) -> Any:
+        try:
+            report, gradients = self.recorded.step(k)
+        except LibraError as error:
+            return {"error": type(error).__name__, "text": str(error), "done": self.recorded.replica.steps_done}
+        path = self.scratch / f"{os.getpid()}-{k}.npy"
+        np.save(path, np.stack(gradients))
+        return {"report": report, "gradients": str(path)}
+
+    def serve(self, settings: dict[str, Any], address: list[Any], die_at: int | None = None) -> None:
+        """Become a hybrid; with ``die_at`` killed in the midst of that slice."""
+        replica = Recorded(self.model_dir, settings).replica
+        if die_at is not None:
+            accumulate, calls = replica.micro_batch_loss, []
+
+            def deadly(*args: Any) -> Any:
+                calls.append(1)
+                if len(calls) > die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return accumulate(*args)
+
+            replica.micro_batch_loss = deadly
+        self.hybrid = HybridReplica(replica, (address[0], address[1]), TOKEN)
+        self.serving = threading.Thread(target=self.hybrid.run)
+        self.serving.start()
+
+    def leave(self) -> int:
+        assert self.serving is not None
+        self.hybrid.leave()
+        self.serving.join()
+        return self.hybrid.slices_done
+
+    def die_in_reduction(self) -> None:
+        assert self.group is not None
+        self.group.sum_ = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(1)
+    member = Member(*sys.argv[1:])
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        answers.write(json.dumps(getattr(member, what)(**arguments)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
