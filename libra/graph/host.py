@@ -40,6 +40,7 @@ from libra.graph.fetching import weights_of
 from libra.graph.gang_member import GangMember
 from libra.graph.model_files import local_model
 from libra.graph.private import cheap_reschedule, priority_here, still_wanted
+from libra.graph.replicas import make_replica
 from libra.graph.reports import report
 from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
@@ -59,18 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_THE_REPLICAS = (
-    "algorithm",
-    "prompts",
-    "group_size",
-    "advantage",
-    "normalize_std",
-    "std_eps",
-    "drop_uniform_groups",
-    "drop_truncated",
-    "resample",
-)
-"""Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
 _ONE_MODEL_AT_A_TIME = asyncio.Lock()
 """transformers builds a model under a device context of the whole process: two runs' models at once come out without data."""
 KEPT_PROMPTS = 1024
@@ -169,7 +158,7 @@ class LibraHost(WorkerPlugin):
 
     def put_replica(self, group: TrainGroup | None = None) -> None:
         """Make the replica, anew where there was one."""
-        self.replica = self._make_replica(group)
+        self.replica = make_replica(self.spec, self.model_dir, group)
         self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
 
     async def _start_engine(self, kind: EngineKind) -> None:
@@ -212,31 +201,6 @@ class LibraHost(WorkerPlugin):
                 if time.monotonic() > until_s or self.spec.epoch == 0:
                     raise
                 time.sleep(0.2)
-
-    def _make_replica(self, group: TrainGroup | None) -> Replica:
-        from libra.train import Replica, TrainSettings
-        from libra.train.checkpoint import has_optimizer
-
-        config = self.spec.config
-        settings = config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS))
-        if config.trainer.aggregation == "seq-mean-token-sum-norm" and settings["loss_divisor"] is None:
-            settings["loss_divisor"] = float(config.rollout.max_context_tokens)
-        start = self.spec.from_checkpoint
-        replica = Replica(
-            start or self.model_dir,
-            TrainSettings(
-                **settings, temperature=config.rollout.temperature, exact_logprobs=config.rollout.exact_logprobs
-            ),
-            dtype=config.model.dtype,
-            master_dtype=config.model.master_dtype,
-            threads=config.cluster.threads,
-            seed=config.run.seed,
-            base_dir=self.model_dir,
-            group=group,
-        )
-        if start is not None and has_optimizer(start):
-            replica.continue_optimizer(start)
-        return replica
 
     # ---------------------------------------------------------------- weights
 

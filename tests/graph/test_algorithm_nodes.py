@@ -11,7 +11,7 @@ import pytest
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
 from libra.graph import members, nodes
-from libra.graph.host import NOT_THE_REPLICAS
+from libra.graph.replicas import NOT_THE_REPLICAS
 from libra.train import TrainSettings, batch_advantages
 from libra.types import EndReason, FailureClass
 

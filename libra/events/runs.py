@@ -1,0 +1,139 @@
+"""What happened to the run as a whole: iterations, batches, steps, decisions of policy and planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from libra.events.event import Event
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    """A driver took ``epoch`` of a run and begins; ``policy`` names what orders its trajectories, ``family`` their environment."""
+
+    name: ClassVar[str] = "run_started"
+    epoch: int
+    eta: int
+    iterations: int
+    groups_per_batch: int
+    policy: str
+    family: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySnapshot(Event):
+    """What the policy objects know here: ``order`` of the one that ``policy`` names, and ``admission``.
+
+    The first after ``run_started`` is what an epoch begins with; from any later one a replay can begin.
+    """
+
+    name: ClassVar[str] = "policy_snapshot"
+    policy: str
+    family: str
+    order: dict[str, Any]
+    admission: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GateParked(Event):
+    """An iteration asks to begin."""
+
+    name: ClassVar[str] = "gate_parked"
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateOpened(Event):
+    """An iteration may generate, for this reason."""
+
+    name: ClassVar[str] = "gate_opened"
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLearned(Event):
+    """The policy did the dear part of its learning from what had finished, which took ``seconds`` of the scheduler's loop."""
+
+    name: ClassVar[str] = "policy_learned"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParked(Event):
+    """A step asks for its groups."""
+
+    name: ClassVar[str] = "batch_parked"
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOpened(Event):
+    """A step may train on these groups, each (iteration, group), for this reason."""
+
+    name: ClassVar[str] = "batch_opened"
+    batch: int
+    members: tuple[tuple[int, int], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished(Event):
+    """All ranks took step ``step``."""
+
+    name: ClassVar[str] = "step_finished"
+    step: int
+    loss: float
+    train_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFinished(Event):
+    """The summary of an iteration returned; ``reward`` is None where no trajectory had one."""
+
+    name: ClassVar[str] = "iteration_finished"
+    iteration: int
+    reward: float | None
+    lag: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConsidered(Event):
+    """A plan was weighed against what runs after an iteration, accepted or not, for this reason.
+
+    Steps are predicted by the same model, corrected by ``rollout_factor`` and ``training_factor``, which predicted
+    ``predicted_step_s`` for the iteration that took ``realised_step_s``. ``gain_s`` is over ``remaining_iterations``;
+    ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines`` are (TP degree, number).
+    """
+
+    name: ClassVar[str] = "plan_considered"
+    iteration: int
+    predicted_step_s: float
+    realised_step_s: float
+    current_step_s: float
+    proposed_step_s: float
+    gain_s: float
+    cost_s: float
+    num_changes: int
+    remaining_iterations: int
+    required_gain_frac: float
+    rollout_factor: float
+    training_factor: float
+    train_gpus: int
+    engines: tuple[tuple[int, int], ...]
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAccepted(Event):
+    """The plan considered in the line before is to be carried out by ``commands``, each (name, numbers in words)."""
+
+    name: ClassVar[str] = "plan_accepted"
+    iteration: int
+    train_gpus: int
+    engines: tuple[tuple[int, int], ...]
+    boundaries_tokens: tuple[float, ...]
+    concurrency: tuple[tuple[int, int], ...]
+    commands: tuple[tuple[str, str], ...]
