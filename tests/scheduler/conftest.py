@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
 from libra.scheduler import LibraPlugin
 from libra.types import Phase
-
-sys.path.append(str(Path(__file__).parent))  # for emulated_run: pytest adds no folder of tests to the path
 
 DONE: dict[str, int] = {}
 """Quanta finished, by key. Declared emulation: a real trajectory keeps this in its journal."""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import emulated_run
 from libra.events import from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
 from libra.policy.replay import replay
 from libra.sim import Simulator, Surroundings, Workload, fleet, synthetic
+from libra.testing import emulated_run
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}

@@ -1,14 +1,15 @@
-"""A workload on a real scheduler, with emulated engines on its workers, in virtual time: a declared emulation.
+"""A workload on a real scheduler, with emulated engines on its workers: a declared emulation.
 
 Scheduler, plugin, workers, messages and task states are Dask's own, in this process. Only seconds are not real: engines and
-tools finish when a virtual clock says so, and the clock moves to the next finish when nothing is on its way any more, that is
-when every trajectory waits in the scheduler, runs in an engine or a tool, or is over.
+tools finish when a clock says so. A virtual clock moves to the next finish when nothing is on its way any more, that is when
+every trajectory waits in the scheduler, runs in an engine or a tool, or is over; a scaled one runs with wall time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
-from libra.rollout.emulated_engine import EmulatedEngine, Timer, lengths_from
+from libra.rollout.emulated_engine import Clock, EmulatedEngine, ScaledClock, Timer, lengths_from
 from libra.scheduler import LibraPlugin
 from libra.sim import EngineSpec, Workload, typical_context
 from libra.types import Phase, TurnRequest
@@ -45,11 +46,6 @@ class VirtualClock:
         heapq.heappush(self._agenda, (at_s, self._serial, entry))
         return entry
 
-    async def wait_until(self, at_s: float) -> None:
-        done = asyncio.Event()
-        self.call_at(at_s, done.set)
-        await done.wait()
-
     def step(self) -> bool:
         """Let the next thing happen; whether there was one."""
         while self._agenda:
@@ -69,11 +65,18 @@ class _Entry:
         self.cancelled = True
 
 
+async def wait_until(clock: Clock, at_s: float) -> None:
+    """Wait until the clock says so."""
+    done = asyncio.Event()
+    clock.call_at(at_s, done.set)
+    await done.wait()
+
+
 class Scene:
     """What the tasks of one run share; they find it in `SCENES`, for what is pickled would be copied."""
 
-    def __init__(self, workload: Workload, specs: Sequence[EngineSpec]) -> None:
-        self.clock = VirtualClock()
+    def __init__(self, workload: Workload, specs: Sequence[EngineSpec], clock: VirtualClock | ScaledClock) -> None:
+        self.clock = clock
         self.workload = workload
         self.plans = {workload.key(plan): plan for plan in workload.trajectories}
         turns = {(key, i): turn.new_tokens for key, plan in self.plans.items() for i, turn in enumerate(plan.turns)}
@@ -89,6 +92,7 @@ class Scene:
         self.home: dict[str, str] = {}
         self.busy: set[str] = set()  # keys whose quantum waits for the clock
         self.over: set[str] = set()
+        self.first_s, self.last_s = math.inf, 0.0  # when the first quantum began, and the last one ended
 
     def _group(self, request: TurnRequest) -> tuple[str, int]:
         plan = self.plans[request.trajectory_id]
@@ -105,6 +109,7 @@ async def quantum(key: str, run: str) -> int:
     turn = plan.turns[done // 2]
     generates = done % 2 == 0
     scene.busy.add(key)
+    scene.first_s = min(scene.first_s, began_s)
     if generates:
         before = scene.home.get(key)
         if before not in (None, worker):
@@ -115,9 +120,10 @@ async def quantum(key: str, run: str) -> int:
         output = await engine.generate(request)
         scene.context[key] += len(output.token_ids)
     else:
-        await scene.clock.wait_until(began_s + turn.tool_s)
+        await wait_until(scene.clock, began_s + turn.tool_s)
         scene.context[key] += turn.payload_tokens
     scene.busy.discard(key)
+    scene.last_s = max(scene.last_s, scene.clock.now_s())
     scene.quanta[key] = done + 1
     ends = done + 2 >= 2 * len(plan.turns) and not (generates and turn.tool)
     following = "" if ends else str(Phase.TOOL if generates else Phase.ROLLOUT)
@@ -140,17 +146,29 @@ async def quantum(key: str, run: str) -> int:
 
 
 async def emulate(
-    workload: Workload, specs: Sequence[EngineSpec], policy: dict[str, Any], directory: Path, *, tool_slots: int
+    workload: Workload,
+    specs: Sequence[EngineSpec],
+    policy: dict[str, Any],
+    directory: Path,
+    *,
+    tool_slots: int,
+    speedup: float | None = None,
 ) -> tuple[list[tuple[str, str, str]], float]:
-    """Run ``workload`` under the plugin; its dispatches as (phase, key, worker) in order, and the makespan in virtual seconds."""
+    """Run ``workload`` under the plugin; its dispatches as (phase, key, worker) in order, and the makespan in emulated seconds.
+
+    ``speedup`` is emulated seconds per second of wall time; None: virtual time, which does not pass while anything real goes on.
+    """
     run = workload.name
-    scene = SCENES[run] = Scene(workload, specs)
+    scene = SCENES[run] = Scene(workload, specs, VirtualClock() if speedup is None else ScaledClock(speedup))
     async with AsyncExitStack() as stack:
         stack.enter_context(dask.config.set(DASK_SETTINGS))
-        scheduler = await stack.enter_async_context(Scheduler(protocol="inproc", dashboard=False, validate=True))
-        supply = {spec.name: {keys.ROLLOUT: spec.slots} for spec in specs} | {TOOLS: {keys.TOOL: tool_slots}}
+        scheduler = await stack.enter_async_context(
+            Scheduler(protocol="inproc", dashboard=False, validate=speedup is None)
+        )
+        supply: dict[str, dict[str, float]] = {spec.name: {keys.ROLLOUT: spec.slots} for spec in specs}
+        supply[TOOLS] = {keys.TOOL: tool_slots}
         for name, resources in supply.items():
-            threads = sum(resources.values()) + 4
+            threads = int(sum(resources.values())) + 4
             await stack.enter_async_context(
                 Worker(scheduler.address, nthreads=threads, name=name, resources=resources, dashboard=False)
             )
@@ -168,16 +186,18 @@ async def emulate(
         order = list(scene.plans)
         graph = client.map(quantum, order, run=run, key=order, resources={keys.PARK: 1}, pure=False)
         gathered = asyncio.ensure_future(client.gather(graph))
-        await _live(plugin, scene)
+        if isinstance(scene.clock, VirtualClock):
+            await _live(plugin, scene, scene.clock)
         await gathered
+        makespan_s = scene.last_s - scene.first_s
         plugin.end_run(run)
     del SCENES[run]
     events = plugin_events(directory)
     places = [(e["phase"], e["key"], e["worker"]) for e in events if e["name"] == "quantum_dispatched"]
-    return places, scene.clock.now_s()
+    return places, makespan_s
 
 
-async def _live(plugin: LibraPlugin, scene: Scene) -> None:
+async def _live(plugin: LibraPlugin, scene: Scene, clock: VirtualClock) -> None:
     """Let virtual time pass whenever nothing real is on its way."""
     dispatcher = plugin.trajectories.dispatcher
     while len(scene.over) < len(scene.plans):
@@ -185,7 +205,7 @@ async def _live(plugin: LibraPlugin, scene: Scene) -> None:
         settled = waiting + len(scene.busy) + len(scene.over) == len(scene.plans)
         placed = sum(tracked.at is not None for tracked in plugin.trajectories.tracked.values())
         if settled and placed == len(scene.busy) and not plugin.trajectories.kicked:
-            assert scene.clock.step(), f"nothing runs, and {waiting} trajectories wait"
+            assert clock.step(), f"nothing runs, and {waiting} trajectories wait"
         await asyncio.sleep(0)
 
 
