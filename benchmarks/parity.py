@@ -4,7 +4,7 @@
 differs is decisions, and those only where two requests end in one step (the simulator sees both, then dispatches; Dask sees one
 after the other). ``makespan_scaled_<policy>``: the same with emulated engines in scaled wall time, so that messages, event loops
 and timers of real Dask are in it. The share of dispatches that are the same in the same order is printed; without ties it is 1,
-which a test checks (``tests/scheduler/test_parity.py``). Workers and scheduler are in one process; engines are declared emulations (see
+which a test checks (``tests/scheduler/test_parity.py``). Workers and scheduler are in one process, engines declared emulations (see
 `libra.testing.emulated_run`). Trajectories are drawn from the traces of ``--data``.
 """
 

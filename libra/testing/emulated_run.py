@@ -175,6 +175,8 @@ async def emulate(
         client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True))
         await client.register_plugin(LibraPlugin())
         plugin = scheduler.plugins[LibraPlugin.name]
+        if speedup is None:
+            scheduler.periodic_callbacks["libra-sample"].stop()  # it looks for free slots twice a second of wall time
         context = typical_context(workload.trajectories)
         for spec in specs:
             plugin.trajectories.workers.declare(spec.joined(context))
