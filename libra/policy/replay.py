@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from itertools import zip_longest
+from math import isclose
 from typing import NamedTuple
 
 from libra import events, keys
@@ -45,6 +46,10 @@ from libra.policy.messages import (
 )
 from libra.policy.ordering import ORDERINGS, Learns, Ordering
 from libra.types import Phase
+
+NOISE_FRAC = 1e-7
+"""Numbers in two snapshots may differ by so much: sums of products come out differently in the last bits from one process to
+another, by how its memory is aligned. Commands are compared exactly; what they are taken from is rounded first."""
 
 
 class Logged(NamedTuple):
@@ -383,10 +388,28 @@ def _snapshot_difference(objects: _Objects, snapshot: events.PolicySnapshot) -> 
         ("order", snapshot.order, objects.ordering.snapshot()),
         ("admission", snapshot.admission, objects.admission.snapshot()),
     ):
-        for name in sorted(said.keys() | now.keys()):
-            if said.get(name) != now.get(name):
-                return f"snapshot, {part}.{name}: the log says {_brief(said.get(name))}, now {_brief(now.get(name))}"
+        if text := _unlike(said, now, part):
+            return text
     return ""
+
+
+def _unlike(said: object, now: object, path: str) -> str:
+    """Where two parts of snapshots differ first, and how; empty where they are equal, numbers up to `NOISE_FRAC`."""
+    if said == now:
+        return ""
+    if isinstance(said, dict) and isinstance(now, dict):
+        pairs = ((f"{path}.{key}", said.get(key), now.get(key)) for key in sorted(said.keys() | now.keys(), key=str))
+    elif isinstance(said, list | tuple) and isinstance(now, list | tuple) and len(said) == len(now):
+        pairs = ((f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(said, now, strict=True)))
+    elif (
+        isinstance(said, float)
+        and isinstance(now, float)
+        and isclose(said, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)
+    ):
+        return ""
+    else:
+        return f"snapshot, {path}: the log says {_brief(said)}, now {_brief(now)}"
+    return next((text for where, a, b in pairs if (text := _unlike(a, b, where))), "")
 
 
 def _plain(value: object) -> object:

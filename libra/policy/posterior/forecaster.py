@@ -48,6 +48,11 @@ _DECAY32 = np.float32(DECAY)
 _LARGEST_LOG = 16.0
 
 
+def _settled(value: float) -> float:
+    """``value`` to eight significant digits."""
+    return float(f"{value:.8g}")
+
+
 class Posterior:
     """The forecaster; see the module. One per run.
 
@@ -197,8 +202,9 @@ class Posterior:
         log = min(max(log, 0.0), _LARGEST_LOG)
         base_mean, mean = max(base_mean, TOKEN_SCALE), max(mean, TOKEN_SCALE)
         guard_log, guard_mean = learner.guards
-        live.order = math.exp(base_log + guard_log.factor * (log - base_log))
-        live.mean = (base_mean + guard_mean.factor * (mean - base_mean)) / TOKEN_SCALE
+        # Products of matrices come out differently in the last bits, by how memory is aligned; what is decided from them must not.
+        live.order = _settled(math.exp(base_log + guard_log.factor * (log - base_log)))
+        live.mean = _settled((base_mean + guard_mean.factor * (mean - base_mean)) / TOKEN_SCALE)
         if len(live.rows) < MAX_ROWS * STRIDE:
             live.rows.extend(
                 (
