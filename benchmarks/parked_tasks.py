@@ -116,12 +116,14 @@ async def parked(
             run=RUN, epoch=0, directory=str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=event_log,
             policy={"name": policy}, family="parked",
         )  # fmt: skip
-        names = [keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)]
+        names = [
+            keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)
+        ]
         futures = client.map(
             quantum, names, generation_s=generation_s, tool_s=tool_s, key=names, resources={keys.PARK: 1}, pure=False
         )
         stage = Stage(scheduler, client, plugin, directory, futures)
-        while stage.num_waiting < waiting:
+        while stage.num_waiting < waiting:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         if workers:
             await stack.enter_async_context(_workers(scheduler, workers, slots))
@@ -134,7 +136,7 @@ async def _workers(scheduler: Scheduler, count: int, slots: int) -> AsyncIterato
     arguments = ("-m", "benchmarks.parked_tasks", scheduler.address, str(count), str(slots))
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=dict(os.environ))
     try:
-        while len(scheduler.workers) < count:
+        while len(scheduler.workers) < count:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         yield
     finally:
@@ -146,9 +148,7 @@ async def _serve(address: str, count: int, slots: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         supply = {keys.ROLLOUT: slots, keys.TOOL: slots}
         for number in range(count):
-            worker = Worker(
-                address, nthreads=2 * slots, name=f"worker-{number}", resources=supply, dashboard=False
-            )
+            worker = Worker(address, nthreads=2 * slots, name=f"worker-{number}", resources=supply, dashboard=False)
             await stack.enter_async_context(worker)
         await asyncio.Event().wait()
 
