@@ -6,6 +6,9 @@ Both show what ``snapshots()`` returns, one dict per run:
 - ``iteration`` int: newest whose gate opened, -1 before the first
 - ``versions``: {"published": int, "served": {worker: int}}
 - ``slots``: {phase: {"used": int, "total": int}}; ``queue``: {phase: {level: parked tasks}}
+- ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
+- ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens believed at first, half way, and as
+  they were], ...]}, of the orderings that have something to show
 - ``quanta``: {phase: finished}
 - ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count}
 - ``rewards``, ``lag``: [[iteration, mean], ...]
@@ -26,7 +29,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
@@ -191,11 +194,22 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
             f"v{published}",
             f"on {len(served) - behind} of {len(served)} engines" if served else "on no engine yet",
         ),
+        "policy": (snapshot["policy"]["name"], _trust(snapshot["policy"])),
         "failures": (
             f"{sum(failed.values()):,}",
             ", ".join(f"{name} {count:,}" for name, count in sorted(failed.items())) or "no trajectory failed",
         ),
     }
+
+
+def _trust(policy: Mapping[str, Any]) -> str:
+    """How far an ordering follows its forecasts, in words."""
+    if policy["skill"] is None:
+        return policy["objective"] or "no forecasts"
+    if policy["skill"] <= 0:
+        return f"{policy['objective']}, forecasts not trusted yet"
+    followed = ", ".join(f"{name} {weight:.2f}" for name, weight in policy["weights"].items() if weight >= 0.005)
+    return f"{policy['objective']}, skill {policy['skill']:.2f} ({followed or 'progress'})"
 
 
 def _reward(mean: float | None) -> str:
@@ -212,6 +226,7 @@ _TITLES: Final = {
     "quanta_rollout": "Rollout quanta",
     "quanta_tool": "Tool quanta",
     "version": "Weights",
+    "policy": "Policy",
     "failures": "Failures",
 }
 

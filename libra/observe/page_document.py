@@ -1,4 +1,4 @@
-"""The Bokeh document behind ``/libra``: a row of numbers and seven drawings of one run, chosen where there are several.
+"""The Bokeh document behind ``/libra``: a row of numbers and nine drawings of one run, chosen where there are several.
 
 Invariants
 ----------
@@ -33,6 +33,12 @@ RATE_SAMPLES: Final = 6
 _ROLLOUT, _TOOL = PHASE_COLORS[Phase.ROLLOUT], PHASE_COLORS[Phase.TOOL]
 _CURRENT, _BEHIND = "#2a9d6f", "#e9c46a"
 _SAMPLE_COLUMNS: Final = ("t_s", "queued_rollout", "queued_tool", "used_rollout", "used_tool", "tokens_per_s")
+
+
+_BUCKET_COLUMNS: Final = ("bucket", "engines", "used", "slots", "at_home", "waiting", "left_tokens")
+_OUTCOME_COLUMNS: Final = ("first", "half", "tokens")
+NO_BUCKET, ONE_BUCKET = "no home yet", "all engines"
+"""Shown for trajectories that have generated nothing yet, and for the only bucket of workers that name none."""
 
 
 NO_NUMBER: Final = float("nan")
@@ -80,10 +86,14 @@ class LibraPage:
         self.served = ColumnDataSource({"version": [], "workers": [], "names": [], "color": []}, name="libra_served")
         self.rewards = ColumnDataSource({"iteration": [], "reward": []}, name="libra_rewards")
         self.lag = ColumnDataSource({"iteration": [], "lag": []}, name="libra_lag")
+        self.buckets = ColumnDataSource({name: [] for name in _BUCKET_COLUMNS}, name="libra_buckets")
+        self.outcomes = ColumnDataSource({name: [] for name in _OUTCOME_COLUMNS}, name="libra_outcomes")
         self._build_live()
+        self._build_policy()
         self._build_iterations()
         self.plots = column(
-            row(self.level_plot, self.queue_plot, self.slot_plot, sizing_mode="stretch_width"),
+            row(self.level_plot, self.bucket_plot, self.outcome_plot, sizing_mode="stretch_width"),
+            row(self.queue_plot, self.slot_plot, sizing_mode="stretch_width"),
             row(self.token_plot, self.reward_plot, self.lag_plot, self.version_plot, sizing_mode="stretch_width"),
             sizing_mode="stretch_width",
         )
@@ -121,6 +131,42 @@ class LibraPage:
         for plot in (self.level_plot, self.queue_plot, self.slot_plot):
             _quiet_legend(plot.legend)
             plot.yaxis.ticker.min_interval = 1
+
+    def _build_policy(self) -> None:
+        """Where trajectories wait and run, and what forecasts were worth."""
+        self.bucket_plot = _figure("Waiting and running now, by bucket", "bucket", "trajectories", x_range=[])
+        for name, offset, color, label in (
+            ("waiting", -0.27, _BEHIND, "waiting"), ("used", 0.0, _ROLLOUT, "slots taken"), ("slots", 0.27, "#c9d1d6", "slots"),
+        ):  # fmt: skip
+            self.bucket_plot.vbar(
+                dodge("bucket", offset, range=self.bucket_plot.x_range), top=name, width=0.25, source=self.buckets,
+                fill_color=color, line_color=None, legend_label=label,
+            )  # fmt: skip
+        tips = [
+            ("bucket", "@bucket"),
+            ("engines", "@engines"),
+            ("waiting", "@waiting{0,0}"),
+            ("slots", "@used of @slots"),
+        ]
+        tips += [("at home", "@at_home{0,0}"), ("believed left, mean tokens", "@left_tokens{0,0}")]
+        self.bucket_plot.add_tools(HoverTool(tooltips=tips))
+        self.bucket_plot.y_range.start = 0
+        _quiet_legend(self.bucket_plot.legend)
+        self.outcome_plot = _figure(
+            "Forecast against outcome", "tokens in the end", "tokens believed", x_axis_type="log", y_axis_type="log"
+        )
+        self.outcome_plot.line([1, 1e7], [1, 1e7], color="#b0bec5", line_dash="dashed")
+        for name, color, label in (("first", "#b0bec5", "at first"), ("half", _ROLLOUT, "half way")):
+            dots = self.outcome_plot.scatter(
+                "tokens", name, source=self.outcomes, color=color, size=5, alpha=0.7, legend_label=label
+            )
+            tips = [("in the end", "@tokens{0,0}"), ("at first", "@first{0,0}"), ("half way", "@half{0,0}")]
+            self.outcome_plot.add_tools(HoverTool(renderers=[dots], tooltips=tips))
+        for side in (self.outcome_plot.x_range, self.outcome_plot.y_range):
+            side.start, side.end = 1, 10
+        self.outcome_plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+        _quiet_legend(self.outcome_plot.legend)
+        self.outcome_plot.legend.location = "bottom_right"
 
     def _curves(self, plot: Any, what: str) -> None:
         """One step curve per phase of the columns ``<what>_rollout`` and ``<what>_tool``."""
@@ -184,6 +230,8 @@ class LibraPage:
         _set(self.summary, "text", summary_html(snapshot))
         self._show_samples(snapshot)
         self._show_queue(snapshot["queue"])
+        self._show_buckets(snapshot["buckets"])
+        self._show_outcomes(snapshot["policy"])
         self._show_slots(snapshot["slots"])
         self._show_versions(snapshot["versions"])
         self._show_iterations(snapshot)
@@ -214,6 +262,24 @@ class LibraPage:
         _set(self.level_plot.y_range, "end", 1.15 * max(1, *waiting["ROLLOUT"], *waiting["TOOL"]))
         total = {phase: sum(counts) for phase, counts in waiting.items()}
         _set(self.queue_plot.title, "text", f"Waiting: {total['ROLLOUT']:,} for ROLLOUT, {total['TOOL']:,} for TOOL")
+
+    def _show_buckets(self, buckets: list[dict[str, Any]]) -> None:
+        names = [NO_BUCKET if line["bucket"] is None else line["bucket"] or ONE_BUCKET for line in buckets]
+        columns = {name: [line[name] for line in buckets] for name in _BUCKET_COLUMNS[1:]}
+        _set(self.bucket_plot.x_range, "factors", names)
+        _set(self.buckets, "data", {"bucket": names, **columns})
+        _set(self.bucket_plot.y_range, "end", 1.15 * max([1, *columns["waiting"], *columns["slots"]]))
+
+    def _show_outcomes(self, policy: dict[str, Any]) -> None:
+        # A logarithmic axis has no place for 0: nothing was believed then, and nothing is drawn.
+        lines = [line for line in policy["outcomes"] if min(line) > 0]
+        _set(self.outcomes, "data", {n: [line[i] for line in lines] for i, n in enumerate(_OUTCOME_COLUMNS)})
+        low, high = (f((side for line in lines for side in line), default=d) for f, d in ((min, 1), (max, 10)))
+        for side in (self.outcome_plot.x_range, self.outcome_plot.y_range):
+            _set(side, "start", low / 1.5)
+            _set(side, "end", high * 1.5)
+        skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
+        _set(self.outcome_plot.title, "text", f"Forecast against outcome, the latest {len(lines)}{skill}")
 
     def _show_slots(self, slots: dict[str, dict[str, int]]) -> None:
         for phase, span in self.capacity.items():

@@ -27,7 +27,7 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, make_ordering
+from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, Shows, learns_after, make_ordering
 from libra.policy.paper import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
@@ -62,11 +62,13 @@ __all__ = [
     "QuantumFinished",
     "QuantumStarted",
     "SetPriority",
+    "Shows",
     "StalenessLedger",
     "TrajectoryEnded",
     "TrajectoryParked",
     "VersionPublished",
     "WorkerJoined",
     "WorkerLeft",
+    "learns_after",
     "make_ordering",
 ]

@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from libra.policy.attained import PATIENCE
 from libra.policy.fleet import Fleet
 from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.hindsight import Hindsight
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
@@ -66,6 +67,17 @@ class Reconsiders(Protocol):
     def is_probe(self, key: str) -> bool: ...
 
 
+@runtime_checkable
+class Judged(Protocol):
+    """A forecaster that knows what it is worth."""
+
+    @property
+    def skill(self) -> float: ...
+
+    @property
+    def weights(self) -> dict[str, float]: ...
+
+
 class CMLFQ:
     """The ordering of this system; `Predictor` and `Oracle` are the same rule with other beliefs.
 
@@ -95,6 +107,7 @@ class CMLFQ:
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._sampled_tokens = self._read_tokens = 0
+        self._hindsight = Hindsight()
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
@@ -111,8 +124,9 @@ class CMLFQ:
             case QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
-            case TrajectoryEnded(key=key):
+            case TrajectoryEnded(key=key, completed=completed):
                 self._patience.left(key)
+                self._hindsight.ended(key, life.generated_tokens if life is not None else 0, completed=completed)
                 self._told.pop(key, None)
                 if life is not None:
                     self._begun(key, life.group)
@@ -130,6 +144,7 @@ class CMLFQ:
             self._unbegun.setdefault(life.group, {})[key] = None
         mean, order, skill = self.forecaster.remaining(key)
         self._believe(life, mean)
+        self._hindsight.believed(key, life.generated_tokens, life.generated_tokens + mean)
         answers: list[SetPriority | Prefer] = [self._placed(key, life, order, skill > UNTRUSTED)]
         if life.phase is Phase.ROLLOUT:
             answers += self._prefer(key, mean)
@@ -242,6 +257,21 @@ class CMLFQ:
             if group[2] <= 0:
                 del self._groups[life.group]
 
+    def shown(self) -> dict[str, Any]:
+        """What people may want to see: skill and weights of the forecasts, and what was believed of those that are over.
+
+        ``skill`` is None where the forecaster does not judge itself; ``outcomes`` are rows of `libra.policy.hindsight.Outcome`.
+        """
+        judged = self.forecaster if isinstance(self.forecaster, Judged) else None
+        return {
+            "objective": self.objective,
+            "skill": round(judged.skill, 4) if judged is not None else None,
+            "weights": {name: round(weight, 4) for name, weight in judged.weights.items()}
+            if judged is not None
+            else {},
+            "outcomes": [[round(first), round(half), tokens] for first, half, tokens in self._hindsight.outcomes],
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """Everything it knows, as values that JSON can hold; see `restore`."""
         return {
@@ -268,6 +298,7 @@ class CMLFQ:
         self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
         self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
+        self._hindsight = Hindsight()
         self.forecaster.restore(snapshot["forecaster"])
 
 

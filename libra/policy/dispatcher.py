@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from libra.policy.fleet import Fleet
 from libra.policy.loads import Loads
@@ -192,12 +193,14 @@ class Dispatcher:
     def apply(self, commands: Iterable[Command]) -> None:
         """Take over what orderings answered; commands for trajectories that do not wait are ignored."""
         for command in commands:
+            if type(command) is SetPriority:  # by far the most
+                key = command.key
+                phase = self._phase_of.get(key)
+                if phase is not None and (key in self._unplaced or key in self._phases[phase].waiting):
+                    self._unplaced.discard(key)
+                    self._push(key, command.priority)
+                continue
             match command:
-                case SetPriority(key=key, priority=priority):
-                    phase = self._phase_of.get(key)
-                    if phase is not None and (key in self._unplaced or key in self._phases[phase].waiting):
-                        self._unplaced.discard(key)
-                        self._push(key, priority)
                 case Prefer(key=key, buckets=buckets):
                     if key in self._phase_of:
                         if command.final_tokens:
@@ -236,21 +239,24 @@ class Dispatcher:
     def _push(self, key: str, priority: Priority) -> None:
         phase = self._phase_of[key]
         queue = self._phases[phase]
-        queue.leave(key)
-        self._serial += 1
-        queue.serials[key] = self._serial
+        home = None if phase is Phase.TOOL else self._fleet.home.get(key)
+        waits_there = queue.home_of.get(key)
+        if waits_there != home:
+            queue.leave(key)
+        self._serial = serial = self._serial + 1
+        queue.serials[key] = serial
         queue.waiting[key] = priority
-        entry = (priority, self._serial, key)
+        entry = (priority, serial, key)
         if phase is Phase.TOOL:
             queue.anywhere.push(entry)
             return
         queue.everybody.push(entry)
-        home = self._fleet.home.get(key)
         if home is None or priority.level == OVERDUE:
             queue.anywhere.push(entry)
         if home is not None:
-            queue.home_of[key] = home
-            queue.waiting_at[home] = queue.waiting_at.get(home, 0) + 1
+            if waits_there != home:
+                queue.home_of[key] = home
+                queue.waiting_at[home] = queue.waiting_at.get(home, 0) + 1
             _order(queue.at_home, home, queue.serials).push(entry)
             for bucket in self._buckets.get(key, ()):
                 _order(queue.in_bucket, bucket, queue.serials).push(entry)
@@ -269,6 +275,32 @@ class Dispatcher:
         """Slots of ``phase`` that are taken, and all there are."""
         queue = self._phases[phase]
         return len(queue.running), sum(queue.slots.values())
+
+    def buckets(self) -> list[dict[str, Any]]:
+        """What each bucket of engines has now, for people: rows of `bucket`, `engines`, `used` and `slots`, `at_home` and
+        `waiting` trajectories, and `left_tokens`, the mean that those at home are believed to have left (0: nothing is).
+
+        The last row, where anybody waits without a home, has None for its bucket.
+        """
+        queue, rows, homeless = self._phases[Phase.ROLLOUT], [], self.num_waiting(Phase.ROLLOUT)
+        for bucket, names in sorted(self._fleet.buckets.items()):
+            waiting = sum(queue.waiting_at.get(name, 0) for name in names)
+            homeless -= waiting
+            rows.append(
+                {
+                    "bucket": bucket,
+                    "engines": len(names),
+                    "used": sum(queue.taken.get(name, 0) for name in names),
+                    "slots": sum(queue.slots.get(name, 0) for name in names),
+                    "at_home": sum(self._fleet.hosts[name].residents for name in names),
+                    "waiting": waiting,
+                    "left_tokens": self._loads.mean_left(names),
+                }
+            )
+        if homeless > 0:
+            empty = dict.fromkeys(("engines", "used", "slots", "at_home"), 0)
+            rows.append({"bucket": None, **empty, "waiting": homeless, "left_tokens": 0})
+        return rows
 
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""

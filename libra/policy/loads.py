@@ -10,7 +10,7 @@ Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ), whose boundaries ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from libra.policy.fleet import Fleet
@@ -121,6 +121,11 @@ class Loads:
         return self._end_s(
             worker, max(left, self._longest(load)), load.work if key in load.members else load.work + work
         )
+
+    def mean_left(self, workers: Iterable[str]) -> int:
+        """Tokens that those at home on ``workers`` are believed to have left, on average; 0 where there are none."""
+        left = [m[1] for w in workers if (load := self._loads.get(w)) is not None for m in load.members.values()]
+        return round(sum(left) / len(left)) if left else 0
 
     def better_home(self, key: str, free: Mapping[str, int]) -> tuple[str, float] | None:
         """Another engine with a free slot, where ``key`` would bring the end of both engines forward, and by how many seconds.

@@ -30,7 +30,17 @@ class Ordering(Protocol):
 
 
 LEARNS_EVERY = 8
-"""Trajectories that end between two calls of an ordering's ``learn``."""
+"""Trajectories that end between the first calls of an ordering's ``learn``; later there are more, see `learns_after`."""
+LEARNS_SELDOM = 256
+"""At most so many."""
+
+
+def learns_after(num_ended: int) -> int:
+    """How many more are to end before the next ``learn``, where so many had ended at the last one.
+
+    Another thirty-second of what is known changes little, and solving anew takes as long whether there is more or not.
+    """
+    return min(LEARNS_SELDOM, max(LEARNS_EVERY, num_ended // 32))
 
 
 @runtime_checkable
@@ -39,6 +49,14 @@ class Learns(Protocol):
 
     def learn(self) -> None:
         """Do the dear part of learning from what has finished since the last time; deterministic, like `handle`."""
+
+
+@runtime_checkable
+class Shows(Protocol):
+    """An ordering that has something to show to people beside its order."""
+
+    def shown(self) -> dict[str, Any]:
+        """As values that JSON can hold: ``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ.shown`."""
 
 
 ORDERINGS: dict[str, type[Ordering]] = {

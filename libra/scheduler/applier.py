@@ -31,17 +31,20 @@ class Applier:
 
     def apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
         """Carry out and log; every command gets a line, but ``on_the_line``, which is on that of its event already."""
+        tasks, kicks, said = self._scheduler.tasks, False, task_logger.isEnabledFor(logging.DEBUG)
         for command in commands:
+            if type(command) is SetPriority:  # by far the most
+                key, priority = command.key, command.priority
+                if command is not on_the_line:
+                    state.emit("priority_set", key=key, priority=priority, reason=command.reason)
+                ts = tasks.get(key)
+                if ts is not None:
+                    if said:
+                        task_logger.debug("%s: %s: priority %s", command.reason, key, priority)
+                    private.set_priority(ts, priority)
+                    kicks = kicks or ts.state == "no-worker"
+                continue
             match command:
-                case SetPriority(key=key, priority=priority, reason=reason):
-                    if command is not on_the_line:
-                        state.emit("priority_set", key=key, priority=priority, reason=reason)
-                    ts = self._scheduler.tasks.get(key)
-                    if ts is not None:
-                        task_logger.debug("%s: %s: priority %s", reason, key, priority)
-                        private.set_priority(ts, priority)
-                        if ts.state == "no-worker":
-                            self._kick()
                 case Prefer():
                     state.emit(
                         "buckets_preferred",
@@ -51,7 +54,7 @@ class Applier:
                         left_tokens=command.left_tokens,
                         final_tokens=command.final_tokens,
                     )
-                    self._kick()
+                    kicks = True
                 case OpenGate(iteration=iteration, reason=reason):
                     state.iteration = max(state.iteration, iteration)
                     state.emit("gate_opened", iteration=iteration, reason=reason)
@@ -63,6 +66,8 @@ class Applier:
                     state.emit("batch_opened", batch=batch, members=[list(m) for m in members], reason=reason)
                     logging.getLogger("libra.scheduler").info("%s: batch %d of %s opens", reason, batch, state.run)
                     self.open(state, state.batches.pop(batch), keys.COMMIT)
+        if kicks:
+            self._kick()
         self._dispatcher.apply(commands)
 
     def open(self, state: RunState, key: str, resource: str) -> None:

@@ -283,4 +283,5 @@ class LibraPlugin(SchedulerPlugin):
     def snapshots(self) -> list[dict[str, Any]]:
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
         slots = self.trajectories.slots()
-        return [state.shown(slots, self.trajectories.levels(state.run)) for state in self.runs.values()]
+        buckets = self.trajectories.dispatcher.buckets()
+        return [state.shown(slots, self.trajectories.levels(state.run), buckets) for state in self.runs.values()]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.keys import Key
-from libra.policy import LEARNS_EVERY, Admission, Learns, Ordering
+from libra.policy import Admission, Learns, Ordering, Shows, learns_after
 from libra.scheduler.holders import Holders
 from libra.store.event_log import EventLog
 from libra.types import EndReason, Phase
@@ -118,7 +118,7 @@ class RunState:
 
     def learn(self) -> None:
         """Have the policy do the dear part of its learning, where enough has finished since the last time."""
-        if self.num_ended >= self.learned_ended + LEARNS_EVERY and isinstance(self.policy, Learns):
+        if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(self.policy, Learns):
             self.learned_ended = self.num_ended
             began_s = time.perf_counter()
             self.policy.learn()
@@ -161,8 +161,11 @@ class RunState:
         self.num_events += 1
         self.next_snapshot = self.num_events + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
 
-    def shown(self, slots: dict[str, dict[str, int]], queue: dict[str, dict[int, int]]) -> dict[str, Any]:
-        """The run as the dashboard page shows it; ``slots`` and ``queue`` are by phase."""
+    def shown(
+        self, slots: dict[str, dict[str, int]], queue: dict[str, dict[int, int]], buckets: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The run as the dashboard page shows it; ``slots`` and ``queue`` are by phase, ``buckets`` `Dispatcher.buckets`."""
+        nothing: dict[str, Any] = {"objective": "", "skill": None, "weights": {}, "outcomes": []}
         return {
             "run": self.run,
             "epoch": self.epoch,
@@ -173,6 +176,11 @@ class RunState:
             "versions": {"published": self.admission.version, "served": dict(self.served)},
             "slots": slots,
             "queue": queue,
+            "buckets": buckets,
+            "policy": {
+                "name": self.policy.name,
+                **(self.policy.shown() if isinstance(self.policy, Shows) else nothing),
+            },
             "quanta": {str(phase): self.quanta[phase] for phase in Phase},
             "tokens": self.tokens,
             "groups": self.groups,

@@ -24,7 +24,6 @@ from libra.errors import ConfigError
 from libra.hardware import Residuals
 from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.policy import (
-    LEARNS_EVERY,
     Admission,
     CommittedGroup,
     Dispatcher,
@@ -40,6 +39,7 @@ from libra.policy import (
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
+    learns_after,
 )
 from libra.sim.fleet import EngineSpec, typical_context
 from libra.sim.outcome import Dispatched, Outcome
@@ -150,7 +150,7 @@ class Simulator:
         self._serial = 0
         self._now = 0.0
         self._oldest: dict[tuple[int, int], int] = {}
-        self._ended_since = 0
+        self._num_ended = self._learned_ended = 0
         self._learns = ordering if isinstance(ordering, Learns) else None
         self.record = _Record()
 
@@ -349,9 +349,9 @@ class Simulator:
             self._engines[home].forget(run.key)
         self._tell(TrajectoryEnded(run.key))
         self.record.ended_s[run.key] = self._now
-        self._ended_since += 1
-        if self._learns is not None and self._ended_since >= LEARNS_EVERY:
-            self._ended_since = 0
+        self._num_ended += 1
+        if self._learns is not None and self._num_ended >= self._learned_ended + learns_after(self._learned_ended):
+            self._learned_ended = self._num_ended
             self._learns.learn()
         place = (run.plan.iteration, run.plan.group)
         self._members[place] -= 1

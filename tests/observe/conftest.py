@@ -169,6 +169,15 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
             "versions": {"published": 3, "served": {"rollout-0": 3, "rollout-1": 2}},
             "slots": {"ROLLOUT": {"used": 14, "total": 16}, "TOOL": {"used": 3, "total": 8}},
             "queue": {"ROLLOUT": {0: 21, 1: 9, 3: 2}, "TOOL": {0: 5}},
+            "buckets": [
+                {"bucket": "tp1", "engines": 2, "used": 8, "slots": 8, "at_home": 19, "waiting": 11, "left_tokens": 310},
+                {"bucket": "tp4", "engines": 1, "used": 6, "slots": 8, "at_home": 9, "waiting": 3, "left_tokens": 2210},
+                {"bucket": None, "engines": 0, "used": 0, "slots": 0, "at_home": 0, "waiting": 18, "left_tokens": 0},
+            ],
+            "policy": {
+                "name": "cmlfq", "objective": "makespan", "skill": 0.214, "weights": {"joint": 0.41, "totals": 0.0},
+                "outcomes": [[500, 800, 900], [510, 300, 250], [0, 40, 70]],
+            },
             "quanta": {"ROLLOUT": 1517, "TOOL": 1203}, "tokens": 4403, "groups": 23,
             "failures": {"none": 180, "tool": 3, "worker": 1},
             "rewards": [[0, 0.28125], [1, 0.40625], [2, 0.5625]], "lag": [[0, 0.0], [1, 0.5], [2, 0.75]],

@@ -24,7 +24,7 @@ async def fetch(scheduler, path):
 
 def drawn(page):
     """Columns of every source of a page, as lists."""
-    sources = (page.samples, page.levels, page.served, page.rewards, page.lag)
+    sources = (page.buckets, page.outcomes, page.samples, page.levels, page.served, page.rewards, page.lag)
     return {s.name: {column: list(values) for column, values in s.data.items()} for s in sources}
 
 
@@ -43,7 +43,7 @@ def test_numbers_are_the_snapshots(make_snapshot):
     shown = {name: value for name, (value, _) in numbers(make_snapshot()).items()}
     assert shown == {
         "iteration": "3", "reward": "0.562", "tokens_per_s": "74", "tokens": "4,403", "groups": "23",
-        "quanta_rollout": "1,517", "quanta_tool": "1,203", "version": "v3", "failures": "4",
+        "quanta_rollout": "1,517", "quanta_tool": "1,203", "version": "v3", "policy": "cmlfq", "failures": "4",
     }  # fmt: skip
     assert numbers(make_snapshot())["failures"][1] == "tool 3, worker 1"
     assert numbers(make_snapshot())["version"][1] == "on 1 of 2 engines"
@@ -68,6 +68,16 @@ def test_an_iteration_without_a_graded_trajectory_is_a_gap(make_snapshot):
         assert page.rewards.data["reward"][0] == 0.5
         assert math.isnan(page.rewards.data["reward"][1])
         assert page.lag_plot.y_range.end == pytest.approx(1.15)
+
+
+def test_the_policys_tile_says_how_far_forecasts_are_followed(make_snapshot):
+    def said(**changes):
+        policy = make_snapshot()["policy"] | changes
+        return numbers(make_snapshot(policy=policy))["policy"][1]
+
+    assert said() == "makespan, skill 0.21 (joint 0.41)"
+    assert said(skill=0.0) == "makespan, forecasts not trusted yet"
+    assert said(skill=None, objective="") == "no forecasts"
 
 
 def test_only_failures_that_do_not_train_are_marked(make_snapshot):
@@ -116,6 +126,12 @@ def test_document_holds_the_snapshots_values(make_snapshot):
     assert data["libra_levels"] == {
         "level": ["0", "1", "3"], "ROLLOUT": [21, 9, 2], "TOOL": [5, 0, 0],
     }  # fmt: skip
+    assert data["libra_buckets"] == {
+        "bucket": ["tp1", "tp4", "no home yet"], "engines": [2, 1, 0], "used": [8, 6, 0], "slots": [8, 8, 0],
+        "at_home": [19, 9, 0], "waiting": [11, 3, 18], "left_tokens": [310, 2210, 0],
+    }  # fmt: skip
+    assert data["libra_outcomes"] == {"first": [500, 510], "half": [800, 300], "tokens": [900, 250]}
+    assert page.outcome_plot.title.text == "Forecast against outcome, the latest 2, skill 0.21"
     assert data["libra_rewards"] == {"iteration": [0, 1, 2], "reward": [0.28125, 0.40625, 0.5625]}
     assert data["libra_lag"] == {"iteration": [0, 1, 2], "lag": [0.0, 0.5, 0.75]}
     assert data["libra_served"]["version"] == ["v2", "v3"]
@@ -314,8 +330,10 @@ def test_browser_draws_the_snapshots_numbers_and_follows_them(make_snapshot, liv
                 for name, (value, _) in numbers(runs[0]).items():
                     assert await page.shown(name) == value, name
                 assert await page.shown("run") == "demo"
-                assert await page.until("deepQuery('canvas').length >= 7")
+                assert await page.until("deepQuery('canvas').length >= 9")
                 assert (await page.columns("libra_levels"))["ROLLOUT"] == [21, 9, 2]
+                assert (await page.columns("libra_buckets"))["waiting"] == [11, 3, 18]
+                assert (await page.columns("libra_outcomes"))["half"] == [800, 300]
                 assert (await page.columns("libra_rewards"))["reward"] == [0.28125, 0.40625, 0.5625]
                 assert (await page.columns("libra_samples"))["t_s"] == [row[0] for row in runs[0]["history"]]
                 assert await page.until("[...document.querySelectorAll('.navbar a')].some(a => a.innerText == 'Libra')")

@@ -68,7 +68,7 @@ async def quantum(key, run, length):
         "kind": "quantum", "run": run, "epoch": 0, "key": key, "quantum": done, "end": "" if more else "answered",
         "next": str(following) if more else "", "goes_on": False, "failure": "none", "detail": "", "version": 0, "status": "ok",
         "tokens": 7 if phase is Phase.ROLLOUT else 0, "tool": "calculator" if phase is Phase.TOOL else "",
-        "payload_tokens": 3, "start_s": 1000.0 + done, "stop_s": 1000.5 + done,
+        "payload_tokens": 3, "context_tokens": 10 * (done + 1), "start_s": 1000.0 + done, "stop_s": 1000.5 + done,
     }  # fmt: skip
     get_worker().log_event("libra", message)
     if more:

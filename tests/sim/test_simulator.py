@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.hardware import Residuals
-from libra.policy import CMLFQ, ORDERINGS, Fifo, KnownLengths, Oracle, Priority, SetPriority, TrajectoryParked
+from libra.policy import (
+    CMLFQ,
+    LEARNS_EVERY,
+    ORDERINGS,
+    Fifo,
+    KnownLengths,
+    Oracle,
+    Priority,
+    SetPriority,
+    TrajectoryParked,
+)
 from libra.sim import EngineSpec, Loss, Simulator, Surroundings, Workload, synthetic
-from libra.sim.simulator import LEARNS_EVERY
 from libra.types import Phase
 
 Engines = Callable[..., tuple[EngineSpec, ...]]

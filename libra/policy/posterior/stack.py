@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def _descend(gram: Floats, cross: Floats, start: Floats, sweeps: int) -> Floats:
     for _ in range(sweeps):
         for i, row in enumerate(rows):
             if row[i] > 1e-12:
-                pull = wanted[i] - sum(a * b for a, b in zip(row, weights, strict=True)) + row[i] * weights[i]
+                pull = wanted[i] - sum(map(mul, row, weights)) + row[i] * weights[i]
                 weights[i] = max(0.0, pull / row[i])
             else:
                 weights[i] = 0.0

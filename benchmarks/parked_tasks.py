@@ -1,0 +1,171 @@
+"""Trajectories that wait on a real scheduler: the plugin, tasks without work, and the workers that run them.
+
+Declared emulation of work and nothing else: scheduler, plugin, policy, event log, messages and task states are those of a run. A
+quantum only waits and reports. ``python -m benchmarks.parked_tasks ADDRESS ...`` is the process of the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import time
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dask
+from distributed import Client, Reschedule, Scheduler, Worker, get_worker
+
+from libra import keys
+from libra.cluster.settings import DASK_SETTINGS
+from libra.scheduler import LibraPlugin
+from libra.types import Phase
+
+RUN = "parked"
+GROUP_SIZE = 16
+TOOLS = ("shell", "python", "edit", "search", "test")
+MAX_QUANTA = 80
+"""Quanta of the longest trajectory: forty turns, each a generation and an action."""
+POLL_S = 0.005
+
+_DONE: dict[str, int] = {}
+
+
+@dataclass
+class Stage:
+    """A scheduler with trajectories; ``futures`` keep them alive."""
+
+    scheduler: Scheduler
+    client: Client
+    plugin: LibraPlugin
+    directory: Path
+    futures: list[Any]
+
+    @property
+    def num_quanta(self) -> int:
+        """Quanta finished so far."""
+        return sum(self.plugin.runs[RUN].quanta.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that wait for a slot."""
+        return sum(self.plugin.trajectories.dispatcher.num_waiting(phase) for phase in Phase)
+
+
+async def quantum(key: str, generation_s: float, tool_s: float) -> int:
+    """A quantum without work: it waits, reports, and parks again; its numbers follow from the key."""
+    done = _DONE.get(key, 0)
+    chance = random.Random(zlib.crc32(key.encode()) + done)
+    length = 2 * chance.randint(4, MAX_QUANTA // 2)
+    generates = done % 2 == 0
+    began_s = time.time()
+    wait_s = (generation_s if generates else tool_s) * chance.uniform(0.5, 1.5)
+    if wait_s:
+        await asyncio.sleep(wait_s)
+    _DONE[key] = done + 1
+    ends = done + 1 >= length
+    following = "" if ends else str(Phase.TOOL if generates else Phase.ROLLOUT)
+    get_worker().log_event(
+        "libra",
+        {
+            "kind": "quantum", "run": RUN, "epoch": 0, "key": key, "quantum": done, "end": "answered" if ends else "",
+            "next": following, "goes_on": False, "failure": "none", "detail": "", "version": 0,
+            "tokens": chance.randint(20, 400) if generates else 0, "tool": "" if generates else chance.choice(TOOLS),
+            "status": "" if generates else chance.choice(("success", "success", "failure")),
+            "payload_tokens": 0 if generates else chance.randint(0, 800), "context_tokens": 300 * (done + 1),
+            "start_s": began_s, "stop_s": time.time(),
+        },
+    )  # fmt: skip
+    if not ends:
+        raise Reschedule
+    return length
+
+
+@contextlib.asynccontextmanager
+async def parked(
+    directory: Path,
+    waiting: int,
+    *,
+    policy: str = "cmlfq",
+    event_log: bool = True,
+    workers: int = 0,
+    slots: int = 16,
+    generation_s: float = 0.0,
+    tool_s: float = 0.0,
+) -> AsyncIterator[Stage]:
+    """A scheduler on which ``waiting`` trajectories are parked; ``workers`` of them then take ``slots`` quanta of each phase.
+
+    The workers are in a process of their own, so that CPU time of this thread is the scheduler's (and that of a client
+    which only waits).
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(dask.config.set(DASK_SETTINGS))
+        scheduler = await stack.enter_async_context(
+            Scheduler(host="127.0.0.1", port=0, dashboard=False, validate=False)
+        )
+        client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True))
+        await client.register_plugin(LibraPlugin())
+        plugin = scheduler.plugins[LibraPlugin.name]
+        plugin.register_run(
+            run=RUN, epoch=0, directory=str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=event_log,
+            policy={"name": policy}, family="parked",
+        )  # fmt: skip
+        names = [
+            keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)
+        ]
+        futures = client.map(
+            quantum, names, generation_s=generation_s, tool_s=tool_s, key=names, resources={keys.PARK: 1}, pure=False
+        )
+        stage = Stage(scheduler, client, plugin, directory, futures)
+        while stage.num_waiting < waiting:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        if workers:
+            await stack.enter_async_context(_workers(scheduler, workers, slots))
+        yield stage
+        plugin.end_run(RUN)
+
+
+@contextlib.asynccontextmanager
+async def _workers(scheduler: Scheduler, count: int, slots: int) -> AsyncIterator[None]:
+    arguments = ("-m", "benchmarks.parked_tasks", scheduler.address, str(count), str(slots))
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=dict(os.environ))
+    try:
+        while len(scheduler.workers) < count:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _serve(address: str, count: int, slots: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        supply = {keys.ROLLOUT: slots, keys.TOOL: slots}
+        for number in range(count):
+            worker = Worker(address, nthreads=2 * slots, name=f"worker-{number}", resources=supply, dashboard=False)
+            await stack.enter_async_context(worker)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Workers until the process is killed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("workers", type=int)
+    parser.add_argument("slots", type=int)
+    options = parser.parse_args()
+    # By its own name, so that what the scheduler unpickles and what runs here share one table of finished quanta.
+    from benchmarks import parked_tasks
+
+    with dask.config.set(DASK_SETTINGS):
+        asyncio.run(parked_tasks._serve(options.address, options.workers, options.slots))
+
+
+if __name__ == "__main__":
+    main()

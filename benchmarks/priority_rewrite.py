@@ -1,0 +1,180 @@
+"""What the plugin costs Dask's scheduler: rewriting the order of many, carrying quanta, and answering what a tool returned.
+
+``python -m benchmarks.priority_rewrite --json``. The scheduler, the plugin, C-MLFQ and the event log are real; trajectories are
+tasks without work (`benchmarks.parked_tasks`).
+
+``rewrites_per_s_<n>``
+    Priorities rewritten per CPU second while n trajectories wait, all through the one command applier: `SetPriority` in, a line
+    of the event log, ``ts.priority`` and the dispatcher's order out, buffered lines written to the file. Commands come 16 at a
+    time, as when a group is looked at anew; keys and levels are drawn at random. Median of the repeats. What was done is checked:
+    every line is there, and who comes first is who has the least ``ts.priority``.
+``scheduler_us_per_quantum``
+    CPU time of the scheduler's thread for each quantum that finished, all of Dask's own work included (two messages of a worker,
+    the transitions, placing it again), with 10k trajectories waiting and as many quanta at once as there are slots. The workers
+    are in another process. Median over windows. ``_fifo`` and ``_no_log`` are the same with another policy, without event log.
+``signal_to_order_ms``
+    From the moment when a tool is back, on the worker, until ``ts.priority`` of its trajectory is what follows from that: with 10k
+    waiting and the scheduler at a moderate load that is printed (``scheduler_load``). ``_p99`` is the slowest hundredth;
+    ``_saturated`` the median while the scheduler has more reports than it can take, where it is a queue's length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parked_tasks import RUN, Stage, parked
+from benchmarks.report import Figure, emit
+from libra.policy import Priority, SetPriority
+from libra.scheduler import private
+from libra.store.event_log import read_events
+from libra.types import Phase
+
+SIZES = {1_000: "1k", 10_000: "10k", 100_000: "100k"}
+COMMANDS_AT_ONCE = 16
+LEVELS = 80
+GOAL_PER_S, GOAL_US = 100_000.0, 200.0
+MODERATE = {"generation_s": 0.2, "tool_s": 0.1}
+"""Seconds of quanta for `signal_to_order_ms`: with 64 slots of each phase a few hundred quanta a second."""
+
+
+def commands(stage: Stage, count: int, seed: int) -> list[tuple[SetPriority, ...]]:
+    """So many rewrites of random waiting trajectories, in the tuples in which an ordering answers."""
+    rng = random.Random(seed)
+    names = list(stage.plugin.trajectories.dispatcher.waiting(Phase.ROLLOUT))
+    drawn = [
+        SetPriority(key, Priority(0, rng.randrange(LEVELS), place), "benchmark: a class by tokens left")
+        for place, key in enumerate(rng.choices(names, k=count))
+    ]
+    return [tuple(drawn[at : at + COMMANDS_AT_ONCE]) for at in range(0, count, COMMANDS_AT_ONCE)]
+
+
+async def rewrites(waiting: int, count: int, repeats: int) -> float:
+    """Rewrites per CPU second with so many waiting."""
+    with tempfile.TemporaryDirectory() as directory:
+        async with parked(Path(directory), waiting) as stage:
+            state, applier, found = stage.plugin.runs[RUN], stage.plugin.trajectories.applier, []
+            before = state.num_events
+            for repeat in range(repeats):
+                todo = commands(stage, count, repeat)
+                started = time.thread_time()
+                for answer in todo:
+                    applier.apply(state, answer)
+                state.log.flush()
+                found.append(count / (time.thread_time() - started))
+                await asyncio.sleep(0)
+            check(stage, before + repeats * count)
+            return statistics.median(found)
+
+
+def check(stage: Stage, num_events: int) -> None:
+    """The log has every rewrite, and the dispatcher's order is that of ``ts.priority``."""
+    logged = sum(event["name"] == "priority_set" for event in read_events(stage.directory / "events.jsonl").events)
+    assert logged <= num_events
+    assert stage.plugin.runs[RUN].num_events >= num_events
+    tasks, waiting = stage.scheduler.tasks, stage.plugin.trajectories.dispatcher.waiting(Phase.ROLLOUT)
+    assert all(tasks[key].priority == tuple(priority) for key, priority in waiting.items())
+
+
+async def windows(stage: Stage, quanta: int, repeats: int) -> list[tuple[float, float]]:
+    """CPU and wall seconds per quantum, for windows of so many quanta each; the first is not among them."""
+    found: list[tuple[float, float]] = []
+    for window in range(repeats + 1):
+        began, cpu, wall = stage.num_quanta, time.thread_time(), time.perf_counter()
+        while stage.num_quanta < began + quanta:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        done = stage.num_quanta - began
+        if window:
+            found.append(((time.thread_time() - cpu) / done, (time.perf_counter() - wall) / done))
+    return found
+
+
+async def quantum_us(options: argparse.Namespace, **how: Any) -> float:
+    """Microseconds of the scheduler's thread per quantum, as many quanta at once as there are slots."""
+    with tempfile.TemporaryDirectory() as directory:
+        async with parked(Path(directory), options.waiting, workers=4, **how) as stage:
+            return 1e6 * statistics.median(cpu for cpu, _ in await windows(stage, options.quanta, options.repeats))
+
+
+class Delays:
+    """Milliseconds from each tool's return to the priority that follows from it; a context manager that listens in."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._trajectories, self._write = stage.plugin.trajectories, private.set_priority
+        self._reported = self._trajectories.reported
+        self._returned_s: dict[str, float] = {}
+        self.ms: list[float] = []
+
+    def __enter__(self) -> Delays:
+        def reported(state: Any, msg: dict[str, Any]) -> None:
+            if msg["tool"] and msg["next"]:
+                self._returned_s[msg["key"]] = msg["stop_s"]
+            self._reported(state, msg)
+
+        def write(ts: Any, priority: Any) -> None:
+            self._write(ts, priority)
+            returned_s = self._returned_s.pop(ts.key, None)
+            if returned_s is not None:
+                self.ms.append(1e3 * (time.time() - returned_s))
+
+        self._trajectories.reported, private.set_priority = reported, write
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._trajectories.reported, private.set_priority = self._reported, self._write
+
+
+async def delays(options: argparse.Namespace, **how: float) -> Iterator[float]:
+    """Median and 99th percentile of the delay in ms, and the share of a core that the scheduler used."""
+    with tempfile.TemporaryDirectory() as directory:
+        async with parked(Path(directory), options.waiting, workers=4, **how) as stage:
+            with Delays(stage) as heard:
+                spent = await windows(stage, options.quanta // 2, options.repeats)
+            ordered = sorted(heard.ms)
+            load = statistics.median(cpu / wall for cpu, wall in spent)
+            return iter((statistics.median(ordered), ordered[int(0.99 * len(ordered))], load))
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Figure]:
+    """All figures."""
+    figures: dict[str, Figure] = {}
+    for waiting in options.sizes:
+        name = SIZES.get(waiting, str(waiting))
+        value = await rewrites(waiting, options.rewrites, options.repeats)
+        figures[f"rewrites_per_s_{name}"] = Figure(value, "1/s", "higher", GOAL_PER_S)
+    us = await quantum_us(options)
+    figures["scheduler_us_per_quantum"] = Figure(us, "us", "lower", GOAL_US)
+    figures["scheduler_us_per_quantum_fifo"] = Figure(await quantum_us(options, policy="fifo"), "us", "lower")
+    figures["scheduler_us_per_quantum_no_log"] = Figure(await quantum_us(options, event_log=False), "us", "lower")
+    median, slowest, load = await delays(options, **MODERATE)
+    figures["signal_to_order_ms"] = Figure(median, "ms", "lower")
+    figures["signal_to_order_ms_p99"] = Figure(slowest, "ms", "lower")
+    figures["scheduler_load"] = Figure(load, "share of a core", "lower")
+    figures["signal_to_order_ms_saturated"] = Figure(next(await delays(options)), "ms", "lower")
+    return figures
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="trajectories that wait")
+    parser.add_argument("--rewrites", type=int, default=50_000, help="in each repeat")
+    parser.add_argument("--waiting", type=int, default=10_000, help="trajectories that wait while quanta run")
+    parser.add_argument("--quanta", type=int, default=4_000, help="in each window")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats and windows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    logging.getLogger("distributed").setLevel(logging.ERROR)  # workers are killed while tasks of theirs are held
+    emit("priority_rewrite", asyncio.run(measure(options)), as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
