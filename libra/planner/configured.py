@@ -17,6 +17,9 @@ from libra.planner.trace import drawn
 RUNNABLE_TP: dict[str, tuple[int, ...]] = {"transformers": (1,)}
 """TP degrees that an engine (`rollout.engine`) can run; one that is not named runs any."""
 
+RUNNABLE_TRAIN_GPUS = 1
+"""GPUs that the trainer of this Libra runs on: one replica."""
+
 
 def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tuple[Snapshot, str]:
     """What a configuration asks the planner, and what had to be left out of it, as a sentence or empty.
