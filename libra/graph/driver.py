@@ -147,6 +147,10 @@ class Session:
             config.run.name or "", 0, self.directory, model_dir, config, environment, start, secret=new_secret()
         )
         self.spec.make_environment()
+        if config.planner.replan:
+            from libra.planner.configured import check_runnable
+
+            check_runnable(config)
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port
 
