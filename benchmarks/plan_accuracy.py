@@ -1,6 +1,6 @@
 """How far the planner's prediction of a step is from the step, in a real run with two engines of different speed and one trainer.
 
-The quick start's run (a model that learns to chain calls of a calculator, 16 questions of 1 to 8 operations, 8 samples each) on
+The quick start's run (a model that learns to chain calls of a calculator; 32 questions of 1 to 8 operations, 8 samples each) on
 worker processes of this machine: one engine that generates for 64 trajectories at once and one for 8, a trainer, a tool worker.
 Batches differ: by the questions drawn, by what the model has learned, and by how many groups there is something to learn from.
 Before each iteration the run says how long it will take (metric ``plan/predicted_s``), from nothing but its earlier iterations and
@@ -54,7 +54,7 @@ def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Ste
     changes = (
         f"run.name=accuracy_{seed}", f"run.dir={directory}", f"run.iterations={iterations}", f"run.eta={eta}",
         f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "cluster.dashboard_port=0",
-        "evaluation.prompts=0", "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
+        "trainer.prompts=32", "evaluation.prompts=0", "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
     )  # fmt: skip
     with Session(load_config(str(CONFIG), changes)) as session:
         for values in session.iterations():
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.plan_accuracy", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
-    parser.add_argument("--iterations", type=int, default=16, help="iterations of a run, at least 12 (default 16)")
+    parser.add_argument("--iterations", type=int, default=14, help="iterations of a run, at least 12 (default 14)")
     parser.add_argument("--runs", type=int, default=2, help="runs, each with a seed of its own (default 2)")
     parser.add_argument("--eta", type=int, default=0, help="staleness bound; from 1 on steps overlap (default 0)")
     parser.add_argument("--same", action="store_true", help="also what the iteration before would have predicted")
