@@ -60,8 +60,7 @@ def print_plan(config: RunConfig, *, trace: Path | None, why: Sequence[str], wha
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
     if as_json:
         values = answer.to_dict()
-        if note:
-            values["left_out"]["engine"] = note
+        values["notes"] = note.splitlines()
         values["why"] = [{"choice": other.name, **asdict(other)} for other in asked]
         click.echo(json.dumps(values, allow_nan=False))
         return

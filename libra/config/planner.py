@@ -58,5 +58,5 @@ class PlannerSection(Section):
     """Core rollout pool: at least so many GPUs."""
     fixed_train_gpus: AtLeastOne | None = None
     """Exactly so many GPUs for training. None: as is best."""
-    fixed_engines: dict[int, int] = {}
-    """Exactly so many engines of a degree, e.g. {1: 4, 8: 1}; degrees that are not named are free."""
+    fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
+    """Exactly so many engines of a degree, e.g. {"1": 4, "8": 1}; degrees that are not named are free."""

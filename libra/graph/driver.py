@@ -32,7 +32,7 @@ from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, ConfigError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
-from libra.graph.engines import check_engine
+from libra.graph.engines import EngineKind, check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
@@ -115,6 +115,7 @@ class Session:
         self._wake = threading.Event()
         self._failed: Future | None = None
         self._planning: Planning | None = None
+        self._evaluated_s = 0.0  # in which held-out questions were asked since the last iteration ended
         self.checkpoint: Path | None = None
         self.kept = KeptCheckpoints(
             self.directory / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
@@ -146,6 +147,10 @@ class Session:
             config.run.name or "", 0, self.directory, model_dir, config, environment, start, secret=new_secret()
         )
         self.spec.make_environment()
+        if config.planner.replan:
+            from libra.planner.configured import check_runnable
+
+            check_runnable(config)
         if self.client is None and config.cluster.scheduler is None:
             from libra.cluster.local import check_port
 
@@ -314,8 +319,11 @@ class Session:
             told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
             self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
 
-        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
-        engines = sum(keys.ROLLOUT in worker["resources"] for worker in workers)
+        def engines() -> dict[str, EngineKind]:
+            workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+            supply = {str(worker["name"]): worker["resources"] for worker in workers}
+            return {name: EngineKind.of(self.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
+
         return Planning(self.spec, engines, self.metrics.write, tell)
 
     def _end(self, client: Client) -> None:
@@ -349,9 +357,9 @@ class Session:
         result: dict[str, Any] = self.compute(graph.end)
         for path in self.spec.groups_dir.glob(f"eval-{version:06d}-*.group"):
             path.unlink(missing_ok=True)  # they are in the store, and the outcome is written down
-        self.metrics.write(
-            version, {"evaluation/reward": result["reward"], "evaluation/wall_s": time.time() - started_s}
-        )
+        wall_s = time.time() - started_s
+        self._evaluated_s += wall_s
+        self.metrics.write(version, {"evaluation/reward": result["reward"], "evaluation/wall_s": wall_s})
         if self.config.evaluation.every:
             self._score(version, result["reward"])
         return result
@@ -376,6 +384,7 @@ class Session:
         """Run all iterations; yields the numbers of each when it is done."""
         total, eta, every = self.config.run.iterations, self.config.run.eta, self.config.evaluation.every
         submitted, finished_s = self.first, time.time()
+        self._evaluated_s = 0.0
         for k in range(max(0, self.first - eta - 1), self.first):
             self._submit_left(k)
         for k in range(self.first, total):
@@ -403,7 +412,8 @@ class Session:
             del end, saved, groups, self._held[k]
             self._write_metrics(k, values)
             if self._planning is not None:
-                self._planning.after(k, values, total - k - 1)
+                self._planning.after(k, values | {"evaluation_s": self._evaluated_s}, total - k - 1)
+            self._evaluated_s = 0.0
             yield values
             reason = pause_reason(self.spec, {"step": k, **values}) if k + 1 < total else None
             if reason is not None:

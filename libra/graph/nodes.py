@@ -24,6 +24,7 @@ from libra.graph.host import LibraHost, the_host
 from libra.graph.members import members_of
 from libra.graph.pausing import pause_reason
 from libra.graph.publishing import assist, publish_checked
+from libra.graph.questions import question_chars
 from libra.graph.reports import report
 from libra.graph.spec import RunSpec
 from libra.graph.step_records import read_step_record, write_step_record
@@ -229,7 +230,7 @@ async def batch(run: str, batch: int) -> dict[str, Any]:
         commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
     except RecordExists:
         rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
-    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag)}
+    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag) | generated_for(groups)}
 
 
 def _group_rewards(group: list[Trajectory]) -> GroupRewards:
@@ -265,6 +266,20 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
         "lag": float(lag.mean()) if lag.size else 0.0,
         "lag_max": int(lag.max()) if lag.size else 0,
     }
+
+
+def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
+    """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens."""
+    by_worker: dict[str, int] = {}
+    for trajectory in (member for group in groups for member in group):
+        for turn in trajectory.turns:
+            by_worker[turn["worker"]] = by_worker.get(turn["worker"], 0) + int(turn["generated_tokens"])
+    asked = [
+        (question_chars(group[0].prompt), sum(member.num_action_tokens for member in group))
+        for group in groups
+        if group
+    ]
+    return {"worker_tokens": by_worker, "question_tokens": asked}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from libra.planner.trace import drawn
 RUNNABLE_TP: dict[str, tuple[int, ...]] = {"transformers": (1,)}
 """TP degrees that an engine (`rollout.engine`) can run; one that is not named runs any."""
 
+RUNNABLE_TRAIN_GPUS = 1
+"""GPUs that the trainer of this Libra runs on: one replica."""
+
 
 def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tuple[Snapshot, str]:
     """What a configuration asks the planner, and what had to be left out of it, as a sentence or empty.
@@ -30,27 +33,29 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
         Also what engine and trainer of this Libra cannot run.
     """
     section = config.planner
-    runnable = RUNNABLE_TP.get(config.rollout.engine)
-    degrees = tuple(tp for tp in section.tp if what_if or runnable is None or tp in runnable)
-    if not degrees:
-        raise PlanError(
-            f"planner.tp: rollout.engine={config.rollout.engine} runs TP degrees {list(runnable or ())} only, got "
-            f"{list(section.tp)}; type planner.tp={list(runnable or ())}, or --what-if"
-        )
-    left = [tp for tp in section.tp if tp not in degrees]
+    degrees = section.tp
+    notes = []
+    if not what_if:
+        degrees = check_runnable(config)
+        left = [str(tp) for tp in section.tp if tp not in degrees]
+        if left:
+            notes.append(f"engines of TP {', '.join(left)} (rollout.engine={config.rollout.engine})")
+        if section.fixed_train_gpus is None and section.num_gpus > RUNNABLE_TRAIN_GPUS + 1:
+            notes.append(f"training on more than {RUNNABLE_TRAIN_GPUS} GPU")
     note = (
-        f"Without TP {', '.join(map(str, left))}, which rollout.engine={config.rollout.engine} cannot run; --what-if plans "
-        "with them."
-        if left
+        f"Not planned, since `libra run` cannot do it yet: {'; '.join(notes)}. --what-if plans with it."
+        if notes
         else ""
     )
+    workload, cut = _workload(config, turns)
+    note = "\n".join(sentence for sentence in (cut, note) if sentence)
     return (
         Snapshot(
             gpu=load_gpu(section.gpu),
             shape=_shape(config.model.path),
             num_gpus=section.num_gpus,
-            workload=_workload(config, turns),
-            tp=degrees,
+            workload=workload,
+            tp=tuple(degrees),
             gpus_per_node=section.gpus_per_node,
             training=Layout(
                 kind=section.training,
@@ -67,12 +72,48 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
             update_s=section.update_s,
             min_train_gpus=section.min_train_gpus,
             min_rollout_gpus=section.min_rollout_gpus,
-            fixed_train_gpus=section.fixed_train_gpus,
+            fixed_train_gpus=section.fixed_train_gpus if what_if else RUNNABLE_TRAIN_GPUS,
             fixed_engines=section.fixed_engines,
             max_concurrency=section.max_concurrency,
         ),
         note,
     )
+
+
+def check_runnable(config: RunConfig) -> list[int]:
+    """TP degrees of `planner.tp` that engines of this run can have.
+
+    Raises
+    ------
+    PlanError
+        Section ``planner`` demands a layout that trainer or engines of this Libra cannot run.
+    """
+    section, engine = config.planner, config.rollout.engine
+    runnable = RUNNABLE_TP.get(engine)
+    degrees = [tp for tp in section.tp if runnable is None or tp in runnable]
+    if not degrees:
+        raise PlanError(
+            f"planner.tp: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {list(section.tp)}; type "
+            f"planner.tp={list(runnable or ())}, or --what-if with libra plan"
+        )
+    for name, asked in (
+        ("fixed_train_gpus", section.fixed_train_gpus or 0),
+        ("min_train_gpus", section.min_train_gpus),
+    ):
+        if asked > RUNNABLE_TRAIN_GPUS:
+            raise PlanError(
+                f"planner.{name}: the trainer of this Libra runs on {RUNNABLE_TRAIN_GPUS} GPU, got {asked}; type "
+                f"planner.{name}={RUNNABLE_TRAIN_GPUS}, or --what-if with libra plan"
+            )
+    wrong = [
+        tp for tp, number in section.fixed_engines.items() if number and runnable is not None and tp not in runnable
+    ]
+    if wrong:
+        raise PlanError(
+            f"planner.fixed_engines: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {wrong}; leave "
+            "them out, or type --what-if with libra plan"
+        )
+    return degrees
 
 
 def _shape(path: str) -> ModelShape:
@@ -85,17 +126,34 @@ def _shape(path: str) -> ModelShape:
         return load_shape(found)
 
 
-def _workload(config: RunConfig, turns: Workload | None) -> Workload:
-    section = config.planner
+def _workload(config: RunConfig, turns: Workload | None) -> tuple[Workload, str]:
+    """Trajectories of a step, as long as section ``rollout`` lets them be, and a sentence on those that it cuts."""
+    section, rollout = config.planner, config.rollout
     num = section.trajectories or config.trainer.prompts * config.trainer.group_size
     if turns is not None:
-        return drawn(turns, num, config.run.seed, config.rollout.max_context_tokens)
+        return drawn(turns, num, config.run.seed, rollout.max_context_tokens), ""
+    room = rollout.max_context_tokens - section.prompt_tokens - section.observation_tokens
+    if room < 1:
+        raise PlanError(
+            f"planner.prompt_tokens: {section.prompt_tokens} tokens of prompt and planner.observation_tokens="
+            f"{section.observation_tokens} leave nothing to generate in rollout.max_context_tokens="
+            f"{rollout.max_context_tokens}; type e.g. planner.prompt_tokens={max(rollout.max_context_tokens // 4, 1)}"
+        )
+    most = min(room, rollout.max_new_tokens * section.turns)
     normal, (median, last) = NormalDist(), (section.generated_p50_tokens, section.generated_p99_tokens)
     quantiles = np.array([normal.inv_cdf((number + 0.5) / num) for number in range(num)])
-    return Workload.of(
+    wanted = median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles)
+    workload = Workload.of(
         np.full(num, float(section.prompt_tokens)),
-        median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles),
+        np.minimum(wanted, most),
         observation_tokens=float(section.observation_tokens),
         num_turns=float(section.turns),
         tool_wait_s=section.tool_s * (section.turns - 1),
     )
+    cut = int((wanted > most).sum())
+    limit = (
+        f"rollout.max_context_tokens={rollout.max_context_tokens}"
+        if most == room
+        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={section.turns}"
+    )
+    return workload, f"{cut} of {num} trajectories end at {most:,} generated tokens: {limit}." if cut else ""

@@ -20,13 +20,13 @@ def text(plan: Plan) -> str:
         f"Plan for {plan.model} on {plan.num_gpus} x {plan.gpu}: {plan.num_trajectories} trajectories a step, "
         f"rollout and training {steps}",
         "",
-        f"  training {training.gpus:>6} GPUs  {training.layout}, done after {_s(plan.train_s)}; fullest GPU "
+        f"  training {_gpus(training.gpus)}  {_layout(plan)}, done after {_s(plan.train_s)}; fullest GPU "
         f"{training.memory_bytes / 1e9:.0f} GB, {training.headroom_bytes / 1e9:.0f} GB free",
-        f"  rollout  {plan.rollout_gpus:>6} GPUs  {number} engine{'s' * (number > 1)}, done after {_s(plan.rollout_s)}",
-        *map(_bucket_line, plan.buckets),
+        f"  rollout  {_gpus(plan.rollout_gpus)}  {number} engine{'s' * (number > 1)}, done after {_s(plan.rollout_s)}",
+        *(_bucket_line(bucket, len(plan.buckets) == 1) for bucket in plan.buckets),
     ]
     if plan.spare_gpus:
-        lines.append(f"  neither  {plan.spare_gpus:>6} GPUs  no pool would be faster with them")
+        lines.append(f"  neither  {_gpus(plan.spare_gpus)}  no pool would be faster with them")
     lines += [
         f"  nodes    {'; '.join(map(_node_words, plan.nodes))}",
         "",
@@ -46,13 +46,21 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _bucket_line(bucket: Bucket) -> str:
-    tokens = f"of {bucket.from_tokens:,.0f} tokens and more"
+def _gpus(number: int) -> str:
+    return f"{number:>6} GPU{'s' if number != 1 else ' '}"
+
+
+def _layout(plan: Plan) -> str:
+    return "one copy" if plan.training.gpus == 1 else plan.training.layout
+
+
+def _bucket_line(bucket: Bucket, alone: bool) -> str:
+    tokens = "of any length" if alone else f"of {bucket.from_tokens:,.0f} tokens and more"
     if bucket.to_tokens is not None:
         tokens = f"of {bucket.from_tokens:,.0f} to {bucket.to_tokens:,.0f} tokens"
     return (
         f"    {bucket.engines:>5} x TP{bucket.tp:<2}        {bucket.num_trajectories} trajectories {tokens}, up to "
-        f"{bucket.concurrency} at once per engine; busy {100 * bucket.load_frac:.0f} %, KV memory "
+        f"{bucket.concurrency} at once per engine; {100 * bucket.load_frac:.0f} % of its throughput used, KV memory "
         f"{100 * bucket.kv_used_frac:.0f} % full"
     )
 
@@ -66,23 +74,28 @@ def _node_words(group: NodeGroup) -> str:
 
 def _bound_lines(plan: Plan) -> list[str]:
     bounds = plan.bounds
+    gap = (
+        f"the best found is {100 * bounds.gap_frac:.3f} % above"
+        if bounds.gap_frac >= 5e-6
+        else "the best found is as fast"
+    )
     return [
         f"  {_s(bounds.longest_s):>9}  the longest trajectory alone on its best engine, tools included",
         f"  {_s(bounds.throughput_s):>9}  all generating, evenly over the rollout's GPUs",
         f"  {_s(bounds.training_s):>9}  training on its GPUs",
-        f"  {_s(bounds.step_s):>9}  any split and any engines: proven for whole trajectories, were there no draining; the best "
-        f"found is {100 * bounds.gap_frac:.3f} % above",
+        f"  {_s(bounds.step_s):>9}  any split and any engines: proven for whole trajectories, were there no draining; {gap}",
     ]
 
 
 def alternative_line(other: Alternative) -> str:
     """One alternative: what it is, what it takes, and why it lost."""
     engines = " + ".join(f"{number} x TP{tp}" for tp, number in other.engines.items())
-    return (
-        f"  {_s(other.step_s):>9}  ({100 * other.slower_frac:+.1f} %)  {other.name}: {other.train_gpus} for training, {engines}; "
-        f"{other.reason}"
-    )
+    layout = f"{other.train_gpus} for training, {engines}"
+    named = layout if other.name.endswith("for training") else f"{other.name}: {layout}"
+    return f"  {_s(other.step_s):>9}  ({100 * other.slower_frac:+.1f} %)  {named}; {other.reason}"
 
 
 def _s(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.2f} s" if seconds >= 0.995 or seconds == 0 else f"{1e3 * seconds:.3g} ms"

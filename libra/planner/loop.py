@@ -65,13 +65,20 @@ class Outcome:
     def metrics(self) -> Mapping[str, float]:
         """For the metrics of the iteration."""
         return {
-            "plan/predicted_step_s": self.predicted_step_s,
-            "plan/realised_step_s": self.realised_step_s,
+            "plan/predicted_s": self.predicted_step_s,
+            "plan/realised_s": self.realised_step_s,
             "plan/error_frac": self.predicted_step_s / self.realised_step_s - 1.0,
-            "plan/rollout_factor": self.correction.rollout.factor,
-            "plan/training_factor": self.correction.training.factor,
-            "plan/proposed_step_s": self.considered.proposed_step_s,
-            "plan/accepted": float(self.considered.accepted),
+            **{f"plan/{name}": value for name, value in self.learned.items()},
+        }
+
+    @property
+    def learned(self) -> Mapping[str, float]:
+        """The metrics that are neither prediction nor what came of it."""
+        return {
+            "rollout_factor": self.correction.rollout.factor,
+            "training_factor": self.correction.training.factor,
+            "proposed_step_s": self.considered.proposed_step_s,
+            "accepted": float(self.considered.accepted),
         }
 
     def events(self, run: str, t_s: float) -> tuple[events.Event, ...]:
@@ -141,7 +148,14 @@ class PlanLoop:
         self.replanner = Replanner(self.deployed, self.rules)
         self.predicted = self._of_deployed()
 
-    def after(self, iteration: int, realised: Realised, workload: Workload, remaining_iterations: int) -> Outcome:
+    def after(
+        self,
+        iteration: int,
+        realised: Realised,
+        workload: Workload,
+        remaining_iterations: int,
+        predicted_step_s: float | None = None,
+    ) -> Outcome:
         """Learn from an iteration and weigh what would be better.
 
         Parameters
@@ -151,8 +165,10 @@ class PlanLoop:
         workload : Workload
             The trajectories of that iteration, taken as what is to come.
         remaining_iterations : int
+        predicted_step_s : float or None
+            What a better source predicted for this iteration (`libra.planner.measured`); None: this loop's own prediction.
         """
-        before = self.predicted.step_s
+        before = self.predicted.step_s if predicted_step_s is None else predicted_step_s
         # What this iteration's own trajectories should have taken: lengths that came differently are no fault of the model.
         self.snapshot = replace(self.snapshot, workload=workload)
         same = self._of_deployed()

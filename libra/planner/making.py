@@ -228,7 +228,8 @@ def against(candidate: Candidate, chosen: Candidate) -> Alternative:
     found = candidate.found
     last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
     if found.train_s > candidate.rollout_s:
-        reason = f"training on {found.train_gpus} GPUs takes {found.train_s:.1f} s, rollout {candidate.rollout_s:.1f} s"
+        gpus = f"{found.train_gpus} GPU{'s' if found.train_gpus != 1 else ''}"
+        reason = f"training on {gpus} takes {found.train_s:.1f} s, rollout {candidate.rollout_s:.1f} s"
     elif last.load_frac > 0.75:
         reason = (
             f"rollout on {candidate.placement.kind_of.size} engines has too little throughput: TP{last.tp} engines are busy "
@@ -239,7 +240,9 @@ def against(candidate: Candidate, chosen: Candidate) -> Alternative:
             f"its longest trajectories take {last.rollout_s:.1f} s on TP{last.tp}, whose engines are busy "
             f"{100 * last.load_frac:.0f} % of it; training takes {found.train_s:.1f} s"
         )
-    if slower <= DRAIN_MARGIN_FRAC:
+    if slower < -DRAIN_MARGIN_FRAC:
+        reason = f"quicker, and ruled out by what was to be planned: {reason}"
+    elif slower <= DRAIN_MARGIN_FRAC:
         reason = f"no better by more than the model can tell ({100 * slower:+.1f} %): {reason}"
     return Alternative(candidate.name, found.train_gpus, candidate.engines, candidate.step_s, slower, reason)
 

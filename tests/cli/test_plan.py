@@ -10,8 +10,9 @@ from click.testing import CliRunner
 
 from libra.cli.main import cli
 from libra.cli.plan import fixed_by, read_trace
-from libra.config import load_config
+from libra.config import dump_config, load_config
 from libra.errors import ConfigError, PlanError
+from libra.graph.driver import Session
 from libra.planner.configured import snapshot_of
 
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
@@ -35,11 +36,72 @@ def test_json_has_the_whole_plan_and_words_do_too(repository: Path) -> None:
     assert "Next best, and why not" in words
 
 
-def test_only_what_the_engine_runs_is_planned_unless_asked(repository: Path) -> None:
+def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
     values = json.loads(_run(repository, "--json"))
     assert {bucket["tp"] for bucket in values["buckets"]} == {1}
-    assert "--what-if" in values["left_out"]["engine"]
-    assert "Without TP 2, 4, 8" in _run(repository)
+    assert values["training"]["gpus"] == 1
+    (note,) = values["notes"]
+    assert "TP 2, 4, 8" in note
+    assert "training on more than 1 GPU" in note
+    words = _run(repository, "trainer.prompts=64", "--why", "train=4")
+    assert note in words
+    assert "ruled out by what was to be planned" in words
+    assert json.loads(_run(repository, "--json", "--what-if"))["notes"] == []
+
+
+@pytest.mark.parametrize("wrong", ["fixed_train_gpus=2", "min_train_gpus=2", 'fixed_engines={"2": 1}', "tp=[8]"])
+def test_a_layout_that_cannot_be_run_is_refused_by_plan_and_run(repository: Path, tmp_path: Path, wrong: str) -> None:
+    config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, f"planner.{wrong}"))
+    field = "planner." + wrong.partition("=")[0]
+    with pytest.raises(PlanError, match=f"{field}.*--what-if"):
+        snapshot_of(config, None, what_if=False)
+    snapshot_of(config, None, what_if=True)
+    tiny = (
+        "model.path=libra/tiny-arithmetic",
+        "planner.replan=true",
+        "planner.num_gpus=8",
+        f"planner.{wrong}",
+        f"run.dir={tmp_path}",
+    )
+    with pytest.raises(PlanError, match=field), Session(load_config(str(repository / "configs/quickstart.yaml"), tiny)):
+        pass
+    assert not any(tmp_path.iterdir())  # before anything was started
+
+
+def test_engines_are_fixed_by_degree_and_the_written_configuration_says_so(repository: Path, tmp_path: Path) -> None:
+    given = (*GIVEN, 'planner.fixed_engines={"2": 3}')
+    config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), given)
+    assert config.planner.fixed_engines == {2: 3}
+    written = tmp_path / "config.resolved.yaml"
+    written.write_text(dump_config(config))
+    assert load_config(str(written)).planner.fixed_engines == {2: 3}
+    values = json.loads(_run(repository, "--json", "--what-if", given[-1]))
+    assert [bucket["engines"] for bucket in values["buckets"] if bucket["tp"] == 2] == [3]
+
+
+def test_trajectories_end_where_the_run_ends_them(repository: Path) -> None:
+    def asked(*more: str) -> tuple[float, str]:
+        config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, *more))
+        snapshot, note = snapshot_of(config, None, what_if=True)
+        return float(snapshot.workload.generated_tokens.max()), note
+
+    assert asked()[0] > 2048
+    longest, note = asked("planner.turns=1")
+    assert longest == 2048
+    assert "rollout.max_new_tokens=2048 in planner.turns=1" in note
+    longest, note = asked("rollout.max_context_tokens=2560")
+    assert longest == 2048
+    assert "rollout.max_context_tokens=2560" in note
+    with pytest.raises(PlanError, match="leave nothing to generate"):
+        asked("planner.prompt_tokens=9000")
+
+
+def test_shipped_configurations_have_a_plan(repository: Path) -> None:
+    for path in sorted((repository / "configs").glob("*.yaml")):
+        prepared = () if path.stem != "math_tools" else ("model.path=Qwen/Qwen3-4B",)  # its model is downloaded first
+        result = CliRunner().invoke(cli, ["plan", str(path), *prepared], catch_exceptions=False)
+        assert result.exit_code == 0, f"{path.name}: {result.output}"
+        assert "bottleneck" in result.output
 
 
 def test_a_trace_sets_the_lengths(repository: Path, tmp_path: Path) -> None:
@@ -58,8 +120,6 @@ def test_choices_that_cannot_be_say_what_to_type(repository: Path) -> None:
     for wrong in ("train", "train=x", "dp=4", "engines=3"):
         with pytest.raises(ConfigError, match="--why train=16"):
             fixed_by(snapshot, wrong)
-    with pytest.raises(PlanError, match="--what-if"):
-        snapshot_of(load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, "planner.tp=[8]")), None, False)
     with pytest.raises(PlanError, match="--trace FILE"):
         read_trace(Path("missing.csv"), 1.0)
     with pytest.raises(ConfigError, match=r"planner\.generated_p99_tokens=4000"):

@@ -11,10 +11,13 @@ from distributed import Client
 from libra.config import RunConfig
 from libra.events import from_dict
 from libra.graph.driver import Session
-from libra.graph.planning import batch_workload, realised_seconds
+from libra.graph.engines import EngineKind
+from libra.graph.planning import batch_workload, deployed_engines, realised_seconds
+from libra.graph.questions import Questions
 from libra.policy.replay import replay
 from libra.store.event_log import read_events
 from libra.store.line_log import LineReader
+from libra.types import Prompt
 
 Config = Callable[..., RunConfig]
 
@@ -32,9 +35,8 @@ def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_cl
     events = list(read_events(session.directory / "events.jsonl").events)
     considered = [event for event in events if event["name"] == "plan_considered"]
     lines = [json.loads(line) for line in (session.directory / "metrics.jsonl").read_text().splitlines()]
-    measured = {line["step"]: line for line in lines if "plan/error_frac" in line}
     assert considered
-    assert {event["iteration"] for event in considered} == set(measured) <= {0, 1, 2}
+    assert {e["iteration"] for e in considered} == {m["step"] for m in lines if "plan/accepted" in m} <= {0, 1, 2}
     for event in considered:
         assert event["realised_step_s"] == pytest.approx(values[event["iteration"]]["iteration_s"])
         assert (event["train_gpus"], event["engines"], event["accepted"]) == (1, [[1, 1]], False)
@@ -43,7 +45,70 @@ def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_cl
     assert all(told.difference == "" for told in replay((line, from_dict(event)) for line, event in log))
 
 
+def test_each_iteration_is_predicted_before_it_and_compared_after(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 4}, planner={"replan": True}, evaluation={"prompts": 2, "every": 2})
+    predictions, values = [], []
+    with Session(config, client=cluster_client) as session:
+        planning = session._planning
+        assert planning is not None
+        for row in session.iterations():
+            values.append(row)
+            assert planning.forecast.num_steps == len(values)
+            predictions.append(planning.predicted)
+            if row["iteration"] == 1:
+                session.evaluate(2)
+    compared = {}
+    for line in (session.directory / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "plan/realised_s" in row:
+            compared[row["step"]] = row
+        if "evaluation/wall_s" in row:
+            evaluation_s = row["evaluation/wall_s"]
+    assert sorted(compared) == [0, 1, 2, 3]
+    assert "plan/predicted_s" not in compared[0]  # nothing was measured before
+    for k in (1, 2, 3):
+        predicted = predictions[k - 1]  # as it stood before the iteration began
+        assert predicted is not None
+        assert compared[k]["plan/predicted_s"] == predicted.step_s
+        assert compared[k]["plan/error_frac"] == pytest.approx(predicted.step_s / compared[k]["plan/realised_s"] - 1)
+        assert predicted.step_s == pytest.approx(predicted.rollout_s + predicted.train_s + predicted.rest_s)
+        assert predicted.tokens == pytest.approx(
+            48.0
+        )  # four trajectories of three turns of four tokens, whatever is asked
+        assert compared[k]["plan/tokens_per_s/transformers-tp1-threads1-slots8"] > 0
+    assert compared[1]["plan/realised_s"] == pytest.approx(values[1]["iteration_s"])
+    assert compared[2]["plan/realised_s"] == pytest.approx(values[2]["iteration_s"] - evaluation_s)
+    assert values[2]["worker_tokens"] == {"rollout-0": 48}
+    assert [tokens for _, tokens in values[2]["question_tokens"]] == [24, 24]
+
+
 def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config: Config) -> None:
-    values = {"iteration_s": 10.0, "train_s": 4.0}
+    values = {"iteration_s": 11.0, "evaluation_s": 0.5, "train_s": 4.0, "publish_s": 0.5}
     assert realised_seconds(values, make_config()).rollout_s == pytest.approx(6.0)
-    assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.0)
+    assert realised_seconds(values, make_config()).step_s == pytest.approx(10.5)
+    assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.5)
+    assert realised_seconds(values, make_config(run={"eta": 1}), alone=True).rollout_s == pytest.approx(6.0)
+
+
+def test_engines_of_a_kind_are_deployed_together() -> None:
+    kinds = [EngineKind("vllm", 64), EngineKind("vllm", 8), EngineKind("vllm", 16, tp=2)]
+    deployed = deployed_engines(kinds)
+    assert (deployed.train_gpus, deployed.engines, deployed.concurrency) == (1, {1: 2, 2: 1}, {1: 36, 2: 16})
+
+
+class _Absent:
+    """An environment whose questions are only where its workers are."""
+
+    asked = 0
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        self.asked += 1
+        raise OSError("no such file")
+
+
+def test_a_question_that_is_not_here_is_done_without() -> None:
+    environment = _Absent()
+    questions = Questions(environment, 2)  # type: ignore[arg-type]
+    assert questions.lengths(0) is None
+    assert questions.lengths(1) is None
+    assert environment.asked == 1  # an environment that fails is left alone

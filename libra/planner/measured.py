@@ -1,0 +1,195 @@
+"""How long the next step of this very run will take, from what its own engines and trainer have measured. Pure.
+
+Engines of a run may differ: every kind has its own tokens per second, measured over the seconds in which batches were generated.
+What the next batch will generate is expected from its questions, which are known before it begins: a longer question has so far
+had so many more tokens to its answer. Training and the rest of a step (publishing, storing) are expected as they were.
+
+1. A prediction is made from iterations that have ended, before the one it is for is known of.
+2. There is none before the first iteration: nothing is measured, and nothing is assumed.
+3. Evaluations are in no number here; the first iteration, which warms everything up, counts less than any later one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra.errors import PlanError
+
+HALF_LIFE_STEPS = 3.0
+"""Iterations after which one counts half: lengths change within ten iterations of learning, a shared machine faster."""
+FIRST_WEIGHT = 0.3
+"""Weight of a run's first iteration where later ones count 1: allocations, caches and first calls are in its seconds."""
+PRIOR_LOG2 = 0.04
+"""How surely rollout's seconds are proportional to its tokens: as surely as from an observation at tokens off by 20 %."""
+PRIOR_QUESTIONS = 2.0
+"""How surely the length of a question says nothing: as surely as from so many questions of ordinary spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an iteration took.
+
+    Attributes
+    ----------
+    rollout_s : float
+        From the weights that its batch waited for until the batch was complete, waiting for training left out.
+    train_s : float
+        Of its optimizer step.
+    rest_s : float
+        Of the step and in neither: publishing.
+    step_s : float
+        From the end of the iteration before to its own end, less evaluations.
+    tokens : mapping of kind of engine to int
+        Tokens that engines of a kind generated for its batch.
+    questions : sequence of (float, float)
+        Of each group: length of its question, and tokens generated for it. Lengths in whatever unit `StepForecast.expected` gets.
+    """
+
+    rollout_s: float
+    train_s: float
+    rest_s: float
+    step_s: float
+    tokens: Mapping[str, int]
+    questions: Sequence[tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        seconds = (self.rollout_s, self.train_s, self.rest_s, self.step_s)
+        if not (all(math.isfinite(value) and value >= 0 for value in seconds) and self.rollout_s > 0 < self.step_s):
+            raise PlanError(
+                f"an iteration's seconds (rollout, training, rest, step): got {seconds}; finite, and not negative"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A step that has not begun, in seconds; ``tokens`` are those its batch is expected to generate."""
+
+    tokens: float
+    rollout_s: float
+    train_s: float
+    rest_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Weighted sums for y over x, newer ones counting more; the slope is drawn to what is given where little is known."""
+
+    n: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def after(self, points: Sequence[tuple[float, float]], keep: float, weight: float) -> Line:
+        """With more (x, y), each of this weight, and the older ones kept to a share."""
+        n, x, y, xx, xy = (keep * value for value in (self.n, self.x, self.y, self.xx, self.xy))
+        for at, value in points:
+            n, x, y, xx, xy = (
+                n + weight,
+                x + weight * at,
+                y + weight * value,
+                xx + weight * at * at,
+                xy + weight * at * value,
+            )
+        return Line(n, x, y, xx, xy)
+
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Means of x and y."""
+        return self.x / self.n, self.y / self.n
+
+    def slope(self, prior: float, strength: float) -> float:
+        """Of y over x; ``prior`` counts as points whose squared deviations of x add up to ``strength``."""
+        mean_x, mean_y = self.mean
+        spread, together = max(self.xx - self.n * mean_x**2, 0.0), self.xy - self.n * mean_x * mean_y
+        return (together + strength * prior) / (spread + strength) if spread + strength > 0 else prior
+
+
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """What is known of a run's steps; `after` makes the next one.
+
+    Attributes
+    ----------
+    num_steps : int
+        Iterations that it knows.
+    engine_s : mapping of kind to (tokens, engine seconds)
+        Decayed sums: what engines of a kind generated, and for how long so many of them were there.
+    """
+
+    num_steps: int = 0
+    weight: float = 0.0
+    train_s: float = 0.0
+    rest_s: float = 0.0
+    engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    questions: Line = field(default_factory=Line)
+    rollouts: Line = field(default_factory=Line)
+
+    def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
+        """What is known once an iteration has ended.
+
+        Parameters
+        ----------
+        taken : Taken
+        engines : mapping of kind to int
+            Engines that generated for it.
+        """
+        keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
+        sums = {kind: (keep * tokens, keep * spent_s) for kind, (tokens, spent_s) in self.engine_s.items()}
+        for kind, number in engines.items():
+            tokens, spent_s = sums.get(kind, (0.0, 0.0))
+            sums[kind] = tokens + weight * taken.tokens.get(kind, 0), spent_s + weight * number * taken.rollout_s
+        total = sum(taken.tokens.values())
+        point = [(math.log(total), math.log(taken.rollout_s))] if total else []
+        return StepForecast(
+            self.num_steps + 1,
+            keep * self.weight + weight,
+            keep * self.train_s + weight * taken.train_s,
+            keep * self.rest_s + weight * taken.rest_s,
+            sums,
+            self.questions.after(taken.questions, keep, weight),
+            self.rollouts.after(point, keep, weight),
+        )
+
+    def tokens_per_s(self) -> dict[str, float]:
+        """What one engine of each kind generates while a batch is generated."""
+        return {kind: tokens / spent_s for kind, (tokens, spent_s) in self.engine_s.items() if spent_s > 0}
+
+    def expected(self, engines: Mapping[str, int], questions: Sequence[float] | None, overlap: bool) -> Expected | None:
+        """The next step; None while nothing is measured, or no engine is there that generated before.
+
+        Parameters
+        ----------
+        engines : mapping of kind to int
+            Engines that are there. A kind that has not generated yet is left out: its speed is not known.
+        questions : sequence of float or None
+            Lengths of the batch's questions; None: not known, and taken as they were.
+        overlap : bool
+            Whether its batch is generated while the step before is taken.
+        """
+        speeds = self.tokens_per_s()
+        speed = sum(number * speeds.get(kind, 0.0) for kind, number in engines.items())
+        if not (self.rollouts.n and speed > 0):
+            return None
+        usual = math.exp(self.rollouts.mean[0])
+        tokens = self._tokens(questions) if questions else usual
+        # Twice the tokens are seldom twice the seconds: they fill the batch, and the longest trajectory is not twice as long.
+        power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
+        rollout_s = usual / speed * (tokens / usual) ** power
+        train_s, rest_s = self.train_s / self.weight, self.rest_s / self.weight
+        step_s = max(rollout_s, train_s + rest_s) if overlap else rollout_s + train_s + rest_s
+        return Expected(tokens, rollout_s, train_s, rest_s, step_s)
+
+    def _tokens(self, questions: Sequence[float]) -> float:
+        """Tokens expected of questions of these lengths."""
+        line = self.questions
+        if not line.n:
+            return math.exp(self.rollouts.mean[0])
+        mean_length, mean_tokens = line.mean
+        spread = max(line.xx / line.n - mean_length**2, 0.0)
+        slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
+        # No answer is shorter than a tenth of the usual one: far from what was seen, a line says nothing.
+        return sum(max(mean_tokens + slope * (length - mean_length), 0.1 * mean_tokens) for length in questions)

@@ -1,0 +1,108 @@
+"""The forecast of a run's next step: engines of several speeds, questions of several lengths, and what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import PlanError
+from libra.planner.measured import Expected, StepForecast, Taken
+
+KINDS = {"fast": 1, "slow": 1}
+SPEED = {"fast": 800.0, "slow": 200.0}
+TRAIN_S, REST_S = 1.5, 0.1
+
+
+def took(lengths: Sequence[float], factor: float = 1.0) -> Taken:
+    """An iteration of these questions, 10 tokens to each character; engines share the tokens by their speeds."""
+    questions = [(length, 10.0 * length) for length in lengths]
+    tokens = sum(number for _, number in questions)
+    rollout_s, total = tokens / sum(SPEED.values()) * factor, sum(SPEED.values())
+    given = {kind: round(tokens * speed / total) for kind, speed in SPEED.items()}
+    train_s, rest_s = TRAIN_S * factor, REST_S * factor
+    return Taken(rollout_s, train_s, rest_s, rollout_s + train_s + rest_s, given, questions)
+
+
+def expected(forecast: StepForecast, lengths: Sequence[float] | None, *, overlap: bool = False) -> Expected:
+    found = forecast.expected(KINDS, lengths, overlap)
+    assert found is not None
+    return found
+
+
+def test_nothing_is_predicted_from_nothing() -> None:
+    assert StepForecast().expected(KINDS, [100.0], overlap=False) is None
+    learned = StepForecast().after(took([50.0, 150.0]), KINDS)
+    assert learned.expected({"unheard of": 3}, [100.0], overlap=False) is None
+
+
+def test_one_iteration_is_enough_for_the_next_of_its_kind() -> None:
+    forecast = StepForecast().after(took([50.0, 150.0] * 8), KINDS)
+    step = expected(forecast, [50.0, 150.0] * 8)
+    assert step.rollout_s == pytest.approx(16.0, rel=1e-6)
+    assert step.step_s == pytest.approx(16.0 + TRAIN_S + REST_S)
+    assert expected(forecast, None).step_s == pytest.approx(step.step_s)
+    assert expected(forecast, [50.0, 150.0] * 8, overlap=True).step_s == pytest.approx(16.0)
+    assert forecast.tokens_per_s() == pytest.approx(SPEED)
+
+
+def test_longer_questions_are_expected_to_take_longer() -> None:
+    rng = np.random.default_rng(0)
+    forecast = StepForecast()
+    for _ in range(10):
+        forecast = forecast.after(took(rng.uniform(20, 200, 16).tolist()), KINDS)
+    for lengths in ([40.0] * 16, [180.0] * 16):
+        true = took(lengths)
+        assert expected(forecast, lengths).step_s == pytest.approx(true.step_s, rel=0.15)
+        assert expected(forecast, lengths).tokens == pytest.approx(10 * sum(lengths), rel=0.15)
+
+
+def test_an_engine_less_is_slower_by_its_own_speed() -> None:
+    forecast = StepForecast().after(took([100.0] * 16), KINDS)
+    without = forecast.expected({"fast": 1}, [100.0] * 16, overlap=False)
+    assert without is not None
+    assert without.rollout_s == pytest.approx(16.0 * 1000 / 800)
+    twice = forecast.expected({"fast": 2, "slow": 2}, [100.0] * 16, overlap=False)
+    assert twice is not None
+    assert twice.rollout_s == pytest.approx(8.0)
+
+
+def test_the_first_iteration_counts_less_and_a_slower_machine_is_learned() -> None:
+    lengths = [100.0] * 16
+    forecast = StepForecast().after(took(lengths, factor=3.0), KINDS).after(took(lengths), KINDS)
+    assert expected(forecast, lengths).step_s < 1.5 * took(lengths).step_s  # the mean of the two would be twice as long
+    for _ in range(10):
+        forecast = forecast.after(took(lengths, factor=2.0), KINDS)
+    assert expected(forecast, lengths).step_s == pytest.approx(2 * took(lengths).step_s, rel=0.1)
+
+
+@given(
+    st.lists(st.lists(st.floats(1, 1e4), min_size=1, max_size=8), min_size=1, max_size=6),
+    st.lists(st.floats(0, 1e5), min_size=1, max_size=8),
+)
+def test_whatever_came_the_forecast_is_finite_and_positive(seen: list[list[float]], asked: list[float]) -> None:
+    forecast = StepForecast()
+    for lengths in seen:
+        forecast = forecast.after(took(lengths), KINDS)
+    for overlap in (False, True):
+        step = expected(forecast, asked, overlap=overlap)
+        assert all(math.isfinite(value) and value > 0 for value in dataclasses.astuple(step))
+
+
+@given(st.floats(1.0, 1e4), st.floats(1.1, 50.0))
+def test_more_of_the_same_questions_never_take_less(length: float, factor: float) -> None:
+    forecast = StepForecast().after(took([length, 2 * length]), KINDS)
+    few, many = expected(forecast, [length] * 4), expected(forecast, [length] * round(4 * factor))
+    assert many.rollout_s >= few.rollout_s * (1 - 1e-9)
+
+
+def test_seconds_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PlanError, match="not negative"):
+        Taken(0.0, 1.0, 0.0, 1.0, {}, [])
+    with pytest.raises(PlanError, match="not negative"):
+        Taken(1.0, float("nan"), 0.0, 1.0, {}, [])
