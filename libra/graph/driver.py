@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import cloudpickle
 from distributed import Client, Future
 
 from libra import keys
@@ -30,17 +29,18 @@ from libra.cluster.checks import check_cluster
 from libra.cluster.contact import connect
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
-from libra.errors import ClusterError, ConfigError, LibraError, MismatchAlarm, RunDirectoryError
+from libra.errors import ClusterError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
 from libra.graph.engines import EngineKind, check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
+from libra.graph.loading import check_loadable
 from libra.graph.pausing import pause_reason
 from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
-from libra.graph.spec import RunSpec, loading_error
+from libra.graph.spec import RunSpec
 from libra.graph.summary import RunSummary
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
@@ -255,25 +255,9 @@ class Session:
                 raise ClusterError(
                     f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
                 )
-        self._check_workers_can_load()
+        check_loadable(client, self.spec)
         self._hosted = True
         client.register_plugin(LibraHost(self.spec))
-
-    def _check_workers_can_load(self) -> None:
-        """A worker that fails while it unpickles the environment would be closed, and the run would wait for ever."""
-        try:
-            data = cloudpickle.dumps(self.spec)
-        except Exception as error:  # the boundary to a user's objects: pickling them may raise anything
-            raise ConfigError(
-                f"environment: it cannot be sent to workers ({type(error).__name__}: {error}); make what it holds (files, "
-                "clients, locks) in its setup(), or in the function that uses it"
-            ) from error
-        for address, reason in self._client.run(loading_error, data).items():
-            if reason is not None:
-                raise ConfigError(
-                    f"environment: worker {address} cannot load it ({reason}); put the module where workers find it (install it, "
-                    "or set PYTHONPATH before they start), or define function and class in the script that you run"
-                )
 
     def _admission(self) -> dict[str, Any] | None:
         """What the plugin has to know of earlier starts of the run."""

@@ -272,8 +272,8 @@ def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
     """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens."""
     by_worker: dict[str, int] = {}
     for trajectory in (member for group in groups for member in group):
-        for turn in trajectory.turns:
-            by_worker[turn["worker"]] = by_worker.get(turn["worker"], 0) + int(turn["generated_tokens"])
+        for taken in trajectory.turns:
+            by_worker[taken["worker"]] = by_worker.get(taken["worker"], 0) + int(taken["generated_tokens"])
     asked = [
         (question_chars(group[0].prompt), sum(member.num_action_tokens for member in group))
         for group in groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,15 +10,6 @@ from libra import keys
 from libra.config import RunConfig
 from libra.envs import Environment, make_environment
 from libra.types import TrajectoryId
-
-
-def loading_error(data: bytes) -> str | None:
-    """Why a worker cannot load a pickled `RunSpec`, None where it can; run on a worker, before anything depends on it."""
-    try:
-        pickle.loads(data)
-    except Exception as error:  # noqa: BLE001  the boundary to a user's modules: importing them may raise anything
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
