@@ -46,6 +46,7 @@ class Tracked:
     context_tokens: int = 0  # as of its last report; 0 before
     end: str = ""  # why it ended, as reported
     told_ended: bool = False  # whether the policy knows that it is over
+    told_completed: bool = False  # and that it came to an end of its own, which it is told once
 
     @property
     def completed(self) -> bool:

@@ -191,13 +191,14 @@ def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(
     assert (names["quantum_dispatched"], names["quantum_finished"], names["quantum_continued"]) == (3, 4, 1)
 
 
-def test_a_quarantined_engine_is_given_nothing_of_its_run_until_it_serves_again(
+def test_a_worker_with_a_quarantined_engine_generates_nothing_until_it_serves_again(
     emulation: SimpleNamespace, tmp_path: Path
 ) -> None:
     check = {
         "method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": None, "layers": 1, "changed_layers": 1,
         "smallest_change": 0.0, "measured": True, "check_s": 0.1, "stopped_s": 0.1,
     }  # fmt: skip
+    engine = {"tp": 1, "bucket": "transformers-tp1", "stats": {}}
     wrong = {"layer": "lm_head.weight", "method": "columns", "gap": 0.5, "tolerance": 0.0, "detail": "", "out": False}
 
     async def live_run() -> None:
@@ -208,10 +209,15 @@ def test_a_quarantined_engine_is_given_nothing_of_its_run_until_it_serves_again(
             said = {"run": "one", "epoch": 0, "name": "rollout-0", "address": live.workers[0].address, "version": 1}
             live.plugin.log_event("libra", said | wrong | {"kind": "quarantined"})
             one, two = emulation.submit(live, "one", [3, 2, 1]), emulation.submit(live, "two", [3, 2, 5, 1])
-            assert await live.client.gather(two) == [3, 2, 5, 1]
-            assert {live.scheduler.tasks[future.key].state for future in one} == {"no-worker"}
-            live.plugin.log_event("libra", said | {"kind": "served", "load_s": 0.1, "check": check})
+            while live.plugin.trajectories.dispatcher.num_waiting(Phase.ROLLOUT) < len(one) + len(two):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            live.plugin.trajectories.kick()
+            while live.plugin.trajectories.kicked:  # noqa: ASYNC110 (its loop runs here)
+                await asyncio.sleep(0)
+            assert {live.scheduler.tasks[future.key].state for future in (*one, *two)} == {"no-worker"}
+            live.plugin.log_event("libra", said | {"kind": "served", "load_s": 0.1, "check": check} | engine)
             assert await live.client.gather(one) == [3, 2, 1]
+            assert await live.client.gather(two) == [3, 2, 5, 1]
             for run in ("one", "two"):
                 live.plugin.end_run(run)
 
