@@ -155,7 +155,9 @@ class Trajectories:
         """The trajectory has no more to do, which its run is told once for each time that it parked first."""
         if not tracked.told_ended:
             tracked.told_ended = True
-            completed = completed and not tracked.told_completed  # a lost result is computed again, and teaches nothing new
+            completed = (
+                completed and not tracked.told_completed
+            )  # a lost result is computed again, and teaches nothing new
             tracked.told_completed |= completed
             tracked.run.num_ended += 1
             tracked.run.emit("trajectory_ended", key=tracked.key, completed=completed)
