@@ -412,7 +412,9 @@ class Session:
             self._carried += futures
 
     def _write_metrics(self, k: int, values: dict[str, Any]) -> None:
-        self.metrics.write(k, {name: float(v) for name, v in values.items() if isinstance(v, int | float)})
+        numbers = {name: float(v) for name, v in values.items() if isinstance(v, int | float)}
+        trust = self._client.sync(_rpc(self._client).libra_forecast_trust, run=self.spec.run)
+        self.metrics.write(k, numbers | trust)
 
     def _saved(self, k: int, future: Future) -> None:
         """Take note of a checkpoint, and remove what is not kept any more."""

@@ -25,7 +25,7 @@ from tornado.ioloop import PeriodicCallback
 
 from libra import keys
 from libra.observe.page import attach_page
-from libra.policy import Admission, Command, CommittedGroup, Fifo, VersionPublished, make_ordering
+from libra.policy import Admission, Command, CommittedGroup, Fifo, Shows, VersionPublished, make_ordering
 from libra.scheduler import private
 from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
 from libra.scheduler.run_state import RunState
@@ -64,6 +64,7 @@ class LibraPlugin(SchedulerPlugin):
                 "libra_members": self.members,
                 "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
+                "libra_forecast_trust": self.forecast_trust,
                 "libra_end_run": self.end_run,
             },
         )
@@ -124,6 +125,17 @@ class LibraPlugin(SchedulerPlugin):
             )
             state.guard.start()
         return {"started_s": state.started_s}
+
+    def forecast_trust(self, run: str) -> dict[str, float]:
+        """Metrics of a run's ordering: its skill, and the weight of each signal; empty where it judges no forecasts."""
+        state = self.runs.get(run)
+        if state is None or not isinstance(state.policy, Shows):
+            return {}
+        shown = state.policy.shown()
+        if shown["skill"] is None:
+            return {}
+        weights = {f"forecast_weight_{signal}": weight for signal, weight in shown["weights"].items()}
+        return {"forecast_skill": shown["skill"], **weights}
 
     def end_run(self, run: str) -> None:
         """Close a run's event log, stop its watchdog, forget the run."""

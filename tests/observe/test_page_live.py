@@ -11,6 +11,7 @@ import pytest
 from distributed import Client, Reschedule, Worker, get_worker
 
 from libra import keys
+from libra.observe.metrics import read_metrics
 from libra.scheduler import LibraPlugin
 from libra.store.event_log import read_events
 from libra.types import Phase
@@ -170,10 +171,13 @@ def test_page_of_a_real_run_agrees_with_its_event_log(chromium, tmp_path):
                 session.client.sync(flush, state.log)
                 expected = shown_by(read_events(session.directory / "events.jsonl").events)
                 await compare(page, expected)
-                return expected, await page.columns("libra_rewards"), await page.screenshot()
+                outcomes, rewards = await page.columns("libra_outcomes"), await page.columns("libra_rewards")
+                return expected, outcomes, rewards, await page.screenshot()
 
-        expected, rewards, png = asyncio.run(look())
+        expected, outcomes, rewards, png = asyncio.run(look())
     (tmp_path / "libra.png").write_bytes(png)  # to look at; pytest keeps the last three
+    assert all(0.0 <= line["forecast_skill"] <= 1.0 for line in read_metrics(session.directory))
+    assert 0 < len(outcomes["tokens"]) <= 8
     assert expected["version"] == "v2"
     assert expected["groups"] == "4"
     assert rewards["reward"] == [values["reward"] for values in figures]
