@@ -17,7 +17,7 @@ from distributed import Worker
 
 from libra import keys
 from libra.events import SCHEMA, from_dict
-from libra.policy import Admission, CommittedGroup, Priority, SetPriority, TrajectoryParked
+from libra.policy import Admission, CommittedGroup, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.replay import Told, replay
 from libra.scheduler import private
 from libra.store.event_log import from_last_snapshot, read_events
@@ -225,6 +225,8 @@ class Swapping:
         self.count = 0
 
     def handle(self, event: object) -> tuple[SetPriority, ...]:
+        if isinstance(event, TrajectoryEnded) and self.last is not None and self.last[0] == event.key:
+            self.last = None
         if not isinstance(event, TrajectoryParked):
             return ()
         self.count += 1
