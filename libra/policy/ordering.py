@@ -29,7 +29,7 @@ class Ordering(Protocol):
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
-LEARNS_EVERY = 8
+LEARNS_EVERY = 32
 """Trajectories that end between the first calls of an ordering's ``learn``; later there are more, see `learns_after`."""
 LEARNS_SELDOM = 256
 """At most so many."""
