@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ class Track:
         self.states: list[State] = []
 
 
-class Tracker:
+class Tracker(ABC):
     """A forecaster but for what it learns of a finished track, and forecasts from a live one."""
 
     def __init__(self) -> None:
@@ -82,14 +83,18 @@ class Tracker:
             track.states = [(str(tool), str(status), int(payload)) for tool, status, payload in states]
         self._load(snapshot["learned"])
 
+    @abstractmethod
     def _learn(self, track: Track) -> None:
-        raise NotImplementedError
+        """Take in a trajectory that is over."""
 
+    @abstractmethod
     def _forecast(self, track: Track) -> Forecast:
-        raise NotImplementedError
+        """What is left of one that is live."""
 
+    @abstractmethod
     def _learned(self) -> Any:
-        raise NotImplementedError
+        """What was learned, as JSON can hold it."""
 
+    @abstractmethod
     def _load(self, learned: Any) -> None:
-        raise NotImplementedError
+        """Know what `_learned` gave and nothing else."""
