@@ -60,7 +60,7 @@ class Tracker(ABC):
                 if track is not None and completed:
                     self._learn(track)
 
-    def learn(self) -> None:
+    def learn(self) -> None:  # noqa: B027 (nothing to do is right for most)
         """Everything was learned when it came."""
 
     def remaining(self, key: str) -> Forecast:
