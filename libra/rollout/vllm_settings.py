@@ -20,6 +20,8 @@ from libra.errors import EngineError, ModelError
 INSTALL = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
 PROBE = -1
 """vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
+CPU_BATCHED_TOKENS = 4096
+"""Context tokens that one step of an engine on a CPU computes at most, or one whole context."""
 CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on a CPU. vLLM's own choice there, 128, would reuse nothing of a context shorter than that; its kernels
 want a multiple of 32."""
@@ -125,6 +127,12 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         given["kv_cache_memory_bytes"] = kv_bytes(config, settings)
     if on_cpu:
         given |= {"block_size": CPU_BLOCK_TOKENS, "distributed_executor_backend": "mp"}
+        # A context computed in parts has tokens drawn and thrown away, for which vLLM 0.32 turns the request's own generator
+        # back; one on a CPU cannot be, and the engine process dies of it.
+        given |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_tokens(config, settings)),
+        }
     else:
         given["gpu_memory_utilization"] = settings.gpu_memory_frac
     kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
