@@ -113,7 +113,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Tell the worker to do its part of a stage; ``assignment`` is the one it changes to, ``slots_of`` whose slots its engine has."""
+    """Tell the worker to do its part of a stage of its change to ``assignment``; its engine has the slots of ``slots_of`` then."""
 
     worker: str
     generation: int
