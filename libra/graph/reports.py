@@ -15,6 +15,6 @@ TOPIC = "libra"
 def report(worker: Worker, spec: RunSpec, kind: str, /, **fields: Any) -> None:
     """Send one report; ``fields`` must be msgpack-able.
 
-    Kinds: quantum, ended, group, published, joined, served, quarantined, step, iteration.
+    Kinds: quantum, ended, given_back, group, published, joined, served, quarantined, step, iteration.
     """
     worker.log_event(TOPIC, {"kind": kind, "run": spec.run, "epoch": spec.epoch, **fields})

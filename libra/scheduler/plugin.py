@@ -177,7 +177,7 @@ class LibraPlugin(SchedulerPlugin):
             return
         state.progressed()
         match msg["kind"]:
-            case "quantum" | "ended":
+            case "quantum" | "ended" | "given_back":
                 self.trajectories.reported(state, msg)
             case "group":
                 self._group_reported(state, msg)

@@ -39,6 +39,7 @@ class Tracked:
     phase: Phase = Phase.ROLLOUT
     quanta: int = 0
     reported: bool = False  # whether the quantum now running has reported
+    given_back: bool = False  # whether the quantum now running was handed back instead, without a record
     lost: int = 0  # quanta in a row that ended without a report
     ended: bool = False
     at: tuple[Phase, str] | None = None  # phase and address of the slot it has
