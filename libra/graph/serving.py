@@ -40,6 +40,7 @@ import torch
 
 from libra.errors import EngineAsleep, EngineError, LibraError, ModelError, WeightsError
 from libra.graph.model_files import link_model
+from libra.graph.reports import quarantined_fields, served_fields
 from libra.projections import project_tensors
 from libra.rollout import ReadsColumns, RolloutEngine
 from libra.tensors import digest
@@ -227,6 +228,7 @@ class Serving:
         if self.asleep:
             return
         started_s, turns, self.asleep = time.perf_counter(), self._under_way.total(), True
+        self._tell("asleep")
         try:
             if (
                 abort
@@ -236,6 +238,7 @@ class Serving:
             await self._loading.acquire()
         except asyncio.CancelledError:
             self.asleep = False
+            self._tell("awake")
             raise
         drained_s = time.perf_counter()
         try:
@@ -274,6 +277,7 @@ class Serving:
                 await _to_the_end(self._put_away())
                 raise
             self.asleep = False
+            self._tell("awake")
 
     async def _get_up(self, version: WeightVersion | None) -> None:
         """Start an engine at a version and have it checked."""
@@ -355,7 +359,9 @@ class Serving:
         logger.info(
             "version %d checked by %s (%.3f s): %s", version.number, verdict.method, now_s - started_s, verdict.detail
         )
-        self._tell_served(version, verdict, load_s, now_s - started_s - load_s, now_s - stopped_s)
+        measured = self.calibration is not None and self.calibration.measured
+        check_s = now_s - started_s - load_s
+        self._tell("served", **served_fields(version.number, verdict, measured, load_s, check_s, now_s - stopped_s))
 
     async def _again(
         self, check: VersionCheck, version: WeightVersion, wanted: dict[str, tuple[int, ...]], expected: Expected
@@ -442,37 +448,7 @@ class Serving:
             "engine disagrees with version %d: %s: %s; %s", version.number, verdict.layer, verdict.detail,
             "it stays out" if out else "it is closed and started from that version's file",
         )  # fmt: skip
-        self._tell(
-            "quarantined",
-            version=version.number,
-            layer=verdict.layer,
-            method=verdict.method,
-            gap=verdict.gap if math.isfinite(verdict.gap) else None,
-            tolerance=verdict.tolerance,
-            detail=verdict.detail,
-            out=out,
-        )
-
-    def _tell_served(
-        self, version: WeightVersion, verdict: Verdict, load_s: float, check_s: float, stopped_s: float
-    ) -> None:
-        self._tell(
-            "served",
-            version=version.number,
-            load_s=round(load_s, 6),
-            check={
-                "method": verdict.method,
-                "gap": verdict.gap,
-                "tolerance": verdict.tolerance,
-                "moved_nats": verdict.moved_nats,
-                "layers": verdict.num_layers,
-                "changed_layers": verdict.num_changed,
-                "smallest_change": verdict.smallest_change,
-                "measured": self.calibration is not None and self.calibration.measured,
-                "check_s": round(check_s, 6),
-                "stopped_s": round(stopped_s, 6),
-            },
-        )
+        self._tell("quarantined", **quarantined_fields(version.number, verdict, out=out))
 
 
 def _collect() -> None:
