@@ -95,6 +95,8 @@ def _other_text(event: events.Event) -> str:
     match event:
         case events.QuantumLost():
             return f"quantum {event.quantum} is lost with {event.address}, the {event.times}. time in a row"
+        case events.QuantumGivenBack():
+            return f"quantum {event.quantum} is given back by {event.address}, whose engine was put to sleep"
         case events.FailureClassified():
             return f"failure of class {event.failure}: {event.detail}"
         case events.GroupCommitted():

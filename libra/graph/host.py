@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
-from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
+from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
@@ -314,6 +314,9 @@ class LibraHost(WorkerPlugin):
                     await self._act(state)
             else:
                 await self._act(state)
+        except EngineAsleep:
+            report(self.worker, self.spec, "given_back", key=key)
+            raise
         except FAULTS as error:
             self._commit(state, failure_record(failure_of(error), str(error)), started_s)
             self._forget(state)
@@ -350,8 +353,8 @@ class LibraHost(WorkerPlugin):
 
     def _forget(self, state: TrajectoryState) -> None:
         """Free what the engine keeps for a trajectory that goes on elsewhere, or has ended."""
-        if self.serving is not None and self.serving.out is None:
-            self.serving.engine.forget(str(state.tid))
+        if self.serving is not None:
+            self.serving.forget(str(state.tid))
 
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
         try:
