@@ -16,7 +16,15 @@ import numpy as np
 from distributed import Reschedule, get_worker
 
 from libra.envs import run_grader
-from libra.errors import EnvironmentFault, LibraError, MismatchAlarm, RecordExists, RewardFault, TrainError
+from libra.errors import (
+    EngineAsleep,
+    EnvironmentFault,
+    LibraError,
+    MismatchAlarm,
+    RecordExists,
+    RewardFault,
+    TrainError,
+)
 from libra.graph.catching_up import catch_up
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.gang_member import turn
@@ -84,8 +92,8 @@ async def trajectory(
         return {"trajectory": tuple(tid), "prompt": question}
     try:
         state = await host.quantum(key, tid, question)
-    except RecordExists:
-        raise Reschedule() from None  # somebody else ran this quantum; look again
+    except (RecordExists, EngineAsleep):
+        raise Reschedule() from None  # somebody else ran this quantum, or has to; look again
     if state.phase is not None:
         raise Reschedule()
     return {"trajectory": tuple(tid), "prompt": question}
@@ -326,7 +334,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
         )
         if host.paused is not None and batch["batch"] > host.paused[0]:
             raise MismatchAlarm(host.paused[1])
-        catch_up(host, batch["batch"])  # a worker that was lost took its replica along
+        catch_up(host, batch["batch"], or_next=True)  # a worker that was lost took its replica along
         if host.gang is not None and host.checkpoints.replica.steps_done > batch["batch"] + 1:
             return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
         result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
