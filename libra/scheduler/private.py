@@ -77,6 +77,11 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
     }
 
 
+def installs(scheduler: Scheduler, plugin: str) -> bool:
+    """Whether a worker that joins now sets up a WorkerPlugin of this name; Dask calls it running before that is done."""
+    return plugin in scheduler.worker_plugins
+
+
 def worker_name(scheduler: Scheduler, address: str) -> str:
     """Name of a worker, its address where it is gone."""
     ws = scheduler.workers.get(address)
