@@ -74,7 +74,9 @@ def check_exactly_once(
     events = list(read_events(directory / "events.jsonl").events)
     done = Counter((e["key"], e["quantum"]) for e in events if e["name"] == "quantum_finished")
     assert set(done.values()) == {1} and len(done) == len(records)
-    assert {e["failure"] for e in events if e["name"] == "failure_classified"} <= {"policy"}, "turns ran out, nothing failed"
+    assert {e["failure"] for e in events if e["name"] == "failure_classified"} <= {"policy"}, (
+        "turns ran out, nothing failed"
+    )
     columns = zarr.open_group(directory / "trajectories.zarr", mode="r")["trajectory"]
     ids = list(zip(*(columns[name][:].tolist() for name in ("iteration", "group", "sample")), strict=True))
     assert sorted(ids) == [(k, g, s) for k in range(iterations) for g in range(groups) for s in range(samples)]
