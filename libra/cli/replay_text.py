@@ -116,4 +116,17 @@ def _other_text(event: events.Event) -> str:
             return f"the plan is accepted: {event.train_gpus} GPUs for training, engines {dict(event.engines)}"
         case events.PolicySnapshot():
             return "snapshot of what the policy knows"
+        case _:
+            return _role_text(event)
+
+
+def _role_text(event: events.Event) -> str:
+    match event:
+        case events.RoleChangeStarted():
+            wanted = ", ".join(f"{worker}: {has['role']} tp={has['tp']}" for worker, has in event.assignments.items())
+            return f"role change {event.generation} begins ({event.reason}): {wanted}"
+        case events.RoleChanged():
+            return f"{event.worker} goes from {event.from_role} to {event.to_role} in {event.seconds:.1f} s"
+        case events.RoleChangeFailed():
+            return f"role change {event.generation} is undone: {event.detail}"
     return event.name

@@ -19,6 +19,15 @@ from typing import Any
 
 from libra.errors import StoreError
 from libra.events.event import Event
+from libra.events.roles import (
+    RoleChangeCancelled,
+    RoleChanged,
+    RoleChangeFailed,
+    RoleChangeStarted,
+    RoleMemberFailed,
+    RoleRestored,
+    RoleStage,
+)
 from libra.events.runs import (
     BatchOpened,
     BatchParked,
@@ -89,6 +98,13 @@ __all__ = [
     "QuantumFinished",
     "QuantumGivenBack",
     "QuantumLost",
+    "RoleChangeCancelled",
+    "RoleChangeFailed",
+    "RoleChangeStarted",
+    "RoleChanged",
+    "RoleMemberFailed",
+    "RoleRestored",
+    "RoleStage",
     "RunStarted",
     "StallDetected",
     "StepFinished",
@@ -159,6 +175,13 @@ _KINDS: tuple[type[Event], ...] = (
     WorkerLost,
     GangFormed,
     GangLost,
+    RoleChangeStarted,
+    RoleStage,
+    RoleChanged,
+    RoleRestored,
+    RoleChangeFailed,
+    RoleChangeCancelled,
+    RoleMemberFailed,
     FailureClassified,
     StallDetected,
     PlanConsidered,
