@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from libra import events
+from libra.errors import PlanError
 from libra.planner.commands import Deployed
 from libra.planner.correction import Correction
 from libra.planner.cost import Workload
@@ -21,6 +22,7 @@ from libra.planner.making import plan
 from libra.planner.plan import Plan
 from libra.planner.replan import Considered, Replanner, Rules
 from libra.planner.search import Planner
+from libra.planner.sharing import Sharing, shared_plan
 from libra.planner.snapshot import Snapshot
 
 GAP_FRAC = 5e-3
@@ -134,11 +136,14 @@ class PlanLoop:
     deployed : Deployed
         What runs.
     rules : Rules
+    sharing : Sharing or None
+        What GPUs may do in both phases of a synchronous step; None: each is in one pool.
     """
 
     snapshot: Snapshot
     deployed: Deployed
     rules: Rules = field(default_factory=Rules)
+    sharing: Sharing | None = None
     correction: Correction = field(default_factory=Correction)
     replanner: Replanner = field(init=False)
     planner: Planner = field(default_factory=lambda: Planner(GAP_FRAC))
@@ -179,7 +184,7 @@ class PlanLoop:
             realised.training_s,
         )
         current = self._of_deployed()
-        proposal = plan(self._corrected(), self.planner)
+        proposal = self._proposal()
         considered = self.replanner.consider(
             iteration, current.step_s, proposal, remaining_iterations, self.correction.noise_frac
         )
@@ -195,9 +200,20 @@ class PlanLoop:
     def _corrected(self) -> Snapshot:
         return replace(self.snapshot, corrections=self.correction.corrections)
 
+    def _proposal(self) -> Plan:
+        """The quickest of what may be: a split, or GPUs that do both."""
+        split = plan(self._corrected(), self.planner)
+        if self.sharing is None:
+            return split
+        return min(split, shared_plan(self._corrected(), self.sharing, self.planner), key=lambda found: found.step_s)
+
     def _of_deployed(self) -> Plan:
         """The plan that is forced to be what runs."""
         now = self.replanner.deployed
         fixed = {tp: now.engines.get(tp, 0) for tp in self.snapshot.tp}
-        forced = replace(self._corrected(), fixed_train_gpus=now.train_gpus, fixed_engines=fixed)
-        return plan(forced, self.planner, alternatives=False)
+        forced = replace(self._corrected(), fixed_engines=fixed)
+        if now.shared_gpus:
+            if self.sharing is None:
+                raise PlanError(f"deployed: {now.shared_gpus} GPUs do both, and sharing is not given")
+            return shared_plan(forced, self.sharing, self.planner, alternatives=False)
+        return plan(replace(forced, fixed_train_gpus=now.train_gpus), self.planner, alternatives=False)
