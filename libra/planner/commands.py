@@ -74,17 +74,21 @@ class Deployed:
         return mine == its and dict(self.engines) == dict(other.engines)
 
 
-def commands(deployed: Deployed, plan: Plan, reason: str) -> tuple[Command, ...]:
-    """What turns ``deployed`` into ``plan``: roles first, then engines, then concurrency; nothing for what stays."""
-    wanted, found = Deployed.of(plan), list[Command]()
+def commands(
+    deployed: Deployed, wanted: Deployed, boundaries_tokens: tuple[float, ...], reason: str
+) -> tuple[Command, ...]:
+    """What turns ``deployed`` into ``wanted``: roles first, then engines, then concurrency; nothing for what stays.
+
+    ``boundaries_tokens`` are those of the wanted buckets, as of `Rebucket`.
+    """
+    found = list[Command]()
     if wanted.shared_gpus != deployed.shared_gpus:
         found.append(ShareGPUs(wanted.shared_gpus, reason))
     moved = (wanted.train_gpus - wanted.shared_gpus) - (deployed.train_gpus - deployed.shared_gpus)
     if moved:
         found.append(SetRole("train" if moved > 0 else "rollout", abs(moved), reason))
     if dict(wanted.engines) != dict(deployed.engines):
-        edges = tuple(bucket.to_tokens for bucket in plan.buckets if bucket.to_tokens is not None)
-        found.append(Rebucket(tuple(sorted(wanted.engines.items())), edges, reason))
+        found.append(Rebucket(tuple(sorted(wanted.engines.items())), boundaries_tokens, reason))
     for tp, concurrency in wanted.concurrency.items():
         if deployed.concurrency.get(tp) != concurrency:
             found.append(SetConcurrency(tp, concurrency, reason))

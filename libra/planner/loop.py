@@ -20,6 +20,7 @@ from libra.planner.correction import Correction
 from libra.planner.cost import Workload
 from libra.planner.making import plan
 from libra.planner.plan import Plan
+from libra.planner.proposal import proposal
 from libra.planner.replan import Considered, Replanner, Rules
 from libra.planner.search import Planner
 from libra.planner.sharing import Sharing, shared_plan
@@ -184,12 +185,12 @@ class PlanLoop:
             realised.training_s,
         )
         current = self._of_deployed()
-        proposal = self._proposal()
+        proposed = proposal(self._corrected(), self.planner, self.sharing)
         considered = self.replanner.consider(
-            iteration, current.step_s, proposal, remaining_iterations, self.correction.noise_frac
+            iteration, current.step_s, proposed, remaining_iterations, self.correction.noise_frac
         )
-        self.predicted = proposal if considered.accepted else current
-        return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposal)
+        self.predicted = proposed if considered.accepted else current
+        return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposed)
 
     def deployed_is(self, deployed: Deployed) -> None:
         """Hear what really runs, where an accepted plan was not carried out, or not as it said."""
@@ -199,13 +200,6 @@ class PlanLoop:
 
     def _corrected(self) -> Snapshot:
         return replace(self.snapshot, corrections=self.correction.corrections)
-
-    def _proposal(self) -> Plan:
-        """The quickest of what may be: a split, or GPUs that do both."""
-        split = plan(self._corrected(), self.planner)
-        if self.sharing is None:
-            return split
-        return min(split, shared_plan(self._corrected(), self.sharing, self.planner), key=lambda found: found.step_s)
 
     def _of_deployed(self) -> Plan:
         """The plan that is forced to be what runs."""

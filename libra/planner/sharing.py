@@ -42,7 +42,9 @@ class Sharing:
             raise PlanError(f"sharing: got {self}; there is a core trainer, and nothing is negative")
 
 
-def shared_plan(snapshot: Snapshot, sharing: Sharing, planner: Planner | None = None, *, alternatives: bool = True) -> Plan:
+def shared_plan(
+    snapshot: Snapshot, sharing: Sharing, planner: Planner | None = None, *, alternatives: bool = True
+) -> Plan:
     """The plan in which every GPU but the cores' does both; ``snapshot.fixed_engines`` are its engines where they are given.
 
     Parameters
@@ -72,7 +74,9 @@ def shared_plan(snapshot: Snapshot, sharing: Sharing, planner: Planner | None = 
     costs = pose(snapshot).training
     if train_gpus not in costs or not costs[train_gpus].fits:
         able = [gpus for gpus, cost in costs.items() if cost.fits]
-        raise PlanError(f"sharing: training does not run on {train_gpus} GPUs; core_rollout_gpus has to leave one of {able}")
+        raise PlanError(
+            f"sharing: training does not run on {train_gpus} GPUs; core_rollout_gpus has to leave one of {able}"
+        )
     # The engines' side as a split would have it, the core trainer held apart; its own training seconds are not used.
     engines = plan(replace(snapshot, fixed_train_gpus=sharing.core_train_gpus), planner, alternatives=alternatives)
     cost = costs[train_gpus]
