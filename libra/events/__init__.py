@@ -27,6 +27,7 @@ from libra.events.runs import (
     IterationFinished,
     PlanAccepted,
     PlanConsidered,
+    PlanRealised,
     PolicyLearned,
     PolicySnapshot,
     RunStarted,
@@ -80,6 +81,7 @@ __all__ = [
     "PlacementVoid",
     "PlanAccepted",
     "PlanConsidered",
+    "PlanRealised",
     "PolicyLearned",
     "PolicySnapshot",
     "PrioritySet",
@@ -160,6 +162,7 @@ _KINDS: tuple[type[Event], ...] = (
     StallDetected,
     PlanConsidered,
     PlanAccepted,
+    PlanRealised,
 )
 EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}
 """Every kind of event by name."""

@@ -25,6 +25,7 @@ from libra.planner.replan import Considered, Replanner, Rules
 from libra.planner.search import Planner
 from libra.planner.sharing import Sharing, shared_plan
 from libra.planner.snapshot import Snapshot
+from libra.planner.telling import considered_events
 
 GAP_FRAC = 5e-3
 """Gap of the plans in the loop: a fraction of what predictions are off by, and quick between two steps."""
@@ -86,44 +87,11 @@ class Outcome:
 
     def events(self, run: str, t_s: float) -> tuple[events.Event, ...]:
         """What the event log is told."""
-        seen, learned = self.considered, self.correction
-        told: list[events.Event] = [
-            events.PlanConsidered(
-                run=run,
-                t_s=t_s,
-                iteration=seen.iteration,
-                predicted_step_s=self.predicted_step_s,
-                realised_step_s=self.realised_step_s,
-                current_step_s=seen.current_step_s,
-                proposed_step_s=seen.proposed_step_s,
-                gain_s=seen.gain_s,
-                cost_s=seen.cost_s,
-                num_changes=seen.num_changes,
-                remaining_iterations=seen.remaining_iterations,
-                required_gain_frac=seen.required_gain_frac,
-                rollout_factor=learned.rollout.factor,
-                training_factor=learned.training.factor,
-                train_gpus=seen.train_gpus,
-                engines=seen.engines,
-                accepted=seen.accepted,
-                reason=seen.reason,
-            )
-        ]
-        if seen.accepted:
-            edges = tuple(bucket.to_tokens for bucket in self.plan.buckets if bucket.to_tokens is not None)
-            told.append(
-                events.PlanAccepted(
-                    run=run,
-                    t_s=t_s,
-                    iteration=seen.iteration,
-                    train_gpus=seen.train_gpus,
-                    engines=seen.engines,
-                    boundaries_tokens=edges,
-                    concurrency=tuple((bucket.tp, bucket.concurrency) for bucket in self.plan.buckets),
-                    commands=tuple((type(command).__name__, str(command)) for command in seen.commands),
-                )
-            )
-        return tuple(told)
+        edges = tuple(bucket.to_tokens for bucket in self.plan.buckets if bucket.to_tokens is not None)
+        concurrency = tuple((bucket.tp, bucket.concurrency) for bucket in self.plan.buckets)
+        return considered_events(
+            self.considered, self.predicted_step_s, self.realised_step_s, self.correction, edges, concurrency, run, t_s
+        )
 
 
 @dataclass(slots=True)
