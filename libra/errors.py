@@ -9,6 +9,7 @@
     +-- ClusterError(RuntimeError)         Dask, its workers, ports or settings do not fit
     +-- EngineError(RuntimeError)          an inference engine failed
     |   +-- ContextOverflow(ValueError)    a request does not fit the engine's context
+    |   +-- EngineAsleep                   the engine gave its memory to something else; ask another one
     +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
     |   +-- RewardFault(ValueError)        a reward is not one finite number
     |   |   +-- RewardTimeout              it did not come in time
@@ -58,6 +59,10 @@ class EngineError(LibraError, RuntimeError):
 
 class ContextOverflow(EngineError, ValueError):
     """A request asks for more tokens than the engine's context holds."""
+
+
+class EngineAsleep(EngineError):
+    """The engine sleeps, or is about to, while its worker does something else. No fault: the turn is to be generated elsewhere."""
 
 
 class EnvironmentFault(LibraError, RuntimeError):

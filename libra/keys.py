@@ -20,6 +20,9 @@ ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMM
 TP, THREADS = "TP", "THREADS"
 """What a rollout worker says of its engine, as resources that no task takes: tensor-parallel degree, and torch threads per rank."""
 
+HYBRID = "HYBRID"
+"""What a rollout worker says that can change roles in mid-run, as a resource that no task takes; see `libra.scheduler.roles`."""
+
 _KEY = re.compile(r"(?P<node>[a-z_]+)-(?P<split>train|eval)(?P<indices>(?:-\d+)*)-e(?P<epoch>\d+)-(?P<run>.+)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")
 

@@ -95,6 +95,8 @@ def _other_text(event: events.Event) -> str:
     match event:
         case events.QuantumLost():
             return f"quantum {event.quantum} is lost with {event.address}, the {event.times}. time in a row"
+        case events.QuantumGivenBack():
+            return f"quantum {event.quantum} is given back by {event.address}, whose engine was put to sleep"
         case events.FailureClassified():
             return f"failure of class {event.failure}: {event.detail}"
         case events.GroupCommitted():
@@ -114,4 +116,17 @@ def _other_text(event: events.Event) -> str:
             return f"the plan is accepted: {event.train_gpus} GPUs for training, engines {dict(event.engines)}"
         case events.PolicySnapshot():
             return "snapshot of what the policy knows"
+        case _:
+            return _role_text(event)
+
+
+def _role_text(event: events.Event) -> str:
+    match event:
+        case events.RoleChangeStarted():
+            wanted = ", ".join(f"{worker}: {has['role']} tp={has['tp']}" for worker, has in event.assignments.items())
+            return f"role change {event.generation} begins ({event.reason}): {wanted}"
+        case events.RoleChanged():
+            return f"{event.worker} goes from {event.from_role} to {event.to_role} in {event.seconds:.1f} s"
+        case events.RoleChangeFailed():
+            return f"role change {event.generation} is undone: {event.detail}"
     return event.name

@@ -16,22 +16,32 @@ NEEDED = {
     keys.ROLLOUT: ("an engine's slots", "--nthreads 72 --resources ROLLOUT=64"),
     keys.TOOL: ("actions at once", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
     keys.TRAIN: ("a training replica", "--nthreads 9 --resources TRAIN=1"),
+    keys.HYBRID: ("a rollout worker that can change roles", "--nthreads 72 --resources ROLLOUT=64,HYBRID=1"),
     keys.GRADE: ("graders at once", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
     keys.COMMIT: ("the one committer", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
 }
 """What each resource stands for, and options of ``dask worker`` that supply it."""
 
 
-def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str, *, train_workers: int = 1) -> list[str]:
+def resource_problems(
+    workers: Mapping[str, Mapping[str, Any]], address: str, *, train_workers: int = 1, hybrid_workers: int = 0
+) -> list[str]:
     """What the workers of a cluster do not supply, each with the line to type.
 
     ``train_workers`` is ``cluster.train_workers``; workers beyond that many wait to replace one that is lost.
+    ``hybrid_workers`` is ``cluster.hybrid_workers``.
     ``workers`` is ``client.scheduler_info(n_workers=-1)["workers"]``: by address, with ``resources`` and ``nthreads``.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():
         supply = [float(w.get("resources", {}).get(resource, 0)) for w in workers.values()]
-        if sum(supply) <= 0:
+        if resource == keys.HYBRID:
+            if (found := sum(units > 0 for units in supply)) < hybrid_workers:
+                problems.append(
+                    f"{found} workers supply HYBRID ({meaning}), cluster.hybrid_workers={hybrid_workers} are asked for; type for "
+                    f"each that is missing: dask worker {address} {options}"
+                )
+        elif sum(supply) <= 0:
             problems.append(f"no worker supplies {resource} ({meaning}); type: dask worker {address} {options}")
         elif resource == keys.COMMIT and sum(supply) != 1:
             problems.append(
@@ -59,10 +69,12 @@ def resource_problems(workers: Mapping[str, Mapping[str, Any]], address: str, *,
     return problems
 
 
-def check_cluster(client: Client, *, train_workers: int = 1) -> None:
+def check_cluster(client: Client, *, train_workers: int = 1, hybrid_workers: int = 0) -> None:
     """ClusterError naming everything that is missing or set wrongly on the scheduler and the workers ``client`` sees."""
     info = client.scheduler_info(n_workers=-1)
-    problems = resource_problems(info["workers"], info["address"], train_workers=train_workers)
+    problems = resource_problems(
+        info["workers"], info["address"], train_workers=train_workers, hybrid_workers=hybrid_workers
+    )
     in_force = client.run_on_scheduler(_distributed_settings)
     problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
     if problems:

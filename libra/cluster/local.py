@@ -53,6 +53,8 @@ def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
     """Resources of each local worker, by name."""
     cluster = config.cluster
     workers = {f"rollout-{i}": resources for i, resources in enumerate(engine_resources(config))}
+    for i in range(cluster.hybrid_workers):
+        workers[f"rollout-{i}"] = {**workers[f"rollout-{i}"], keys.HYBRID: 1}
     for i in range(cluster.tool_workers):
         workers[f"tool-{i}"] = {keys.TOOL: cluster.tool_slots, keys.GRADE: 4}
     workers["tool-0"][keys.COMMIT] = 1

@@ -91,6 +91,13 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
             "rollout.exact_logprobs: only transformers engines score with the trainer's own code, and rollout.engine=vllm; type "
             "rollout.engine=transformers, or rollout.exact_logprobs=false",
         )
+    count = sum(group.count for group in cluster.engines) or cluster.rollout_workers
+    if cluster.scheduler is None and cluster.hybrid_workers > count:
+        yield CrossFieldProblem(
+            ("cluster.hybrid_workers", "cluster.rollout_workers"),
+            f"cluster.hybrid_workers: {cluster.hybrid_workers} of {count} rollout workers are to change roles; type "
+            f"cluster.hybrid_workers={count} or fewer, or start more rollout workers",
+        )
     if cluster.engines and cluster.rollout_workers != 1:
         count = sum(group.count for group in cluster.engines)
         yield CrossFieldProblem(

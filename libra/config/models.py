@@ -312,6 +312,12 @@ class ClusterSection(Section):
     train_workers: AtLeastOne = 1
     """Core training replicas, one process each, which take every step together as one group. A given scheduler brings its own
     workers, as many with TRAIN=1."""
+    hybrid_workers: Annotated[int, Field(ge=0)] = 0
+    """Rollout workers that can change roles in mid-run (train beside the core replicas, or lend their GPUs), the first of them. A
+    given scheduler brings its own, as many with HYBRID=1. 0: every worker stays what it was started for."""
+    drain_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that a worker which changes roles lets its running generations end. After that they are aborted, what they have
+    generated is lost, and other workers generate those turns anew. None: it waits for them."""
     tool_workers: AtLeastOne = 1
     """Local workers that run tools and graders. A given scheduler brings its own workers."""
     tool_slots: AtLeastOne = 64

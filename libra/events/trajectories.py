@@ -151,6 +151,17 @@ class QuantumLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantumGivenBack(Event):
+    """A quantum ended without a record because the worker's engine was put to sleep: it runs elsewhere, and nothing failed."""
+
+    name: ClassVar[str] = "quantum_given_back"
+    key: str
+    phase: str
+    quantum: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupCommitted(Event):
     """The immutable record of a group exists.
 

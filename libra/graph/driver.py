@@ -31,12 +31,14 @@ from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
+from libra.graph.asking_roles import RoleControl
 from libra.graph.engines import EngineKind, check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
 from libra.graph.loading import check_loadable
 from libra.graph.pausing import pause_reason
+from libra.graph.registering import end_beside, register_beside
 from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
@@ -167,7 +169,8 @@ class Session:
         self.point = read_point(self.spec)
         self.first = self.point.batches
         self.client = self.client or self._connect()
-        check_cluster(self.client, train_workers=config.cluster.train_workers)
+        cluster = config.cluster
+        check_cluster(self.client, train_workers=cluster.train_workers, hybrid_workers=cluster.hybrid_workers)
         self.metrics = MetricsLog(self.directory, tensorboard=config.observe.tensorboard)
         self._register()
         self._restore()
@@ -245,16 +248,7 @@ class Session:
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
         self._registered = True
-        if config.cluster.train_workers > 1:
-            from libra.scheduler.gang import GangPlugin
-
-            client.register_plugin(GangPlugin())
-            size = config.cluster.train_workers
-            answer = client.sync(_rpc(client).libra_register_gang, run=self.spec.run, epoch=self.spec.epoch, size=size)
-            if "error" in answer:
-                raise ClusterError(
-                    f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
-                )
+        register_beside(client, self.spec)
         check_loadable(client, self.spec)
         self._hosted = True
         client.register_plugin(LibraHost(self.spec))
@@ -276,6 +270,11 @@ class Session:
     def _client(self) -> Client:
         assert self.client is not None, "the session has not been entered"
         return self.client
+
+    @property
+    def roles(self) -> RoleControl:
+        """What asks for other roles of workers; of a run with ``cluster.hybrid_workers``."""
+        return RoleControl(self._client, self.spec)
 
     @property
     def dashboard(self) -> str:
@@ -320,8 +319,7 @@ class Session:
             future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
         if self._registered:
             client.sync(_rpc(client).libra_end_run, run=self.spec.run)
-            if self.config.cluster.train_workers > 1:
-                client.sync(_rpc(client).libra_end_gang, run=self.spec.run)
+            end_beside(client, self.spec)
             if self._hosted and self._cluster is None:  # a cluster of our own stops with its workers
                 try:
                     client.unregister_worker_plugin(host_name(self.spec.run))

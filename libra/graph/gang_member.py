@@ -26,6 +26,7 @@ from distributed.comm import get_address_host
 from libra.errors import GroupLost, LibraError
 from libra.graph.catching_up import catch_up
 from libra.graph.reports import report
+from libra.graph.roles import open_pool
 
 if TYPE_CHECKING:
     from libra.graph.host import LibraHost
@@ -107,6 +108,8 @@ class GangMember:
             )
             steps = self._take_up(group)
             self.group, self.joined = group, number
+            if rank == 0:
+                open_pool(self.host, number)
         report(self.host.worker, self.host.spec, "gang_joined", gang=number, rank=rank, steps=steps)
 
     def _take_up(self, group: TrainGroup) -> int:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
-from libra.errors import EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
+from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
@@ -42,6 +42,7 @@ from libra.graph.model_files import local_model
 from libra.graph.private import cheap_reschedule, priority_here, still_wanted
 from libra.graph.replicas import make_replica
 from libra.graph.reports import report
+from libra.graph.roles import RoleMember, open_pool
 from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
 from libra.graph.spec import RunSpec
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ONE_MODEL_AT_A_TIME = asyncio.Lock()
+ONE_MODEL_AT_A_TIME = asyncio.Lock()
 """transformers builds a model under a device context of the whole process: two runs' models at once come out without data."""
 KEPT_PROMPTS = 1024
 """Tokenised prompts kept in memory per engine."""
@@ -89,6 +90,7 @@ class LibraHost(WorkerPlugin):
         self.replica: Replica | None = None
         self.checkpoints: CheckpointWriter | None = None
         self.gang: GangMember | None = None
+        self.roles: RoleMember | None = None
         self.replayed: list[dict[str, Any]] = []
         self.store: TrajectoryStore | None = None
         self.server: WeightServer | None = None
@@ -119,15 +121,20 @@ class LibraHost(WorkerPlugin):
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
         supply = worker.state.total_resources
-        async with _ONE_MODEL_AT_A_TIME:
+        async with ONE_MODEL_AT_A_TIME:
             if supply.get(keys.ROLLOUT):
-                await self._start_engine(EngineKind.of(self.spec.config, supply))
+                kind = EngineKind.of(self.spec.config, supply)
+                if supply.get(keys.HYBRID) and self.spec.config.cluster.hybrid_workers:
+                    self.roles = RoleMember(self, kind)
+                await self._start_engine(kind, asleep=self.roles is not None and await self.roles.came_back())
             if supply.get(keys.TRAIN):
                 await self._start_training()
         if self.serving is not None:
             await self._catch_up_engine(self.serving)
         if supply.get(keys.COMMIT):
             self.store = await asyncio.to_thread(self._open_store)
+        if self.roles is not None:
+            self.roles.announce()
         # What is loaded by now stays: torch and transformers are half a million objects that a full collection would walk
         # through (0.2 s with the interpreter stopped) again and again.
         gc.collect()
@@ -138,6 +145,10 @@ class LibraHost(WorkerPlugin):
         self.closing = True
         if self.gang is not None:
             self.gang.close()
+        if self.roles is not None:
+            await self.roles.close()
+        if self.replica is not None and self.replica.hybrids is not None:
+            self.replica.hybrids.close()
         if self.serving is not None:
             await self.serving.close()
         if self.server is not None:
@@ -155,13 +166,16 @@ class LibraHost(WorkerPlugin):
         if in_group:
             self.gang = GangMember(self)
             self.gang.announce()
+        else:
+            open_pool(self, gang=0)
 
     def put_replica(self, group: TrainGroup | None = None) -> None:
         """Make the replica, anew where there was one."""
         self.replica = make_replica(self.spec, self.model_dir, group)
         self.checkpoints = CheckpointWriter(self.replica, self.spec.checkpoints_dir, self.spec.config)
 
-    async def _start_engine(self, kind: EngineKind) -> None:
+    async def _start_engine(self, kind: EngineKind, *, asleep: bool) -> None:
+        """An engine, or where it is to begin ``asleep`` what is needed to wake one."""
         self.chat = self._load_chat()
         self.kind = kind
         self.serving = Serving(
@@ -171,12 +185,17 @@ class LibraHost(WorkerPlugin):
             tell=self._tell,
             store=self.weights,
             scratch=Path(self.worker.local_directory),
-            one_model=_ONE_MODEL_AT_A_TIME,
+            one_model=ONE_MODEL_AT_A_TIME,
         )
-        await self.serving.start()
+        if asleep:
+            self.serving.asleep = True
+        else:
+            await self.serving.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
         self.worker.stream_handlers.setdefault("libra-contended", self._contention_announced)
         self._tell("joined", weights=self.offered)
+        if asleep:
+            self._tell("asleep")
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -301,6 +320,7 @@ class LibraHost(WorkerPlugin):
                 and state.phase is Phase.ROLLOUT
                 and state.records[-1]["kind"] != "failure"  # another attempt may fare better elsewhere
                 and not self.contended
+                and not (self.roles is not None and self.roles.leaving)
                 and still_wanted(self.worker, key)
             )
             self._report(key, state, first, started_s, goes_on=goes_on)
@@ -314,6 +334,9 @@ class LibraHost(WorkerPlugin):
                     await self._act(state)
             else:
                 await self._act(state)
+        except EngineAsleep:
+            report(self.worker, self.spec, "given_back", key=key)
+            raise
         except FAULTS as error:
             self._commit(state, failure_record(failure_of(error), str(error)), started_s)
             self._forget(state)
@@ -350,8 +373,8 @@ class LibraHost(WorkerPlugin):
 
     def _forget(self, state: TrajectoryState) -> None:
         """Free what the engine keeps for a trajectory that goes on elsewhere, or has ended."""
-        if self.serving is not None and self.serving.out is None:
-            self.serving.engine.forget(str(state.tid))
+        if self.serving is not None:
+            self.serving.forget(str(state.tid))
 
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
         try:

@@ -16,7 +16,15 @@ import numpy as np
 from distributed import Reschedule, get_worker
 
 from libra.envs import run_grader
-from libra.errors import EnvironmentFault, LibraError, MismatchAlarm, RecordExists, RewardFault, TrainError
+from libra.errors import (
+    EngineAsleep,
+    EnvironmentFault,
+    LibraError,
+    MismatchAlarm,
+    RecordExists,
+    RewardFault,
+    TrainError,
+)
 from libra.graph.catching_up import catch_up
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.gang_member import turn
@@ -84,8 +92,8 @@ async def trajectory(
         return {"trajectory": tuple(tid), "prompt": question}
     try:
         state = await host.quantum(key, tid, question)
-    except RecordExists:
-        raise Reschedule() from None  # somebody else ran this quantum; look again
+    except (RecordExists, EngineAsleep):
+        raise Reschedule() from None  # somebody else ran this quantum, or has to; look again
     if state.phase is not None:
         raise Reschedule()
     return {"trajectory": tuple(tid), "prompt": question}

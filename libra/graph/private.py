@@ -5,6 +5,7 @@
 * A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
   looks at its type and throws all of it away: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
+* What a worker supplies is two dicts of its state, ``total_resources`` and ``available_resources``.
 * ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker tells.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 import distributed.worker
 from distributed import Reschedule, Worker
 from distributed.core import Status
+
+_NOT_ENDED = frozenset({"waiting", "ready", "constrained", "executing", "long-running", "cancelled", "resumed"})
 
 _full_message = distributed.worker.error_message
 
@@ -35,6 +38,22 @@ def still_wanted(worker: Worker, key: str) -> bool:
     """Whether the scheduler still waits for this running task here, and the worker takes more work."""
     ts = worker.state.tasks.get(key)
     return ts is not None and ts.state == "executing" and worker.status is Status.running
+
+
+def set_supply(worker: Worker, resource: str, count: int) -> None:
+    """Have this worker count with so many slots. Only where no task that takes some is here: none is woken."""
+    state = worker.state
+    more = count - state.total_resources.get(resource, 0)
+    state.total_resources[resource] = count
+    state.available_resources[resource] = state.available_resources.get(resource, 0) + more
+
+
+def takes(worker: Worker, resource: str) -> bool:
+    """Whether a task that takes slots of ``resource`` is on this worker and has not ended."""
+    return any(
+        ts.state in _NOT_ENDED and (ts.resource_restrictions or {}).get(resource, 0) > 0
+        for ts in worker.state.tasks.values()
+    )
 
 
 def priority_here(worker: Worker, key: str) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ class _Objects:
                 if isinstance(self.ordering, Learns):
                     self.ordering.learn()
                 return ()
-            case events.QuantumLost(key=key):
+            case events.QuantumLost(key=key) | events.QuantumGivenBack(key=key):
                 if self.dispatcher is not None:
                     self.dispatcher.stopped(key)
                 return ()

@@ -69,13 +69,12 @@ class Core:
             for temperature in (0.0, 1.0):  # kernels are made when they are first used, on both ways of sampling
                 await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
             await llm.reset_prefix_cache()
-        except LibraError:
-            raise
-        except (
-            Exception
-        ) as error:  # the boundary to vLLM: configuration, memory, a model or a head size it does not know
+        except BaseException as error:  # one who is cancelled leaves no process behind either
             if core is not None:
                 core.stop()
+            if isinstance(error, LibraError) or not isinstance(error, Exception):
+                raise
+            # The boundary to vLLM: configuration, memory, a model or a head size it does not know.
             raise ModelError(
                 f"{settings.model_dir}: vLLM cannot serve this ({type(error).__name__}: {error}); what its process said is in "
                 "this worker's log, more of it with VLLM_LOGGING_LEVEL=INFO"

@@ -50,7 +50,7 @@ def newest_version(state: RunState, worker: str) -> dict[str, Any]:
 
 
 def engine_reported(state: RunState, msg: dict[str, Any]) -> None:
-    """An engine is there, serves a version that it has shown to hold, or was found not to hold it."""
+    """An engine is there, serves a version that it has shown to hold, was found not to hold it, sleeps, or is awake again."""
     name, address = msg["name"], msg["address"]
     state.engines[name] = address
     state.holders.offers(address, msg.get("weights"))
@@ -61,6 +61,10 @@ def engine_reported(state: RunState, msg: dict[str, Any]) -> None:
         served = {field: msg[field] for field in ("version", "load_s", "tp", "bucket", "stats")}
         state.emit("version_served", worker=name, **served)
         state.emit("version_checked", version=msg["version"], worker=name, **msg["check"])
+    elif msg["kind"] == "asleep":
+        state.asleep.add(address)
+    elif msg["kind"] == "awake":
+        state.asleep.discard(address)
     elif msg["kind"] == "quarantined":
         state.quarantined.add(address)
         fields = ("version", "layer", "method", "gap", "tolerance", "detail", "out")

@@ -177,7 +177,7 @@ class LibraPlugin(SchedulerPlugin):
             return
         state.progressed()
         match msg["kind"]:
-            case "quantum" | "ended":
+            case "quantum" | "ended" | "given_back":
                 self.trajectories.reported(state, msg)
             case "group":
                 self._group_reported(state, msg)
@@ -189,7 +189,7 @@ class LibraPlugin(SchedulerPlugin):
                     for gate in state.eval_gates.pop(version):
                         self.trajectories.applier.open(state, gate, keys.GRADE)
                 announce_version(self._scheduler, state, msg["version"])
-            case "joined" | "served" | "quarantined":
+            case "joined" | "served" | "quarantined" | "asleep" | "awake":
                 engine_reported(state, msg)
                 if self.trajectories.contended:
                     tell_contention(self._scheduler, msg["address"], True)

@@ -77,6 +77,14 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
     }
 
 
+def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) -> None:
+    """Have a worker supply so many slots from now on. 0 withdraws it: a key that is deleted breaks what still runs there."""
+    ws = scheduler.workers[address]
+    ws.resources[resource] = count
+    ws.used_resources.setdefault(resource, 0)
+    scheduler.resources.setdefault(resource, {})[address] = count
+
+
 def worker_name(scheduler: Scheduler, address: str) -> str:
     """Name of a worker, its address where it is gone."""
     ws = scheduler.workers.get(address)

@@ -39,6 +39,7 @@ class Tracked:
     phase: Phase = Phase.ROLLOUT
     quanta: int = 0
     reported: bool = False  # whether the quantum now running has reported
+    given_back: bool = False  # whether the quantum now running was handed back instead, without a record
     lost: int = 0  # quanta in a row that ended without a report
     ended: bool = False
     at: tuple[Phase, str] | None = None  # phase and address of the slot it has
@@ -81,6 +82,7 @@ class RunState:
     engines: dict[str, str] = field(default_factory=dict)  # address of each worker that has served a version, by name
     holders: Holders = field(default_factory=Holders)
     quarantined: set[str] = field(default_factory=set)  # addresses whose engine serves nothing now
+    asleep: set[str] = field(default_factory=set)  # addresses whose engine sleeps, or is about to
     quanta: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     tokens: int = 0

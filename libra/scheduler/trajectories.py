@@ -85,8 +85,8 @@ class Trajectories:
 
     def _meet_workers(self, new: RunState | None = None) -> None:
         """Tell everybody which workers came, left or changed since the last time; ``new`` is told of all afterwards."""
-        quarantined = {address for state in self._runs.values() for address in state.quarantined}
-        for event in self.workers.changes(quarantined):
+        silent = {address for state in self._runs.values() for address in state.quarantined | state.asleep}
+        for event in self.workers.changes(silent):
             self._tell_all(event, new)
 
     def _tell_all(self, event: WorkerJoined | WorkerLeft, but: RunState | None = None) -> None:
@@ -202,7 +202,7 @@ class Trajectories:
     def _given(self, tracked: Tracked, phase: Phase, worker: str, address: str, reason: str, alone: bool) -> None:
         state = tracked.run
         tracked.at, tracked.worker = (phase, address), worker
-        tracked.reported = False
+        tracked.reported = tracked.given_back = False
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
             iteration, group, _ = tracked.parsed.indices
             state.admission.generation_started(iteration, group, state.admission.version)
@@ -227,7 +227,12 @@ class Trajectories:
             tracked.at = None
             self.dispatcher.stopped(tracked.key)
             self.kick()
-            if not tracked.reported and not tracked.ended:
+            if tracked.given_back:
+                tracked.run.emit(
+                    "quantum_given_back", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address
+                )
+                self._forget_home(tracked)
+            elif not tracked.reported and not tracked.ended:
                 self._lost(tracked, phase, address)
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
@@ -259,6 +264,10 @@ class Trajectories:
             task_logger.debug("late report ignored: %s", msg)
             return
         phase, address = tracked.at
+        if msg["kind"] == "given_back":
+            tracked.given_back = True
+            private.forgive(self._scheduler.tasks.get(msg["key"]))
+            return
         if msg["kind"] == "ended":
             tracked.found_ended(msg["quanta"], tracked.worker, msg["end"])
             self._over(tracked, completed=False)  # it was counted when it ended

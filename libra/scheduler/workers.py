@@ -61,14 +61,14 @@ class Workers:
         """Say what a worker can do, by name; its speed is then not measured. Its slots are what it supplies."""
         self._declared[spec.worker] = spec
 
-    def changes(self, quarantined: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
+    def changes(self, silent: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
         """What has changed since the last call, to be told at once, in this order.
 
-        ``quarantined`` are addresses of workers that are to generate nothing: an engine of one run there does not hold the
-        weights it should, and what made it so may have struck those of other runs.
+        ``silent`` are addresses of workers that are to generate nothing: their engine sleeps, or one of one run there does not
+        hold the weights it should, and what made it so may have struck those of other runs.
         """
         supply = {phase: private.supply(self._scheduler, phase) for phase in Phase}
-        supply[Phase.ROLLOUT] = {a: 0 if a in quarantined else n for a, n in supply[Phase.ROLLOUT].items()}
+        supply[Phase.ROLLOUT] = {a: 0 if a in silent else n for a, n in supply[Phase.ROLLOUT].items()}
         present = {
             private.worker_name(self._scheduler, address): address
             for address in {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}

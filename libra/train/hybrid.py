@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -49,6 +49,8 @@ class HybridReplica:
         self.version = -1
         """Number of the weights it has; -1 before the first arrived."""
         self.slices_done = 0
+        self.on_state: Callable[[], None] | None = None
+        """Called in the thread of `run` when its first weights have arrived."""
         self._wire: Wire = connect(address, token)
         self._pending: Message | None = None
         self._leaving = threading.Event()
@@ -98,7 +100,9 @@ class HybridReplica:
     def _take(self, weights: Mapping[str, Tensor], version: int) -> None:
         if version > self.version:
             self.replica.take_weights(weights)
-            self.version = version
+            first, self.version = self.version < 0, version
+            if first and self.on_state is not None:
+                self.on_state()
         self._wire.send("have", {"version": self.version})
         self._work()
 

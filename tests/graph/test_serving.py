@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra.errors import EngineError, WeightsError
+from libra.errors import EngineAsleep, EngineError, ModelError, WeightsError
 from libra.graph.publishing import publish_checked
 from libra.graph.serving import Serving
 from libra.rollout import TransformersEngine
@@ -23,7 +25,19 @@ from libra.weights import WeightStore
 CONTEXT = 96
 
 
-class Faulty(TransformersEngine):
+class Counted(TransformersEngine):
+    """Notes the versions that it was given after it had started."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.loaded: list[int] = []
+
+    def _load(self, version: int, directory: Path) -> None:
+        self.loaded.append(version)
+        super()._load(version, directory)
+
+
+class Faulty(Counted):
     """Loads as it should, then does what ``fault(batch, before, directory)`` says; ``before`` has the weights until then."""
 
     fault: Callable[..., None]
@@ -95,7 +109,7 @@ def worker(random_model) -> Callable[..., Worker]:
         def build(directory: Path, version: int) -> TransformersEngine:
             fault = next(built, None)
             dtype = str(trainer.replica.dtype).removeprefix("torch.")
-            kind = TransformersEngine if fault is None else Faulty
+            kind = Counted if fault is None else Faulty
             engine = kind(directory, slots=4, max_context_tokens=CONTEXT, dtype=dtype, threads=1, version=version)
             if fault is not None:
                 engine.fault = fault
@@ -342,5 +356,179 @@ def test_a_version_published_without_a_check_is_compared_with_its_file(trainer, 
         trainer.replica.steps_done = 1
         await worker.pull()
         assert worker.of("quarantined")[0]["layer"] == "model.layers.0.mlp.up_proj.weight"
+
+    use(worker, body)
+
+
+def held(engine, loop, at: int = 3) -> asyncio.Event:
+    """Have the engine pause itself before its ``at``-th step from now; the event is set once it has."""
+    reached, step, count = asyncio.Event(), engine._batch.step, iter(range(10**6))
+
+    def stepping():
+        if next(count) == at:
+            engine._batch.step = step
+            engine._set_paused(True)
+            loop.call_soon_threadsafe(reached.set)
+        return step()
+
+    engine._batch.step = stepping
+    return reached
+
+
+def test_sleep_waits_for_the_turns_under_way_and_frees_the_model_and_wake_checks_the_newest_version(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        serving, engine = worker.serving, worker.serving.engine
+        model = weakref.ref(engine._batch.model)
+        gc.freeze()  # as a worker's host does once it is set up
+        reached = held(engine, asyncio.get_running_loop())
+        turn = asyncio.ensure_future(serving.generate(request(new=20)))
+        await reached.wait()
+        sleeping = asyncio.ensure_future(serving.sleep())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineAsleep):
+            await serving.generate(request("late"))
+        assert not sleeping.done()
+        await engine.resume()
+        assert len((await turn).token_ids) == 20
+        await sleeping
+        assert model() is None, "nothing of the model is left"
+        serving.forget("t")
+        with pytest.raises(EngineAsleep):
+            await serving.generate(request())
+        trainer.step(1e-3)
+        await worker.pull()
+        assert [told["version"] for told in worker.of("served")] == [0], "one asleep takes nothing"
+        await serving.wake()
+        assert worker.of("served")[-1]["version"] == 1 and worker.of("served")[-1]["check"]["method"] == "columns"
+        assert set((await serving.generate(request())).weight_versions) == {1}
+        assert serving.engine is not engine and serving.engine.loaded == [], "it was started from the version"
+        trainer.step(1e-3)
+        assert set((await serving.generate(request("t2"))).weight_versions) == {1}
+        await worker.pull()
+        assert set((await serving.generate(request("t3"))).weight_versions) == {2}
+
+    use(worker, body)
+
+
+def test_sleep_may_abort_the_turns_under_way(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        serving = worker.serving
+        reached = held(serving.engine, asyncio.get_running_loop())
+        turns = [asyncio.ensure_future(serving.generate(request(f"t{n}", new=60))) for n in range(6)]  # of four slots
+        await reached.wait()  # and paused: no turn could end by itself
+        await serving.sleep(abort=True)
+        for ended in await asyncio.gather(*turns, return_exceptions=True):
+            assert isinstance(ended, EngineAsleep)
+        await serving.wake()
+        assert len((await serving.generate(request("t0", new=60))).token_ids) == 60
+
+    use(worker, body)
+
+
+def test_a_sleep_that_is_cancelled_while_it_waits_leaves_the_engine_serving(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        serving, engine = worker.serving, worker.serving.engine
+        reached = held(engine, asyncio.get_running_loop())
+        turn = asyncio.ensure_future(serving.generate(request(new=20)))
+        await reached.wait()
+        sleeping = asyncio.ensure_future(serving.sleep())
+        await asyncio.sleep(0)
+        sleeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        await engine.resume()
+        assert len((await turn).token_ids) == 20
+        assert len((await serving.generate(request("next"))).token_ids) == 4 and serving.engine is engine
+        assert len(worker.of("served")) == 1
+
+    use(worker, body)
+
+
+def test_an_engine_that_cannot_be_woken_as_another_kind_is_woken_as_the_kind_it_was(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    def missing(directory: Path, version: int) -> TransformersEngine:
+        return TransformersEngine(directory / "nowhere", slots=4, max_context_tokens=CONTEXT, version=version)
+
+    async def body():
+        await worker.pull()
+        serving = worker.serving
+        measured, build = serving.calibration, serving._build
+        await serving.sleep()
+        with pytest.raises(ModelError):
+            await serving.wake(missing)
+        with pytest.raises(EngineAsleep):
+            await serving.generate(request())
+        assert serving._build is build
+        waking = asyncio.ensure_future(serving.wake())
+        await asyncio.sleep(0)
+        waking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waking
+        assert serving.asleep
+        await serving.wake()
+        assert serving.calibration is measured
+        with pytest.raises(EngineError, match="awake"):
+            await serving.wake()
+        assert set((await serving.generate(request())).weight_versions) == {0}
+
+    use(worker, body)
+
+
+def test_an_engine_woken_with_wrong_weights_is_quarantined_and_one_that_is_wrong_twice_stays_asleep(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        trainer.step(1e-3)
+        serving = worker.serving
+        build = serving._build
+        await serving.sleep()
+        with pytest.raises(EngineError, match=r"lm_head\.weight.*stays out"):
+            await serving.wake(_always_wrong(build))
+        assert [told["out"] for told in worker.of("quarantined")] == [False, True]
+        with pytest.raises(EngineAsleep):
+            await serving.generate(request())
+        wrong = iter([_always_wrong(build)])
+        await serving.wake(lambda directory, version: next(wrong, build)(directory, version))
+        assert [told["out"] for told in worker.of("quarantined")] == [False, True, False]
+        assert set((await serving.generate(request())).weight_versions) == {1}
+        # Another kind of engine has tolerances of its own, measured at the version it was woken with.
+        assert serving.calibration.measured and serving.calibration.probe_nats < 1e-4
+
+    use(worker, body)
+
+
+def test_a_woken_engine_has_its_file_after_the_store_has_dropped_it(trainer, worker):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+
+    async def body():
+        await worker.pull()
+        await worker.serving.sleep()
+        trainer.step(1e-3)
+        await worker.serving.wake()
+        files = worker.serving.engine.model_dir
+        for _ in range(3):
+            trainer.step(1e-3)
+        trainer.store.drop(1)
+        assert 1 not in trainer.store.numbers()
+        assert load_file(files / "model.safetensors")
+        await worker.serving.sleep()
+        assert not files.exists()
 
     use(worker, body)

@@ -1,0 +1,59 @@
+"""How a program asks for other roles of a run's workers; `libra.scheduler.roles` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from libra.errors import ClusterError
+from libra.graph.spec import RunSpec
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+
+class RoleControl:
+    """The roles of one run's workers.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    spec : RunSpec
+    """
+
+    def __init__(self, client: Client, spec: RunSpec) -> None:
+        self._client, self._of = client, {"run": spec.run, "epoch": spec.epoch}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each worker that can change, with ``role``, ``tp``, ``stage`` and ``generation`` of its last change."""
+        found: list[dict[str, Any]] = self._call("libra_roles")
+        return found
+
+    def change(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:
+        """Begin one change of the workers named, to ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}``; its generation.
+
+        Raises
+        ------
+        ClusterError
+            Where it cannot be had; the message says why.
+        """
+        wanted = {name: {"role": has} if isinstance(has, str) else dict(has) for name, has in assignments.items()}
+        return int(self._answered("libra_set_roles", assignments=wanted)["generation"])
+
+    def cancel(self, generation: int) -> int:
+        """Have a change undone that has not ended; the generation of the way back. ClusterError where it has."""
+        return int(self._answered("libra_cancel_roles", generation=generation)["generation"])
+
+    def wait(self, generation: int) -> bool:
+        """Wait until a change has ended; whether it did what it was asked for, and was not undone."""
+        return bool(self._answered("libra_wait_roles", generation=generation)["changed"])
+
+    def _answered(self, name: str, **arguments: Any) -> Any:
+        answer = self._call(name, **arguments)
+        if "error" in answer:
+            raise ClusterError(f"roles: {answer['error']}")
+        return answer
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        rpc: Any = self._client.scheduler
+        return self._client.sync(getattr(rpc, name), **self._of, **arguments)
