@@ -144,7 +144,7 @@ class PlanRealised(Event):
     """What the change that was accepted after ``iteration`` came to, in the first iteration that it was there for.
 
     Gains are shares of a step; the realised one is against what the split before is predicted to take for the batch of
-    ``realised_iteration``. ``cost_s``: seconds for which the slowest worker of change ``generation`` was in no role; None: not
+    ``realised_iteration``. ``cost_s``: seconds until the slowest worker of change ``generation`` was in its new role; None: not
     known, because no ``role_changed`` said so.
     """
 

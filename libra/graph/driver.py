@@ -297,7 +297,6 @@ class Session:
 
     def _plan_beside(self) -> Planning:
         from libra.graph.planning import Planning
-        from libra.graph.replanning import SchedulerRoles
 
         def tell(name: str, fields: Mapping[str, Any]) -> None:
             told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
@@ -308,7 +307,7 @@ class Session:
             supply = {str(worker["name"]): worker["resources"] for worker in workers}
             return {name: EngineKind.of(self.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
 
-        roles = SchedulerRoles(self._client, self.spec.run, self.spec.epoch) if self.config.planner.apply else None
+        roles = self.roles if self.config.planner.apply else None
         return Planning(self.spec, engines, self.metrics.write, tell, roles)
 
     def _end(self, client: Client) -> None:

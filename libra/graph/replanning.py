@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from distributed import Client
-
+from libra.errors import ClusterError
 from libra.events import to_dict
 from libra.planner.measured import StepForecast
 from libra.planner.replan import Rules
@@ -29,30 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class RoleCalls(Protocol):
-    """What the scheduler answers about roles; see `libra.scheduler.roles`."""
+    """What is asked of the scheduler about roles; `libra.graph.asking_roles.RoleControl` in a run."""
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """Of each worker that can change: worker, role, tp, stage, generation."""
 
-    def set(self, assignments: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Ask for a change: {"generation": g} or {"error": text}."""
-
-
-class SchedulerRoles:
-    """The same, asked of a run's scheduler."""
-
-    def __init__(self, client: Client, run: str, epoch: int) -> None:
-        self._client, self._run = client, {"run": run, "epoch": epoch}
-
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        rpc: Any = self._client.scheduler
-        found: Sequence[Mapping[str, Any]] = self._client.sync(rpc.libra_roles, **self._run)
-        return found
-
-    def set(self, assignments: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        rpc: Any = self._client.scheduler
-        answer: Mapping[str, Any] = self._client.sync(rpc.libra_set_roles, **self._run, assignments=dict(assignments))
-        return answer
+    def change(self, assignments: Mapping[str, str]) -> int:
+        """Begin a change to these roles; its generation, or ClusterError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +134,12 @@ class Replanning:
         return Fleet(dict(Counter(kinds[worker] for worker in used - able)), hybrids, self._core)
 
     def _ask(self, iteration: int, weighed: Weighed, fleet: Fleet) -> None:
-        answer = self._calls.set({name: {"role": role, "tp": 1} for name, role in weighed.roles.items()})
-        if "error" in answer:
-            logger.warning("the plan of iteration %d is not carried out: %s", iteration, answer["error"])
+        try:
+            generation = self._calls.change(weighed.roles)
+        except ClusterError as error:  # somebody else changes roles, or a worker has just left: the next plan sees it
+            logger.warning("the plan of iteration %d is not carried out: %s", iteration, error)
             return
-        self._change = Change(
-            iteration, weighed.considered.gain_frac, fleet.training, dict(weighed.roles), int(answer["generation"])
-        )
+        self._change = Change(iteration, weighed.considered.gain_frac, fleet.training, dict(weighed.roles), generation)
         logger.info(
             "%s: %s (change %d)", weighed.considered.reason,
             ", ".join(f"{name} to {role}" for name, role in sorted(weighed.roles.items())), self._change.generation,
@@ -210,11 +191,11 @@ def batch_of(values: Mapping[str, Any]) -> Batch:
 
 
 def change_cost_s(log: Path | None, generation: int) -> float | None:
-    """Seconds for which the slowest worker of a change was in no role, as ``role_changed`` says; None where nothing does."""
+    """Seconds of a change until its slowest worker was in its new role, as ``role_changed`` says; None where nothing does."""
     if log is None or not log.is_file():
         return None
     spent = [
-        sum(event["stage_s"].values())
+        float(event["seconds"])
         for event in read_events(log).events
         if event["name"] == "role_changed" and event["generation"] == generation
     ]
