@@ -128,10 +128,10 @@ def drift(iterations: int, stretch: int) -> dict[str, Figure]:
                     f"  {json.dumps({key: event[key] for key in event if key not in ('schema', 'name', 'run', 't_s')})}"
                 )
             else:
-                gain = 1.0 - event["proposed_step_s"] / event["current_step_s"]
+                now_s, then_s = event["current_step_s"], event["proposed_step_s"]
                 print(
-                    f"  after {event['iteration']:2d}: {event['current_step_s']:.2f} s a step, proposed "
-                    f"{event['proposed_step_s']:.2f} s ({100 * gain:+.1f} %): {'ACCEPTED, ' if event['accepted'] else ''}{event['reason']}",
+                    f"  after {event['iteration']:2d}: {now_s:.2f} s a step, proposed {then_s:.2f} s "
+                    f"({100 * (1.0 - then_s / now_s):+.1f} %): {'ACCEPTED, ' if event['accepted'] else ''}{event['reason']}",
                     flush=True,
                 )
         moved = [event["to_role"] for event in ran.events("role_changed")]
