@@ -114,6 +114,11 @@ def _other_text(event: events.Event) -> str:
             return f"a plan of {event.proposed_step_s:.1f} s a step is weighed against {event.current_step_s:.1f} s: {event.reason}"
         case events.PlanAccepted():
             return f"the plan is accepted: {event.train_gpus} GPUs for training, engines {dict(event.engines)}"
+        case events.PlanRealised():
+            return (
+                f"change {event.generation} gains {100 * event.realised_gain_frac:.1f} % of a step, "
+                f"{100 * event.predicted_gain_frac:.1f} % were predicted"
+            )
         case events.PolicySnapshot():
             return "snapshot of what the policy knows"
         case _:

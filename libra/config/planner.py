@@ -14,7 +14,15 @@ class PlannerSection(Section):
     """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it."""
 
     replan: bool = False
-    """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed."""
+    """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed
+    unless `planner.apply` says so."""
+    apply: bool = False
+    """Carry out accepted plans: hybrid workers (`cluster.hybrid_workers`) go from rollout to training and back while the run
+    goes on. Needs `planner.replan`."""
+    change_cost_s: Annotated[float, Field(ge=0)] = 18.8
+    """Seconds that a change of roles is taken to cost the run until one has been measured: what Libra reports, both directions
+    together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as much in the iterations that
+    remain."""
     gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
     """GPU of every node: a name that Libra knows, or the path of a datasheet."""
     num_gpus: AtLeastOne = 8

@@ -36,6 +36,7 @@ from libra.events.runs import (
     IterationFinished,
     PlanAccepted,
     PlanConsidered,
+    PlanRealised,
     PolicyLearned,
     PolicySnapshot,
     RunStarted,
@@ -90,6 +91,7 @@ __all__ = [
     "PlacementVoid",
     "PlanAccepted",
     "PlanConsidered",
+    "PlanRealised",
     "PolicyLearned",
     "PolicySnapshot",
     "PrioritySet",
@@ -186,6 +188,7 @@ _KINDS: tuple[type[Event], ...] = (
     StallDetected,
     PlanConsidered,
     PlanAccepted,
+    PlanRealised,
 )
 EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}
 """Every kind of event by name."""

@@ -137,3 +137,21 @@ class PlanAccepted(Event):
     boundaries_tokens: tuple[float, ...]
     concurrency: tuple[tuple[int, int], ...]
     commands: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRealised(Event):
+    """What the change that was accepted after ``iteration`` came to, in the first iteration that it was there for.
+
+    Gains are shares of a step; the realised one is against what the split before is predicted to take for the batch of
+    ``realised_iteration``. ``cost_s``: seconds until the slowest worker of change ``generation`` was in its new role; None: not
+    known, because no ``role_changed`` said so.
+    """
+
+    name: ClassVar[str] = "plan_realised"
+    iteration: int
+    generation: int
+    predicted_gain_frac: float
+    realised_gain_frac: float
+    realised_iteration: int
+    cost_s: float | None

@@ -307,7 +307,8 @@ class Session:
             supply = {str(worker["name"]): worker["resources"] for worker in workers}
             return {name: EngineKind.of(self.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
 
-        return Planning(self.spec, engines, self.metrics.write, tell)
+        roles = self.roles if self.config.planner.apply else None
+        return Planning(self.spec, engines, self.metrics.write, tell, roles)
 
     def _end(self, client: Client) -> None:
         if self._planning is not None:

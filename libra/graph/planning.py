@@ -4,7 +4,7 @@
 2. The run never waits for a plan: one that is not ready when the next iteration ends is passed over, and the iteration after is
    planned from newer numbers.
 3. Every consideration is in the event log, accepted or not, and predicted against realised seconds are metrics.
-4. Commands of an accepted plan are logged, not applied: nothing here changes what runs.
+4. Nothing is changed unless ``planner.apply`` says so: then roles of hybrid workers, as `libra.graph.replanning` decides.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from libra.config import RunConfig
 from libra.errors import LibraError
-from libra.events import to_dict
 from libra.graph.engines import EngineKind
 from libra.graph.questions import Questions
+from libra.graph.replanning import Replanning, RoleCalls, fields_of
 from libra.graph.spec import RunSpec
 from libra.planner import PlanLoop, Realised
 from libra.planner.commands import Deployed
-from libra.planner.configured import RUNNABLE_TRAIN_GPUS, snapshot_of
+from libra.planner.configured import snapshot_of
 from libra.planner.cost import Workload
 from libra.planner.loop import Outcome
 from libra.planner.measured import Expected, StepForecast, Taken
+from libra.planner.replan import Rules
 from libra.store.trajectories import TrajectoryStore
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ class Planning:
         Takes (iteration, metrics) of an iteration.
     tell : callable
         Takes (name, fields) of an event for the run's log; run and time are added there.
+    roles : RoleCalls, optional
+        Where accepted plans are to be carried out.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Planning:
         engines: Callable[[], Mapping[str, EngineKind]],
         write: Callable[[int, Mapping[str, float]], None],
         tell: Callable[[str, Mapping[str, Any]], None],
+        roles: RoleCalls | None = None,
     ) -> None:
         self._spec, self._write, self._tell = spec, write, tell
         self._engines, self._kinds = engines, dict[str, EngineKind]()
@@ -64,6 +70,13 @@ class Planning:
         self.forecast = StepForecast()
         self.predicted: Expected | None = None
         self._first: int | None = None
+        self._replanning: Replanning | None = None
+        if roles is not None:
+            config, log = spec.config, Path(spec.directory) / "events.jsonl"
+            self._replanning = Replanning(
+                roles, config.cluster.train_workers, log if config.observe.event_log else None, tell,
+                Rules(first_cost_s=config.planner.change_cost_s),
+            )  # fmt: skip
 
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
         """Hear the numbers of an iteration: compare them, predict the next one, and hand in what the last call's thread has found.
@@ -81,11 +94,15 @@ class Planning:
         self._write(iteration, self._compared(realised, predicted))
         overlap = config.run.eta > 0 and not follows_evaluation(config, iteration + 1)
         self.predicted = self.forecast.expected(engines, self._questions.lengths(iteration + 1), overlap)
+        if self._replanning is not None:
+            kinds = {name: kind_name(kind) for name, kind in self._kinds.items()}
+            self._replanning.after(iteration, values, realised.step_s, kinds, self.forecast, max(remaining, 0), overlap)
+            return
         if self._pending is not None:
             if not self._pending.done():
                 return
             self._take(self._pending)
-        deployed = deployed_engines(list(present.values()))
+        deployed = deployed_engines(list(present.values()), config.cluster.train_workers)
         predicted_s = None if predicted is None else predicted.step_s
         self._pending = self._thread.submit(self._consider, iteration, realised, remaining, deployed, predicted_s)
 
@@ -131,10 +148,7 @@ class Planning:
         logger.info("%s: plan of %.2f s a step %s", considered.reason, considered.proposed_step_s,
                     "accepted" if considered.accepted else "not accepted")  # fmt: skip
         for event in outcome.events(self._spec.run, 0.0):
-            fields = {
-                name: value for name, value in to_dict(event).items() if name not in ("schema", "name", "run", "t_s")
-            }
-            self._tell(event.name, fields)
+            self._tell(event.name, fields_of(event))
 
 
 def follows_evaluation(config: RunConfig, iteration: int) -> bool:
@@ -176,13 +190,13 @@ def kind_name(kind: EngineKind) -> str:
     return f"{kind.bucket}-slots{kind.slots}"
 
 
-def deployed_engines(kinds: Sequence[EngineKind]) -> Deployed:
-    """What runs: one training GPU, engines by TP degree, and of each degree the mean of their slots."""
+def deployed_engines(kinds: Sequence[EngineKind], trainers: int) -> Deployed:
+    """What runs: a training GPU for each trainer, engines by TP degree, and of each degree the mean of their slots."""
     slots: dict[int, list[int]] = {}
     for kind in kinds:
         slots.setdefault(kind.tp, []).append(kind.slots)
     return Deployed(
-        RUNNABLE_TRAIN_GPUS,
+        trainers,
         {tp: len(each) for tp, each in slots.items()},
         {tp: max(round(sum(each) / len(each)), 1) for tp, each in slots.items()},
     )
@@ -202,7 +216,7 @@ def run_snapshot(spec: RunSpec, workload: Workload, deployed: Deployed) -> Any:
     model = spec.config.model.model_copy(update={"path": spec.model_dir})
     config = spec.config.model_copy(update={"planner": section, "model": model})
     snapshot, _ = snapshot_of(config, workload, what_if=False)
-    return snapshot
+    return replace(snapshot, fixed_train_gpus=deployed.train_gpus)
 
 
 def batch_workload(spec: RunSpec, batch: int) -> Workload:

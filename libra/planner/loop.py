@@ -14,14 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from libra import events
+from libra.errors import PlanError
 from libra.planner.commands import Deployed
 from libra.planner.correction import Correction
 from libra.planner.cost import Workload
 from libra.planner.making import plan
 from libra.planner.plan import Plan
+from libra.planner.proposal import proposal
 from libra.planner.replan import Considered, Replanner, Rules
 from libra.planner.search import Planner
+from libra.planner.sharing import Sharing, shared_plan
 from libra.planner.snapshot import Snapshot
+from libra.planner.telling import considered_events
 
 GAP_FRAC = 5e-3
 """Gap of the plans in the loop: a fraction of what predictions are off by, and quick between two steps."""
@@ -83,44 +87,11 @@ class Outcome:
 
     def events(self, run: str, t_s: float) -> tuple[events.Event, ...]:
         """What the event log is told."""
-        seen, learned = self.considered, self.correction
-        told: list[events.Event] = [
-            events.PlanConsidered(
-                run=run,
-                t_s=t_s,
-                iteration=seen.iteration,
-                predicted_step_s=self.predicted_step_s,
-                realised_step_s=self.realised_step_s,
-                current_step_s=seen.current_step_s,
-                proposed_step_s=seen.proposed_step_s,
-                gain_s=seen.gain_s,
-                cost_s=seen.cost_s,
-                num_changes=seen.num_changes,
-                remaining_iterations=seen.remaining_iterations,
-                required_gain_frac=seen.required_gain_frac,
-                rollout_factor=learned.rollout.factor,
-                training_factor=learned.training.factor,
-                train_gpus=seen.train_gpus,
-                engines=seen.engines,
-                accepted=seen.accepted,
-                reason=seen.reason,
-            )
-        ]
-        if seen.accepted:
-            edges = tuple(bucket.to_tokens for bucket in self.plan.buckets if bucket.to_tokens is not None)
-            told.append(
-                events.PlanAccepted(
-                    run=run,
-                    t_s=t_s,
-                    iteration=seen.iteration,
-                    train_gpus=seen.train_gpus,
-                    engines=seen.engines,
-                    boundaries_tokens=edges,
-                    concurrency=tuple((bucket.tp, bucket.concurrency) for bucket in self.plan.buckets),
-                    commands=tuple((type(command).__name__, str(command)) for command in seen.commands),
-                )
-            )
-        return tuple(told)
+        edges = tuple(bucket.to_tokens for bucket in self.plan.buckets if bucket.to_tokens is not None)
+        concurrency = tuple((bucket.tp, bucket.concurrency) for bucket in self.plan.buckets)
+        return considered_events(
+            self.considered, self.predicted_step_s, self.realised_step_s, self.correction, edges, concurrency, run, t_s
+        )
 
 
 @dataclass(slots=True)
@@ -134,11 +105,14 @@ class PlanLoop:
     deployed : Deployed
         What runs.
     rules : Rules
+    sharing : Sharing or None
+        What GPUs may do in both phases of a synchronous step; None: each is in one pool.
     """
 
     snapshot: Snapshot
     deployed: Deployed
     rules: Rules = field(default_factory=Rules)
+    sharing: Sharing | None = None
     correction: Correction = field(default_factory=Correction)
     replanner: Replanner = field(init=False)
     planner: Planner = field(default_factory=lambda: Planner(GAP_FRAC))
@@ -179,12 +153,12 @@ class PlanLoop:
             realised.training_s,
         )
         current = self._of_deployed()
-        proposal = plan(self._corrected(), self.planner)
+        proposed = proposal(self._corrected(), self.planner, self.sharing)
         considered = self.replanner.consider(
-            iteration, current.step_s, proposal, remaining_iterations, self.correction.noise_frac
+            iteration, current.step_s, proposed, remaining_iterations, self.correction.noise_frac
         )
-        self.predicted = proposal if considered.accepted else current
-        return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposal)
+        self.predicted = proposed if considered.accepted else current
+        return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposed)
 
     def deployed_is(self, deployed: Deployed) -> None:
         """Hear what really runs, where an accepted plan was not carried out, or not as it said."""
@@ -199,5 +173,9 @@ class PlanLoop:
         """The plan that is forced to be what runs."""
         now = self.replanner.deployed
         fixed = {tp: now.engines.get(tp, 0) for tp in self.snapshot.tp}
-        forced = replace(self._corrected(), fixed_train_gpus=now.train_gpus, fixed_engines=fixed)
-        return plan(forced, self.planner, alternatives=False)
+        forced = replace(self._corrected(), fixed_engines=fixed)
+        if now.shared_gpus:
+            if self.sharing is None:
+                raise PlanError(f"deployed: {now.shared_gpus} GPUs do both, and sharing is not given")
+            return shared_plan(forced, self.sharing, self.planner, alternatives=False)
+        return plan(replace(forced, fixed_train_gpus=now.train_gpus), self.planner, alternatives=False)

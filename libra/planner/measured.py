@@ -158,7 +158,13 @@ class StepForecast:
         """What one engine of each kind generates while a batch is generated."""
         return {kind: tokens / spent_s for kind, (tokens, spent_s) in self.engine_s.items() if spent_s > 0}
 
-    def expected(self, engines: Mapping[str, int], questions: Sequence[float] | None, overlap: bool) -> Expected | None:
+    def expected(
+        self,
+        engines: Mapping[str, int],
+        questions: Sequence[float] | None,
+        overlap: bool,
+        tokens: float | None = None,
+    ) -> Expected | None:
         """The next step; None while nothing is measured, or no engine is there that generated before.
 
         Parameters
@@ -169,16 +175,19 @@ class StepForecast:
             Lengths of the batch's questions; None: not known, and taken as they were.
         overlap : bool
             Whether its batch is generated while the step before is taken.
+        tokens : float or None
+            Tokens it generates, where they are known. None: expected of its questions.
         """
         speeds = self.tokens_per_s()
         speed = sum(number * speeds.get(kind, 0.0) for kind, number in engines.items())
         if not (self.rollouts.n and speed > 0):
             return None
         usual = math.exp(self.rollouts.mean[0])
-        tokens = self._tokens(questions) if questions else usual
+        if tokens is None:
+            tokens = self._tokens(questions) if questions else usual
         # Twice the tokens are seldom twice the seconds: they fill the batch, and the longest trajectory is not twice as long.
         power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
-        rollout_s = usual / speed * (tokens / usual) ** power
+        rollout_s = usual / speed * (max(tokens, 1.0) / usual) ** power
         train_s, rest_s = self.train_s / self.weight, self.rest_s / self.weight
         step_s = max(rollout_s, train_s + rest_s) if overlap else rollout_s + train_s + rest_s
         return Expected(tokens, rollout_s, train_s, rest_s, step_s)

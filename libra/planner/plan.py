@@ -134,6 +134,8 @@ class Plan:
     nodes : tuple of NodeGroup
         What is on which nodes, those that are alike together.
     left_out : mapping of what was asked for and could not be to the reason
+    shared_gpus : int
+        GPUs in both pools, one after the other within a step (`libra.planner.sharing`); the other figures of use are without it.
     """
 
     gpu: str
@@ -159,6 +161,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     nodes: tuple[NodeGroup, ...]
     left_out: Mapping[str, str]
+    shared_gpus: int = 0
 
     @property
     def engines(self) -> dict[int, int]:

@@ -149,10 +149,25 @@ class Replanner:
         noise_frac : float
             Error of past predictions (`libra.planner.correction.Correction.noise_frac`).
         """
-        rules, wanted = self.rules, Deployed.of(plan)
-        gain_s = (current_step_s - plan.step_s) * remaining_iterations
+        edges = tuple(bucket.to_tokens for bucket in plan.buckets if bucket.to_tokens is not None)
+        wanted = Deployed.of(plan)
+        return self.weigh(iteration, current_step_s, wanted, plan.step_s, remaining_iterations, noise_frac, edges)
+
+    def weigh(
+        self,
+        iteration: int,
+        current_step_s: float,
+        wanted: Deployed,
+        step_s: float,
+        remaining_iterations: int,
+        noise_frac: float = 0.0,
+        boundaries_tokens: tuple[float, ...] = (),
+    ) -> Considered:
+        """Weigh what is ``wanted``, with a predicted step of ``step_s`` seconds, against what runs; else as `consider`."""
+        rules = self.rules
+        gain_s = (current_step_s - step_s) * remaining_iterations
         required = max(rules.least_gain_frac, rules.noise_factor * noise_frac)
-        gain_frac = 1.0 - plan.step_s / current_step_s
+        gain_frac = 1.0 - step_s / current_step_s
         same = self.deployed.same_layout(wanted)
         worth = not same and gain_frac > required and gain_s > rules.cost_factor * self.cost_s
         self.confirmed = self.confirmed + 1 if worth else 0
@@ -173,9 +188,9 @@ class Replanner:
             reason = f"the last change was {iteration - (self.last_change or 0)} iterations ago, {rules.rest_iterations} must pass"
         else:
             reason = f"found {self.confirmed} times in a row, {rules.confirmations} are required"
-        asked = commands(self.deployed, plan, reason) if accepted else ()
+        asked = commands(self.deployed, wanted, boundaries_tokens, reason) if accepted else ()
         considered = Considered(
-            iteration, current_step_s, plan.step_s, gain_s, self.cost_s, len(self.costs_s), remaining_iterations, required,
+            iteration, current_step_s, step_s, gain_s, self.cost_s, len(self.costs_s), remaining_iterations, required,
             self.confirmed, accepted, reason, wanted.train_gpus, tuple(sorted(wanted.engines.items())), asked,
         )  # fmt: skip
         if accepted:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from libra.testing.environments import FixedTurns
+from libra.testing.environments import DriftingPrompts, FixedTurns
 
-__all__ = ["FixedTurns"]
+__all__ = ["DriftingPrompts", "FixedTurns"]

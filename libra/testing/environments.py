@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from libra.envs import Environment, tool
 from libra.types import Episode, Prompt, ToolCall
@@ -42,3 +43,28 @@ class FixedTurns(Environment):
             text: What to give back.
         """
         return text
+
+
+class DriftingPrompts(FixedTurns):
+    """As `FixedTurns`, with questions that are long for every second stretch of questions: training outweighs rollout then.
+
+    A long question should fill ``rollout.max_context_tokens`` nearly, so that little is generated after it.
+
+    Parameters
+    ----------
+    stretch : int
+        Questions in a row that are alike.
+    long_chars : int
+        Length of the long ones.
+    """
+
+    def __init__(self, *, stretch: int = 64, long_chars: int = 900, **same: Any) -> None:
+        super().__init__(**same)
+        self.stretch, self.long_chars = stretch, long_chars
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        found = super().prompt(split, index)
+        if index // self.stretch % 2 == 0:
+            return found
+        ((message),) = found.messages
+        return Prompt(found.prompt_id, ({**message, "content": message["content"].ljust(self.long_chars, "x")},))

@@ -92,7 +92,7 @@ def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config: Config
 
 def test_engines_of_a_kind_are_deployed_together() -> None:
     kinds = [EngineKind("vllm", 64), EngineKind("vllm", 8), EngineKind("vllm", 16, tp=2)]
-    deployed = deployed_engines(kinds)
+    deployed = deployed_engines(kinds, 1)
     assert (deployed.train_gpus, deployed.engines, deployed.concurrency) == (1, {1: 2, 2: 1}, {1: 36, 2: 16})
 
 

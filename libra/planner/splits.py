@@ -1,0 +1,209 @@
+"""How many of a run's hybrid workers should train: predicted from what this run itself has measured, no datasheet. Pure.
+
+For every number of hybrids that may train, the step is predicted as of the batch that just came: its rollout by the measured speeds
+of the engines that would be left (`libra.planner.measured`), its training by a line through the seconds that steps took over the
+tokens of one replica. While every step had equally many tokens per replica the line goes through the origin: twice the replicas
+take half the time until this run says otherwise. The best is weighed by `libra.planner.replan`, hysteresis included.
+
+1. What is predicted rests on iterations that have ended. A split is judged for the batch that was, taken as what is to come.
+2. At least one engine whose speed is known stays. Core trainers and workers that are not hybrid are never moved.
+3. The fewest workers are moved: those that train already stay; of the others those with the fewest resident trajectories, then by
+   name.
+
+Differs from Libra (arXiv:2606.03077 v2), whose planner predicts both sides from fits made before the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra.errors import PlanError
+from libra.planner.commands import Deployed
+from libra.planner.correction import Learned
+from libra.planner.measured import FIRST_WEIGHT, HALF_LIFE_STEPS, Expected, Line, StepForecast
+from libra.planner.replan import Considered, Replanner, Rules
+
+PRIOR_TOKENS = 0.25
+"""How surely training's seconds are proportional to a replica's tokens: as surely as from steps at tokens off by a half."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForecast:
+    """Seconds of an optimizer step over the tokens of one replica, as a line; newer steps count more."""
+
+    line: Line = field(default_factory=Line)
+    num_steps: int = 0
+
+    def after(self, tokens: float, replicas: int, train_s: float) -> TrainingForecast:
+        """With a step of so many tokens on so many replicas in it; one that trained on nothing says nothing."""
+        if replicas < 1 or not train_s >= 0:
+            raise PlanError(
+                f"a step on {replicas} replicas took {train_s} s; there is a replica, and time goes forwards"
+            )
+        if tokens <= 0:
+            return self
+        keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
+        return TrainingForecast(self.line.after([(tokens / replicas, train_s)], keep, weight), self.num_steps + 1)
+
+    def expected_s(self, tokens: float, replicas: int) -> float:
+        """Seconds of a step of so many tokens on so many replicas; 0 while nothing is measured."""
+        if not self.line.n:
+            return 0.0
+        mean_tokens, mean_s = self.line.mean
+        proportional = mean_s / mean_tokens
+        slope = self.line.slope(proportional, PRIOR_TOKENS * self.line.n * mean_tokens**2)
+        slope = min(max(slope, 0.0), proportional)  # a step costs something beside its tokens, never less than nothing
+        return mean_s + slope * (tokens / replicas - mean_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """A worker that may roll out or train.
+
+    Attributes
+    ----------
+    name : str
+    kind : str
+        Of its engine, as in `StepForecast.engine_s`.
+    training : bool
+        Whether it trains now, or is about to.
+    residents : int
+        Trajectories whose KV cache its engine holds.
+    """
+
+    name: str
+    kind: str
+    training: bool
+    residents: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What runs: engines of workers that never change, by kind; hybrids; and core trainers."""
+
+    engines: Mapping[str, int]
+    hybrids: Sequence[Hybrid]
+    core_trainers: int
+
+    @property
+    def training(self) -> int:
+        """Hybrids that train."""
+        return sum(hybrid.training for hybrid in self.hybrids)
+
+    def chosen(self, num: int) -> tuple[str, ...]:
+        """The hybrids that train where ``num`` do."""
+        order = sorted(self.hybrids, key=lambda hybrid: (not hybrid.training, hybrid.residents, hybrid.name))
+        return tuple(sorted(hybrid.name for hybrid in order[:num]))
+
+    def engines_beside(self, training: Iterable[str]) -> Counter[str]:
+        """Engines by kind, the hybrids that roll out among them."""
+        apart = set(training)
+        return Counter(dict(self.engines)) + Counter(h.kind for h in self.hybrids if h.name not in apart)
+
+    def roles(self, num: int) -> dict[str, str]:
+        """Roles of the hybrids that have to change for ``num`` to train: "train" or "rollout" by name."""
+        wanted = set(self.chosen(num))
+        return {
+            h.name: "train" if h.name in wanted else "rollout" for h in self.hybrids if (h.name in wanted) != h.training
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch that was: tokens generated for it, tokens its step was taken on."""
+
+    generated_tokens: float
+    trained_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What came of an iteration.
+
+    Attributes
+    ----------
+    considered : Considered
+    training : int
+        Hybrids that should train; how many do, where nothing was accepted.
+    roles : mapping of name to role
+        Workers to change now; empty where nothing was accepted.
+    options : mapping of int to Expected
+        The step by number of hybrids that train, for the batch that was.
+    """
+
+    considered: Considered
+    training: int
+    roles: Mapping[str, str]
+    options: Mapping[int, Expected]
+
+
+@dataclass(slots=True)
+class SplitLoop:
+    """What is known of a run's splits between iterations."""
+
+    rules: Rules = field(default_factory=Rules)
+    trainings: TrainingForecast = field(default_factory=TrainingForecast)
+    errors: Learned = field(default_factory=Learned)
+    replanner: Replanner | None = None
+
+    def expected(self, forecast: StepForecast, fleet: Fleet, batch: Batch, num: int, overlap: bool) -> Expected | None:
+        """The step of this batch where ``num`` hybrids train; None where no engine is left whose speed is known."""
+        engines = fleet.engines_beside(fleet.chosen(num))
+        found = forecast.expected(engines, None, overlap, tokens=batch.generated_tokens)
+        if found is None:
+            return None
+        train_s = self.trainings.expected_s(batch.trained_tokens, fleet.core_trainers + num)
+        waits_s = train_s + found.rest_s
+        step_s = max(found.rollout_s, waits_s) if overlap else found.rollout_s + waits_s
+        return Expected(found.tokens, found.rollout_s, train_s, found.rest_s, step_s)
+
+    def learn(
+        self,
+        forecast: StepForecast,
+        fleet: Fleet,
+        batch: Batch,
+        replicas: int,
+        train_s: float,
+        step_s: float,
+        overlap: bool,
+    ) -> None:
+        """Hear of an iteration that was run by ``fleet``: its step on so many replicas, and from end to end.
+
+        ``forecast`` is what was known before it: what it is off by, told the batch's tokens, is the noise of this model.
+        """
+        before = self.expected(forecast, fleet, batch, fleet.training, overlap)
+        if before is not None and before.step_s > 0 and self.trainings.num_steps:
+            self.errors = self.errors.after(before.step_s, step_s)
+        self.trainings = self.trainings.after(batch.trained_tokens, replicas, train_s)
+
+    def weigh(
+        self, iteration: int, forecast: StepForecast, fleet: Fleet, batch: Batch, remaining: int, overlap: bool
+    ) -> Weighed | None:
+        """Weigh every other split against what runs; None while what runs cannot be predicted."""
+        options = {num: self.expected(forecast, fleet, batch, num, overlap) for num in range(len(fleet.hybrids) + 1)}
+        known = {num: option for num, option in options.items() if option is not None}
+        now = fleet.training
+        if now not in known:
+            return None
+        best = min(known, key=lambda num: (known[num].step_s, abs(num - now)))
+        if self.replanner is None:
+            self.replanner = Replanner(self.deployed(fleet, now), self.rules)
+        self.replanner.deployed = self.deployed(fleet, now)
+        considered = self.replanner.weigh(
+            iteration,
+            known[now].step_s,
+            self.deployed(fleet, best),
+            known[best].step_s,
+            remaining,
+            self.errors.noise_frac,
+        )
+        roles = fleet.roles(best) if considered.accepted else {}
+        return Weighed(considered, best if considered.accepted else now, roles, known)
+
+    @staticmethod
+    def deployed(fleet: Fleet, num: int) -> Deployed:
+        """What runs where ``num`` hybrids train, a worker counted as one GPU and all engines as of one degree."""
+        engines = sum(fleet.engines_beside(fleet.chosen(num)).values())
+        return Deployed(fleet.core_trainers + num, {1: engines}, {})

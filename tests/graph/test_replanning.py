@@ -1,0 +1,138 @@
+"""Accepted plans change roles: what runs is what the scheduler says, each change is compared with what it was to gain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra.errors import ClusterError
+from libra.events import EVENTS
+from libra.graph.replanning import Replanning, change_cost_s
+from libra.planner.measured import StepForecast, Taken
+from libra.planner.replan import Rules
+
+KINDS = {"rollout-0": "e", "rollout-1": "e"}
+RULES = Rules(first_cost_s=0.1, rest_iterations=1)
+
+
+class Scheduler:
+    """A scheduler of one hybrid that does what it is asked an iteration later, or undoes it, or refuses."""
+
+    def __init__(self) -> None:
+        self.row = {"worker": "rollout-0", "role": "rollout", "tp": 1, "stage": "resupplied", "generation": 0}
+        self.asked: list[Mapping[str, str]] = []
+        self.refuses = self.undoes = False
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return [dict(self.row)]
+
+    def change(self, assignments: Mapping[str, str]) -> int:
+        if self.refuses:
+            raise ClusterError("roles: busy")
+        self.asked.append(assignments)
+        self.row |= {"role": assignments["rollout-0"], "stage": "draining", "generation": len(self.asked)}
+        return len(self.asked)
+
+    def settle(self) -> None:
+        if self.row["stage"] != "resupplied" and self.undoes:
+            self.row["role"] = "rollout" if self.row["role"] == "train" else "train"
+        self.row["stage"] = "resupplied"
+
+
+class Run:
+    """A run of exact speeds: 100 tokens/s an engine, 1,000 trained tokens/s a replica."""
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.scheduler, self.told, self.forecast, self.k = (
+            Scheduler(),
+            list[tuple[str, dict[str, Any]]](),
+            StepForecast(),
+            0,
+        )
+        self.replanning = Replanning(self.scheduler, 1, log, lambda name, f: self.told.append((name, dict(f))), RULES)
+
+    def iteration(self, generated: int, trained: int) -> None:
+        training = self.scheduler.row["role"] == "train" and self.scheduler.row["stage"] == "resupplied"
+        engines = 1 if training else 2
+        rollout_s, train_s = generated / engines / 100.0, trained / (1 + training) / 1000.0
+        self.forecast = self.forecast.after(
+            Taken(rollout_s, train_s, 0.0, rollout_s + train_s, {"e": generated}, []), {"e": engines}
+        )
+        workers = ["rollout-1"] if training else list(KINDS)
+        values = {
+            "worker_tokens": dict.fromkeys(workers, generated // engines), "generated_tokens": generated,
+            "forwarded_tokens": trained, "hybrids": int(training), "train_s": train_s,
+        }  # fmt: skip
+        self.replanning.after(self.k, values, rollout_s + train_s, KINDS, self.forecast, 50, overlap=False)
+        self.k += 1
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.told]
+
+    def fields(self, name: str) -> list[dict[str, Any]]:
+        return [fields for told, fields in self.told if told == name]
+
+
+LONG, HEAVY = (3000, 3500), (300, 30000)
+
+
+def test_workers_go_both_ways_and_each_change_is_compared_with_what_it_was_to_gain() -> None:
+    run = Run()
+    for k in range(40):
+        run.iteration(*(HEAVY if 10 <= k < 22 else LONG))
+        if run.scheduler.row["stage"] != "resupplied" and k % 2:
+            run.scheduler.settle()
+    assert [asked["rollout-0"] for asked in run.scheduler.asked] == ["train", "rollout"]
+    there, back = run.fields("plan_realised")
+    assert there["predicted_gain_frac"] > 0.2
+    assert there["realised_gain_frac"] == pytest.approx(0.45, abs=0.15)  # training is halved, and nearly all there is
+    assert back["realised_gain_frac"] > 0.2
+    assert there["iteration"] < there["realised_iteration"] < back["iteration"]
+    assert there["cost_s"] is None  # no log said so
+    accepted = [fields["iteration"] for fields in run.fields("plan_accepted")]
+    assert accepted == [there["iteration"], back["iteration"]]
+    assert len(run.fields("plan_considered")) > 20  # those that were not accepted too
+    for name, fields in run.told:
+        EVENTS[name](run="demo", t_s=0.0, **fields)
+
+
+def test_nothing_is_asked_for_while_a_change_goes_on() -> None:
+    run = Run()
+    for k in range(30):
+        run.iteration(*(HEAVY if k >= 4 else LONG))
+    assert len(run.scheduler.asked) == 1  # it never settles
+    assert not run.fields("plan_realised")
+
+
+def test_a_change_that_is_undone_or_refused_is_no_gain_and_is_seen_as_it_is() -> None:
+    run = Run()
+    run.scheduler.undoes = True
+    for k in range(12):
+        run.iteration(*(HEAVY if k >= 2 else LONG))
+        run.scheduler.settle()
+    assert len(run.scheduler.asked) >= 1
+    assert run.scheduler.row["role"] == "rollout"
+    assert not run.fields("plan_realised")
+    refused = Run()
+    refused.scheduler.refuses = True
+    for _ in range(12):
+        refused.iteration(*HEAVY)
+    assert refused.fields("plan_accepted")
+    assert not refused.scheduler.asked
+
+
+def test_the_cost_of_a_change_is_that_of_its_slowest_worker(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    changed = {
+        "schema": 3, "name": "role_changed", "run": "demo", "t_s": 1.0, "generation": 4, "from_role": "rollout",
+        "to_role": "train", "from_tp": 1, "to_tp": 1, "stage_s": {},
+    }  # fmt: skip
+    lines = [{**changed, "worker": name, "seconds": seconds} for name, seconds in (("a", 1.5), ("b", 2.5))]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert change_cost_s(log, 4) == 2.5
+    assert change_cost_s(log, 5) is None
+    assert change_cost_s(None, 4) is None

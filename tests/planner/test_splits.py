@@ -1,0 +1,122 @@
+"""How many hybrids train: predicted from measurement alone, moved both ways by a drift, never more often than the rules allow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.errors import PlanError
+from libra.planner.measured import StepForecast, Taken
+from libra.planner.replan import Rules
+from libra.planner.splits import Batch, Fleet, Hybrid, SplitLoop, TrainingForecast
+
+TOKENS_S = 100.0
+"""Tokens per second of one engine of the made-up run."""
+QUICK = Rules(first_cost_s=0.1, rest_iterations=1)
+
+
+def fleet(training: int, hybrids: int = 2, engines: int = 1, core: int = 1) -> Fleet:
+    return Fleet({"e": engines}, [Hybrid(f"h{i}", "e", i < training) for i in range(hybrids)], core)
+
+
+def train_s(batch: Batch, replicas: int) -> float:
+    return 0.2 + batch.trained_tokens / replicas / 1000.0
+
+
+class MadeUpRun:
+    """A run of exact speeds under `SplitLoop`; ``history`` is how many hybrids trained in each iteration."""
+
+    def __init__(self, rules: Rules = QUICK, hybrids: int = 2) -> None:
+        self.loop, self.forecast, self.training, self.hybrids = SplitLoop(rules), StepForecast(), 0, hybrids
+        self.history: list[int] = []
+
+    def iteration(self, k: int, batch: Batch, remaining: int = 50, overlap: bool = False) -> None:
+        now = fleet(self.training, self.hybrids)
+        engines = 1 + self.hybrids - self.training
+        rollout_s, training_s = batch.generated_tokens / engines / TOKENS_S, train_s(batch, 1 + self.training)
+        step_s = max(rollout_s, training_s) if overlap else rollout_s + training_s
+        taken = Taken(rollout_s, training_s, 0.0, step_s, {"e": int(batch.generated_tokens)}, [])
+        self.forecast = self.forecast.after(taken, {"e": engines})
+        self.loop.learn(self.forecast, now, batch, 1 + self.training, training_s, step_s, overlap)
+        self.history.append(self.training)
+        weighed = self.loop.weigh(k, self.forecast, now, batch, remaining, overlap)
+        assert weighed is not None
+        if weighed.considered.accepted:
+            self.loop.replanner.changed(0.1)
+            assert len(weighed.roles) == abs(weighed.training - self.training)
+        self.training = weighed.training
+
+
+LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_drift_moves_workers_both_ways(overlap: bool) -> None:
+    run = MadeUpRun()
+    for k in range(36):
+        run.iteration(k, HEAVY if 12 <= k < 24 else LONG, overlap=overlap)
+    assert run.history[11] == 0
+    assert run.history[23] >= 1
+    assert run.history[35] == 0
+
+
+def test_a_step_is_predicted_for_other_splits_from_what_this_one_took() -> None:
+    run = MadeUpRun(Rules(first_cost_s=1e9))
+    for k in range(8):
+        run.iteration(k, LONG if k % 2 else HEAVY)
+    now = run.loop.expected(run.forecast, fleet(0), LONG, 0, overlap=False)
+    other = run.loop.expected(run.forecast, fleet(0), LONG, 2, overlap=False)
+    assert now is not None
+    assert other is not None
+    assert other.rollout_s == pytest.approx(3 * now.rollout_s)  # one engine instead of three
+    assert now.train_s == pytest.approx(train_s(LONG, 1), rel=0.15)
+    assert other.train_s == pytest.approx(train_s(LONG, 3), rel=0.25)
+
+
+def test_training_is_proportional_until_the_run_says_otherwise() -> None:
+    first = TrainingForecast().after(1000.0, 1, 10.0)
+    assert first.expected_s(1000.0, 2) == pytest.approx(5.0)
+    known = first
+    for _ in range(20):  # two replicas are no quicker than one
+        known = known.after(1000.0, 2, 10.0).after(1000.0, 1, 10.0)
+    assert known.expected_s(1000.0, 2) > 7.0
+    assert TrainingForecast().expected_s(1000.0, 1) == 0.0
+    assert known.after(0.0, 1, 3.0) == known
+    with pytest.raises(PlanError, match="0 replicas"):
+        known.after(1.0, 0, 1.0)
+
+
+def test_the_fewest_workers_are_moved_and_those_with_the_least_to_lose() -> None:
+    hybrids = [
+        Hybrid("a", "e", False, 3),
+        Hybrid("b", "e", True, 9),
+        Hybrid("c", "e", False, 1),
+        Hybrid("d", "e", False, 1),
+    ]
+    here = Fleet({}, hybrids, 1)
+    assert here.roles(1) == {}
+    assert here.roles(2) == {"c": "train"}
+    assert here.roles(3) == {"c": "train", "d": "train"}
+    assert here.roles(0) == {"b": "rollout"}
+
+
+def test_some_engine_whose_speed_is_known_stays() -> None:
+    forecast = StepForecast().after(Taken(1.0, 1.0, 0.0, 2.0, {"e": 100}, []), {"e": 2})
+    loop, all_hybrid = SplitLoop(), Fleet({}, [Hybrid("a", "e", False), Hybrid("b", "e", False)], 1)
+    weighed = loop.weigh(0, forecast, all_hybrid, Batch(100.0, 100.0), 10, overlap=False)
+    assert weighed is not None
+    assert sorted(weighed.options) == [0, 1]
+    unknown = Fleet({"new": 1}, [Hybrid("a", "e", True)], 1)
+    assert loop.weigh(1, forecast, unknown, Batch(100.0, 100.0), 10, overlap=False) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches=st.lists(st.builds(Batch, st.floats(10, 5000), st.floats(10, 50000)), min_size=8, max_size=40))
+def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches: list[Batch]) -> None:
+    run = MadeUpRun(Rules(first_cost_s=0.0, confirmations=2, rest_iterations=3))
+    for k, batch in enumerate(batches):
+        run.iteration(k, batch)
+    changes = sum(a != b for a, b in zip(run.history, run.history[1:], strict=False))
+    assert changes <= 1 + len(batches) / 3
+    assert all(0 <= training <= 2 for training in run.history)
