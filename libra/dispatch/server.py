@@ -111,6 +111,10 @@ class DispatchServer:
         with self._lock:
             self._held.pop(name, None)
 
+    def __contains__(self, name: object) -> bool:
+        with self._lock:
+            return name in self._held
+
     def cut(self, name: str, offset: int, num_bytes: int) -> list[memoryview]:
         """A run of bytes of a block, where they lie; LayoutError where it is not held or is shorter."""
         with self._lock:
