@@ -24,6 +24,8 @@
     |   +-- CheckpointError                a checkpoint cannot be written or read, or is none
     |   +-- GroupLost                      a member of a process group is gone; its epoch is over
     |   +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came from a stranger
+    +-- DispatchError(ConnectionError)     rows of a batch did not arrive whole from any holder, or a stranger asked for them
+    +-- LayoutError(ValueError)            rows of a batch that nobody holds, or that lie in two ways at once
     +-- PlanError(ValueError)              no plan fits what was asked, or what was asked contradicts itself
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
@@ -119,6 +121,14 @@ class GroupLost(TrainError):
 
 class TransferError(TrainError, ConnectionError):
     """A connection between replicas broke, was refused, or carried what is no message of ours."""
+
+
+class DispatchError(LibraError, ConnectionError):
+    """Rows of a batch did not arrive whole from any of their holders, or came from or for somebody without the secret."""
+
+
+class LayoutError(LibraError, ValueError):
+    """A layout contradicts itself: a row that nobody holds, a row wanted twice, or copies of different sizes."""
 
 
 class PlanError(LibraError, ValueError):

@@ -229,6 +229,10 @@ class TrainerSection(Section):
     layout: LayoutName = "ddp"
     """How the model lies on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
     shards (fsdp2), which needs 1 / replicas of the memory and more network. Nothing where there is one replica."""
+    dispatch: Literal["storage", "peer"] = "storage"
+    """How a step comes to its trajectories. "storage": every replica reads the whole batch from the run directory. "peer": each
+    replica fetches its slice over the network from the workers that graded it, and what those lost from the run directory;
+    the whole batch where `epochs` x `minibatches` steps of it begin with a pass over it (`old_logp`) or `exact_logprobs` is set."""
     gradient_checkpointing: bool = False
     """Keep a layer's input alone and compute the rest again in the backward pass: less memory, about a third more computing."""
     offload: bool = False

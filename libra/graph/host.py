@@ -34,6 +34,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
+from libra.graph.dispatching import RowKeeper, keeper_of
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
@@ -90,6 +91,7 @@ class LibraHost(WorkerPlugin):
         self.replayed: list[dict[str, Any]] = []
         self.store: TrajectoryStore | None = None
         self.server: WeightServer | None = None
+        self.rows: RowKeeper | None = None
         self.paused: tuple[int, str] | None = None  # step after which none is taken, and why
 
     @property
@@ -111,6 +113,7 @@ class LibraHost(WorkerPlugin):
         self.epoch.check()
         self.journal = Journal(self.spec.journal_dir)
         self.weights, self.fetching, self.server = weights_of(worker, self.spec)
+        self.rows = keeper_of(worker, self.spec)
         self.states: dict[TrajectoryId, TrajectoryState] = {}
         self.closing = False
         self.contended = False  # whether trajectories wait for rollout slots, as the plugin last said
@@ -150,6 +153,8 @@ class LibraHost(WorkerPlugin):
             await self.serving.close()
         if self.server is not None:
             await asyncio.to_thread(self.server.close)
+        if self.rows is not None:
+            await asyncio.to_thread(self.rows.close)
         if self.store is not None:
             self.store.close()
         self.journal.close()

@@ -26,6 +26,7 @@ from libra.errors import (
     TrainError,
 )
 from libra.graph.catching_up import catch_up
+from libra.graph.dispatching import FETCHED, SliceFetcher, batch_elsewhere, lengths
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.gang_member import turn
 from libra.graph.host import LibraHost, the_host
@@ -147,7 +148,8 @@ async def group(
     for member in members:
         host.states.pop(member.trajectory_id, None)
     meta = _group_meta(path, split, iteration, group, members)
-    report(worker, host.spec, "group", **{k: v for k, v in meta.items() if k != "path"})
+    kept = host.rows.keep(iteration, group, members) if host.rows is not None and split == "train" else None
+    report(worker, host.spec, "group", **{k: v for k, v in meta.items() if k != "path"}, block=kept)
     return meta
 
 
@@ -238,6 +240,10 @@ async def batch(run: str, batch: int) -> dict[str, Any]:
         commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
     except RecordExists:
         rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
+    if trainer.dispatch == "peer":
+        blocks = await worker.scheduler.libra_blocks(run=run, groups=members)
+        for row, group, block in zip(rows, groups, blocks, strict=True):
+            row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
     return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag) | generated_for(groups)}
 
 
@@ -337,10 +343,16 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
         catch_up(host, batch["batch"], or_next=True)  # a worker that was lost took its replica along
         if host.gang is not None and host.checkpoints.replica.steps_done > batch["batch"] + 1:
             return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
-        result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
+        fetcher = None
+        if host.spec.config.trainer.dispatch == "peer":
+            fetcher = SliceFetcher(batch, host.worker.address, host.spec)
+            result = host.checkpoints.step(batch_elsewhere(batch, fetcher), batch["batch"])
+        else:
+            result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
         if (reason := pause_reason(host.spec, result.as_dict())) is not None:
             host.paused = batch["batch"], reason
         numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+        numbers |= fetcher.numbers if fetcher is not None else {}
         if host.gang is not None and rank == 0:
             write_step_record(host.spec, batch["batch"], numbers)
     return numbers
@@ -355,8 +367,9 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
                 f"ranks disagree after a step: rank 0 is at {first['step']} with {first['digest']}, "
                 f"rank {other['rank']} at {other['step']} with {other['digest']}"
             )
+    fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
     report(get_worker(), _host(run).spec, "step", step=first["step"], loss=first["loss"], train_s=first["train_s"])
-    return first
+    return first | fetched
 
 
 def first(answers: list[dict[str, Any]]) -> dict[str, Any]:

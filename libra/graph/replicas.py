@@ -21,8 +21,9 @@ NOT_THE_REPLICAS = (
     "drop_uniform_groups",
     "drop_truncated",
     "resample",
+    "dispatch",
 )
-"""Fields of ``trainer`` that shape the batch and its advantages, before the replica sees it."""
+"""Fields of ``trainer`` that shape the batch, its advantages and its way, before the replica sees it."""
 
 
 def make_replica(spec: RunSpec, model_dir: Path, group: TrainGroup | None) -> Replica:

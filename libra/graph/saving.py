@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from libra.train import Replica, StepReport
     from libra.train.checkpoint import Snapshot
+    from libra.train.elsewhere import BatchElsewhere
     from libra.types import Trajectory
 
 EVERY_STEPS = 10
@@ -53,7 +54,7 @@ class CheckpointWriter:
         self._copies: dict[int, Snapshot] = {}
         self._done: set[int] = set()
 
-    def step(self, trajectories: list[Trajectory], step: int) -> StepReport:
+    def step(self, trajectories: list[Trajectory] | BatchElsewhere, step: int) -> StepReport:
         """One step of the replica, once a due state that it would change is copied."""
         with self._state:
             self._copy_if_due(step)

@@ -62,6 +62,7 @@ class LibraPlugin(SchedulerPlugin):
             {
                 "libra_register_run": self.register_run,
                 "libra_members": self.members,
+                "libra_blocks": lambda run, groups: [self.runs[run].blocks.get(tuple(group)) for group in groups],
                 "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
                 "libra_forecast_trust": self.forecast_trust,
@@ -275,6 +276,7 @@ class LibraPlugin(SchedulerPlugin):
     def _group_reported(self, state: RunState, msg: dict[str, Any]) -> None:
         if msg["split"] == "train":
             state.groups += 1
+            state.holds(msg["iteration"], msg["group"], msg.get("block"))
         for failure, count in msg["failures"].items():
             state.failures[failure] += count
         said = ("split", "iteration", "group", "oldest_version", "reward", "failures")

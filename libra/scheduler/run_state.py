@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ HISTORY_ROWS = 1200
 """Rows kept for the dashboard's plots: ten minutes at two a second."""
 
 
+KEPT_BLOCKS = 8192
+"""Groups of which it is known who keeps their rows."""
 SNAPSHOT_EVENTS = 10_000
 """Events between two snapshots of the policy objects in the event log: a replay of its tail reads about as many."""
 SNAPSHOT_BYTES_PER_EVENT = 12
@@ -81,6 +83,9 @@ class RunState:
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)  # address of each worker that has served a version, by name
     holders: Holders = field(default_factory=Holders)
+    blocks: OrderedDict[tuple[int, ...], dict[str, Any]] = field(
+        default_factory=OrderedDict
+    )  # who holds a group's rows
     quarantined: set[str] = field(default_factory=set)  # addresses whose engine serves nothing now
     joining: set[str] = field(
         default_factory=set
@@ -121,6 +126,13 @@ class RunState:
         if self.log is not None:
             self.num_events += 1
             self.log.write(event)
+
+    def holds(self, iteration: int, group: int, block: dict[str, Any] | None) -> None:
+        """Somebody keeps the rows of a group in memory (None: nobody does); the newest are remembered."""
+        if block is not None:
+            self.blocks[iteration, group] = block
+            while len(self.blocks) > KEPT_BLOCKS:
+                self.blocks.popitem(last=False)
 
     def learn(self) -> None:
         """Have the policy do the dear part of its learning, where enough has finished since the last time."""

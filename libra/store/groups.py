@@ -84,6 +84,16 @@ def read_group(path: str | Path) -> list[Trajectory]:
     return [_from_record(record) for record in unpack(data, source=path)["trajectories"]]
 
 
+def pack_trajectory(trajectory: Trajectory) -> bytes:
+    """One trajectory as bytes of its own, to be sent somewhere."""
+    return pack(_to_record(trajectory), source=str(trajectory.trajectory_id))
+
+
+def unpack_trajectory(data: bytes, *, source: str) -> Trajectory:
+    """The inverse of `pack_trajectory`; StoreError names ``source`` where the bytes are torn or corrupt."""
+    return _from_record(unpack(data, source=source))
+
+
 def _to_record(trajectory: Trajectory) -> dict[str, Any]:
     record = {name: getattr(trajectory, name) for name in _FIELDS}
     record["trajectory_id"] = list(trajectory.trajectory_id)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from libra.errors import GroupLost, TrainError
+from libra.train.elsewhere import present
 from libra.train.layout import add_
 from libra.train.packing import MicroBatch, Sample
 from libra.train.report import Tally
@@ -76,7 +77,7 @@ def merged_gradient(replica: Replica, minibatch: Sequence[Sample], plan: Plan, s
     slices = split(minibatch, group.size + plan.hybrids)
     given = slices[group.size :]
     if pool is not None and plan.hybrids:
-        pool.assign(given, step, stepped=tally.stepped)
+        pool.assign([present(part) for part in given], step, stepped=tally.stepped)
     weight_sum = _round(replica, slices[: group.size], step, tally)
     tally.at_least(replicas=group.size, hybrids=plan.hybrids, hybrids_joining=plan.joining)
     if plan.hybrids:
@@ -99,7 +100,7 @@ def _round(replica: Replica, slices: Sequence[Sequence[Sample]], step: int, tall
         parameter.grad = None
     part, fault, weight = tally.part(), None, 0.0
     try:
-        weight = replica.accumulate(slices[group.rank], step, part)
+        weight = replica.accumulate(present(slices[group.rank]), step, part)
     except GroupLost:
         raise
     except TrainError as error:

@@ -42,13 +42,14 @@ from libra.tensors import digest, untied
 from libra.train import mismatch
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
 from libra.train.double import keep_double
+from libra.train.elsewhere import BatchElsewhere, samples_of
 from libra.train.group import TrainGroup
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
 from libra.train.objective import Objective
-from libra.train.packing import MicroBatch, Sample, pack, sample_of
+from libra.train.packing import MicroBatch, Sample, pack
 from libra.train.partition import karmarkar_karp
 from libra.train.reduction import in_step, merged_gradient, offer_weights, plan, proximal_everywhere
 from libra.train.report import StepReport, Tally
@@ -250,7 +251,7 @@ class Replica:
         """Take the optimizer's state, not the step count, from the checkpoint that ``model_dir`` is."""
         load_optimizer(Path(directory), self)
 
-    def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
+    def step(self, trajectories: Sequence[Trajectory] | BatchElsewhere, step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
         Where no trajectory has an advantage (and no other term has a gradient) nothing is learnt: the report says loss 0
@@ -270,11 +271,11 @@ class Replica:
         with self._quiet():
             return self._step(trajectories, step)
 
-    def _step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
+    def _step(self, trajectories: Sequence[Trajectory] | BatchElsewhere, step: int) -> StepReport:
         started = time.perf_counter()
         tally = Tally()
-        trained = [trajectory for trajectory in trajectories if trajectory.failure.trains]
-        samples = [sample_of(trajectory, step) for trajectory in trained if trajectory.num_action_tokens]
+        proximal = self._objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1
+        samples = samples_of(trajectories, step, whole=proximal or self.settings.exact_logprobs)
         tally.add(
             sequences=len(samples),
             excluded_sequences=len(trajectories) - len(samples),
@@ -287,7 +288,7 @@ class Replica:
             group["lr"] = lr
         if self.settings.exact_logprobs:
             mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
-        if self._objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1:
+        if proximal:
             samples = self._with_proximal(samples)
         passes = self._minibatches(samples, step)
         backup = self._snapshot() if len(passes) > 1 else None

@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": FOUNDATION | {"tensors", "scoring"},
     "weights": FOUNDATION | {"tensors", "projections"},
     "store": FOUNDATION | {"tensors"},
+    "dispatch": FOUNDATION,
     "envs": FOUNDATION,
     "types": set(),
     "errors": set(),

@@ -1,0 +1,283 @@
+"""Which bytes of a batch go from whom to whom, from where its rows lie and where they are wanted. Pure.
+
+A batch is rows (sequences, of any size each) in *blocks*: rows that lie one after the other in one worker's memory. Consumers
+say which rows they want, in which order; `plan` answers with *moves*, one for each pair of workers, made of *pieces*: runs of
+bytes with their place at either end. Rows, sizes and names are all that it sees.
+
+Source: EARL's data dispatcher (arXiv:2510.05943), which replaces gathering at the controller and scattering again by direct
+transfers along the layouts of producer and consumer. Differs from the paper: rows have sizes of their own, a row may have
+several holders, and a plan can be made again without those who failed.
+
+Invariants
+----------
+1. Every row that a consumer wants arrives there exactly once, at the place that its order says; no byte beside those moves.
+2. What a consumer holds itself does not travel: its own rows are a move from it to itself.
+3. Of several holders the one with the fewest bytes to send so far sends; rows with one holder are counted first. The same
+   blocks and wishes give the same plan everywhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from libra.errors import LayoutError
+
+Row = int | str
+"""Name of a row, unique in its batch."""
+Wanted = Mapping[str, Sequence[Row]]
+"""Rows that each worker wants, in the order in which they shall lie there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows one after the other in the memory of ``worker``; ``num_bytes`` has the size of each.
+
+    Rows that are numbered in order are best given as a ``range``: it stays one when the block is sent.
+    """
+
+    worker: str
+    name: str
+    rows: Sequence[Row]
+    num_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.num_bytes) or len(set(self.rows)) != len(self.rows):
+            raise LayoutError(
+                f"block {self.name} of {self.worker}: got {len(self.rows)} rows ({len(set(self.rows))} different) and "
+                f"{len(self.num_bytes)} sizes; a block has different rows with a size each"
+            )
+        if any(size < 0 for size in self.num_bytes):
+            raise LayoutError(f"block {self.name} of {self.worker}: got a size of {min(self.num_bytes)} bytes")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sizes travel as runs of equal ones: a tensor's rows are one run."""
+        return _block, (
+            self.worker,
+            self.name,
+            self.rows,
+            [(size, len(list(run))) for size, run in groupby(self.num_bytes)],
+        )
+
+
+def _block(worker: str, name: str, rows: Sequence[Row], runs: Sequence[tuple[int, int]]) -> Block:
+    return Block(worker, name, rows, tuple(size for size, count in runs for _ in range(count)))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of bytes: of which block, from where, to where in the consumer's buffer, how many."""
+
+    block: str
+    offset_bytes: int
+    at_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What one worker sends another (or has itself), in the order in which it is sent."""
+
+    source: str
+    destination: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All of its pieces."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels."""
+        return self.source == self.destination
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """Moves by destination, and the size of the buffer that each destination fills."""
+
+    moves: tuple[Move, ...]
+    buffer_bytes: Mapping[str, int]
+
+    def to(self, destination: str) -> tuple[Move, ...]:
+        """Moves of one consumer, beginning with the worker that comes after it: not everybody asks the same one first."""
+        return tuple(move for move in self.moves if move.destination == destination)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that each worker sends to others."""
+        sent: dict[str, int] = {}
+        for move in self.moves:
+            if not move.is_local:
+                sent[move.source] = sent.get(move.source, 0) + move.num_bytes
+        return sent
+
+
+class _Place(NamedTuple):
+    """Where a holder has a row."""
+
+    worker: str
+    block: str
+    offset_bytes: int
+
+
+def plan(blocks: Sequence[Block], wanted: Wanted) -> DispatchPlan:
+    """The moves that bring every wanted row to whoever wants it.
+
+    Raises
+    ------
+    LayoutError
+        Nobody holds a wanted row, its holders disagree about its size, a consumer wants a row twice, or a worker has two blocks
+        of one name.
+    """
+    places, sizes = _places(blocks)
+    for consumer, rows in wanted.items():
+        if len(set(rows)) != len(rows):
+            raise LayoutError(f"{consumer} wants {len(rows)} rows, {len(set(rows))} different; each can be wanted once")
+        if missing := [row for row in rows if row not in places]:
+            raise LayoutError(
+                f"{consumer} wants {len(missing)} rows that nobody holds, the first is {missing[0]!r}; "
+                f"{len(places)} rows are held"
+            )
+    chosen = _choose(places, sizes, wanted)
+    order = sorted({block.worker for block in blocks} | set(wanted))
+    moves: list[Move] = []
+    buffer_bytes = {}
+    for consumer, rows in wanted.items():
+        starts, end = _starts(rows, sizes)
+        buffer_bytes[consumer] = end
+        moves += _moves(consumer, {row: chosen[consumer, row] for row in rows}, starts, sizes, order)
+    return DispatchPlan(tuple(moves), buffer_bytes)
+
+
+def again(
+    blocks: Sequence[Block], consumer: str, rows: Sequence[Row], failed: Sequence[Move], lost: Collection[str]
+) -> tuple[Move, ...]:
+    """The moves that bring ``consumer``, who wants ``rows``, what ``failed`` did not, from anybody but ``lost``.
+
+    LayoutError where nobody else holds one of those rows.
+    """
+    _, sizes = _places(blocks)
+    starts, _ = _starts(rows, sizes)
+    gaps = sorted((piece.at_bytes, piece.at_bytes + piece.num_bytes) for move in failed for piece in move.pieces)
+    begins = [begin for begin, _ in gaps]
+    missing = []
+    for row in rows:
+        index = bisect_right(begins, starts[row]) - 1
+        if sizes[row] and index >= 0 and starts[row] < gaps[index][1]:
+            missing.append(row)
+    left = [block for block in blocks if block.worker not in lost]
+    places, _ = _places(left)
+    if gone := [row for row in missing if row not in places]:
+        raise LayoutError(
+            f"{consumer}: {len(gone)} rows have no holder beside {', '.join(sorted(lost))}; the first is {gone[0]!r}"
+        )
+    chosen = _choose(places, sizes, {consumer: missing})
+    order = sorted({block.worker for block in left} | {consumer})
+    return tuple(_moves(consumer, {row: chosen[consumer, row] for row in missing}, starts, sizes, order))
+
+
+def contiguous(rows: Sequence[Row], consumers: Sequence[str]) -> dict[str, list[Row]]:
+    """Rows cut in their order into slices of nearly equal numbers, one for each consumer."""
+    cuts = [len(rows) * index // len(consumers) for index in range(len(consumers) + 1)]
+    return {name: list(rows[cuts[i] : cuts[i + 1]]) for i, name in enumerate(consumers)}
+
+
+def dealt(rows: Sequence[Row], consumers: Sequence[str]) -> dict[str, list[Row]]:
+    """Rows dealt out in turn, like cards."""
+    return {name: list(rows[index :: len(consumers)]) for index, name in enumerate(consumers)}
+
+
+def balanced(num_tokens: Mapping[Row, int], consumers: Sequence[str]) -> dict[str, list[Row]]:
+    """Slices of nearly equal tokens: longest first, each to whoever has the fewest; in the order of ``num_tokens`` within each."""
+    load = dict.fromkeys(consumers, 0)
+    given: dict[str, set[Row]] = {name: set() for name in consumers}
+    for row in sorted(num_tokens, key=lambda row: -num_tokens[row]):
+        least = min(consumers, key=lambda name: load[name])
+        load[least] += num_tokens[row]
+        given[least].add(row)
+    return {name: [row for row in num_tokens if row in given[name]] for name in consumers}
+
+
+def replicated(wanted: Wanted, peers: Mapping[str, Sequence[str]]) -> dict[str, list[Row]]:
+    """The same slice for every worker of a consumer, as tensor-parallel peers want it; ``peers`` names them all."""
+    return {worker: list(rows) for consumer, rows in wanted.items() for worker in peers[consumer]}
+
+
+def _places(blocks: Sequence[Block]) -> tuple[dict[Row, list[_Place]], dict[Row, int]]:
+    places: dict[Row, list[_Place]] = {}
+    sizes: dict[Row, int] = {}
+    seen: set[tuple[str, str]] = set()
+    for block in blocks:
+        if (block.worker, block.name) in seen:
+            raise LayoutError(f"{block.worker} has two blocks of the name {block.name}; a name is one block's")
+        seen.add((block.worker, block.name))
+        offset = 0
+        for row, size in zip(block.rows, block.num_bytes, strict=True):
+            if sizes.setdefault(row, size) != size:
+                raise LayoutError(
+                    f"row {row!r} has {size} bytes on {block.worker} and {sizes[row]} on {places[row][0].worker}; "
+                    "copies of a row are the same"
+                )
+            places.setdefault(row, []).append(_Place(block.worker, block.name, offset))
+            offset += size
+    return places, sizes
+
+
+def _choose(
+    places: Mapping[Row, Sequence[_Place]], sizes: Mapping[Row, int], wanted: Wanted
+) -> dict[tuple[str, Row], _Place]:
+    """Who gives each row to each consumer."""
+    chosen: dict[tuple[str, Row], _Place] = {}
+    load: dict[str, int] = {}
+    open_ones: list[tuple[str, Row]] = []
+    for consumer, rows in wanted.items():
+        for row in rows:
+            own = next((place for place in places[row] if place.worker == consumer), None)
+            if own is not None:
+                chosen[consumer, row] = own
+            elif len(places[row]) == 1:
+                only = chosen[consumer, row] = places[row][0]
+                load[only.worker] = load.get(only.worker, 0) + sizes[row]
+            else:
+                open_ones.append((consumer, row))
+    for consumer, row in sorted(open_ones, key=lambda pair: -sizes[pair[1]]):
+        least = chosen[consumer, row] = min(places[row], key=lambda place: load.get(place.worker, 0))
+        load[least.worker] = load.get(least.worker, 0) + sizes[row]
+    return chosen
+
+
+def _starts(rows: Sequence[Row], sizes: Mapping[Row, int]) -> tuple[dict[Row, int], int]:
+    """Where each row begins in its consumer's buffer, and where the last one ends, in bytes."""
+    starts, at = {}, 0
+    for row in rows:
+        starts[row] = at
+        at += sizes[row]
+    return starts, at
+
+
+def _moves(
+    consumer: str, given: Mapping[Row, _Place], starts: Mapping[Row, int], sizes: Mapping[Row, int], order: list[str]
+) -> list[Move]:
+    """The moves to one consumer; sources in ``order`` (sorted names of all workers), from the one after it on."""
+    runs: dict[str, list[tuple[str, int, int, int]]] = {}
+    for row, (worker, block, offset) in given.items():
+        if not (size := sizes[row]):
+            continue
+        at, pieces = starts[row], runs.setdefault(worker, [])
+        if pieces:
+            last_block, last_offset, last_at, last_size = pieces[-1]
+            if block == last_block and last_offset + last_size == offset and last_at + last_size == at:
+                pieces[-1] = (block, last_offset, last_at, last_size + size)  # it goes on from the last at both ends
+                continue
+        pieces.append((block, offset, at, size))
+    first = order.index(consumer) + 1
+    return [
+        Move(source, consumer, tuple(Piece(*piece) for piece in runs[source]))
+        for source in order[first:] + order[:first]
+        if source in runs
+    ]

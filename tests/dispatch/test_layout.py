@@ -1,0 +1,168 @@
+"""Every wanted row arrives exactly once, and no byte twice."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.dispatch import Block, Move, balanced, contiguous, dealt, plan, replicated
+from libra.dispatch.layout import again
+from libra.errors import LayoutError
+
+WORKERS = ("a", "b", "c", "d")
+
+
+def content(row: int, size: int) -> bytes:
+    return bytes((31 * row + i) % 251 for i in range(size))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Block], dict[str, list[int]], dict[int, int]]:
+    """Blocks (rows with one holder or more, in any order) and what some workers want of them."""
+    sizes = draw(st.dictionaries(st.integers(0, 40), st.integers(0, 9), min_size=1, max_size=16))
+    holders = {row: draw(st.sets(st.sampled_from(WORKERS), min_size=1)) for row in sizes}
+    blocks = []
+    for worker in WORKERS:
+        rows = draw(st.permutations([row for row in sizes if worker in holders[row]]))
+        cut = draw(st.integers(0, len(rows)))
+        for name, part in (("x", rows[:cut]), ("y", rows[cut:])):
+            blocks.append(Block(worker, name, tuple(part), tuple(sizes[row] for row in part)))
+    consumers = draw(st.sets(st.sampled_from((*WORKERS, "e")), min_size=1))
+    wanted = {name: draw(st.permutations(sorted(draw(st.sets(st.sampled_from(sorted(sizes))))))) for name in consumers}
+    return blocks, wanted, sizes
+
+
+def carry_out(moves: tuple[Move, ...], blocks: list[Block], buffer: bytearray, filled: list[int]) -> None:
+    memory = {
+        (block.worker, block.name): b"".join(map(content, block.rows, block.num_bytes))  # type: ignore[arg-type]
+        for block in blocks
+    }
+    for move in moves:
+        for piece in move.pieces:
+            run = memory[move.source, piece.block][piece.offset_bytes : piece.offset_bytes + piece.num_bytes]
+            assert len(run) == piece.num_bytes > 0
+            buffer[piece.at_bytes : piece.at_bytes + piece.num_bytes] = run
+            for at in range(piece.at_bytes, piece.at_bytes + piece.num_bytes):
+                filled[at] += 1
+
+
+@given(batches())
+def test_each_wanted_row_arrives_once_and_local_ones_do_not_travel(
+    batch: tuple[list[Block], dict[str, list[int]], dict[int, int]],
+) -> None:
+    blocks, wanted, sizes = batch
+    made = plan(blocks, wanted)
+    held = {worker: {row for block in blocks if block.worker == worker for row in block.rows} for worker in WORKERS}
+    for consumer, rows in wanted.items():
+        expected = b"".join(content(row, sizes[row]) for row in rows)
+        buffer, filled = bytearray(made.buffer_bytes[consumer]), [0] * len(expected)
+        carry_out(made.to(consumer), blocks, buffer, filled)
+        assert bytes(buffer) == expected
+        assert set(filled) <= {1}
+        travels = sum(move.num_bytes for move in made.to(consumer) if not move.is_local)
+        assert travels == sum(sizes[row] for row in rows if row not in held.get(consumer, ()))
+        assert len({move.source for move in made.to(consumer)}) == len(made.to(consumer))
+    assert sum(made.sent_bytes.values()) == sum(move.num_bytes for move in made.moves if not move.is_local)
+    assert plan(blocks, wanted) == made
+
+
+@given(batches(), st.sets(st.sampled_from(WORKERS), min_size=1))
+def test_what_failed_comes_from_the_others_or_the_gap_is_named(
+    batch: tuple[list[Block], dict[str, list[int]], dict[int, int]], lost: set[str]
+) -> None:
+    blocks, wanted, sizes = batch
+    made = plan(blocks, wanted)
+    for consumer, rows in wanted.items():
+        failed = [move for move in made.to(consumer) if move.source in lost]
+        kept = tuple(move for move in made.to(consumer) if move.source not in lost)
+        buffer, filled = bytearray(made.buffer_bytes[consumer]), [0] * made.buffer_bytes[consumer]
+        carry_out(kept, blocks, buffer, filled)
+        missing = [
+            row for row, begin in zip(rows, starts(rows, sizes), strict=True) if sizes[row] and not filled[begin]
+        ]
+        left = {row for block in blocks if block.worker not in lost for row in block.rows}
+        if set(missing) <= left:
+            carry_out(again(blocks, consumer, rows, failed, lost), blocks, buffer, filled)
+            assert bytes(buffer) == b"".join(content(row, sizes[row]) for row in rows)
+            assert set(filled) <= {1}
+        else:
+            with pytest.raises(LayoutError, match="no holder"):
+                again(blocks, consumer, rows, failed, lost)
+
+
+def starts(rows: list[int], sizes: dict[int, int]) -> list[int]:
+    return [sum(sizes[row] for row in rows[:index]) for index in range(len(rows))]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 3))
+def test_senders_of_copies_are_balanced(row_bytes: list[int], num_consumers: int) -> None:
+    rows = tuple(range(len(row_bytes)))
+    blocks = [Block(worker, "x", rows, tuple(row_bytes)) for worker in WORKERS]
+    sent = plan(blocks, {f"consumer-{i}": rows for i in range(num_consumers)}).sent_bytes
+    loads = [sent.get(worker, 0) for worker in WORKERS]
+    assert max(loads) - min(loads) <= max(row_bytes)
+
+
+def test_rows_that_lie_together_at_both_ends_are_one_piece() -> None:
+    blocks = [Block("a", "x", (0, 1, 2, 3), (5, 5, 5, 5)), Block("b", "x", (4, 5), (5, 5))]
+    made = plan(blocks, {"c": (0, 1, 2, 3, 4, 5), "d": (1, 0)})
+    assert [len(move.pieces) for move in made.to("c")] == [1, 1]
+    assert [len(move.pieces) for move in made.to("d")] == [2]
+
+
+def test_consumers_do_not_all_ask_the_same_worker_first() -> None:
+    blocks = [Block(worker, "x", (worker,), (1,)) for worker in WORKERS]
+    made = plan(blocks, dict.fromkeys(WORKERS, WORKERS))
+    assert [made.to(worker)[0].source for worker in WORKERS] == ["b", "c", "d", "a"]
+
+
+@given(st.dictionaries(st.integers(), st.integers(0, 1000), max_size=30), st.integers(1, 5))
+def test_slices_have_every_row_once(num_tokens: dict[int, int], num: int) -> None:
+    consumers = [f"rank-{i}" for i in range(num)]
+    rows = list(num_tokens)
+    for slices in (contiguous(rows, consumers), dealt(rows, consumers), balanced(num_tokens, consumers)):
+        assert list(slices) == consumers
+        assert sorted(row for part in slices.values() for row in part) == sorted(rows)
+    loads = [sum(num_tokens[row] for row in part) for part in balanced(num_tokens, consumers).values()]
+    assert max(loads) - min(loads) <= max(num_tokens.values(), default=0)
+    assert [row for part in contiguous(rows, consumers).values() for row in part] == rows
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_a_block_is_the_same_after_it_was_sent(sizes: list[int]) -> None:
+    block = Block("a", "x", range(len(sizes)), tuple(sizes))
+    assert pickle.loads(pickle.dumps(block)) == block
+
+
+def test_sizes_of_a_tensors_rows_take_no_room() -> None:
+    assert len(pickle.dumps(Block("a", "x", range(2000), (32768,) * 2000))) < 200
+
+
+def test_tensor_parallel_peers_want_the_same() -> None:
+    wanted = replicated({"dp-0": [1, 2], "dp-1": [3]}, {"dp-0": ["a", "b"], "dp-1": ["c", "d"]})
+    assert wanted == {"a": [1, 2], "b": [1, 2], "c": [3], "d": [3]}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "wanted", "says"),
+    [
+        ([Block("a", "x", (1,), (3,))], {"b": [2]}, "nobody holds"),
+        ([Block("a", "x", (1,), (3,))], {"b": [1, 1]}, "wants 2 rows, 1 different"),
+        ([Block("a", "x", (1,), (3,)), Block("b", "x", (1,), (4,))], {"c": [1]}, "copies of a row are the same"),
+        ([Block("a", "x", (1,), (3,)), Block("a", "x", (2,), (4,))], {"c": [1]}, "two blocks of the name x"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(
+    blocks: list[Block], wanted: dict[str, list[int]], says: str
+) -> None:
+    with pytest.raises(LayoutError, match=says):
+        plan(blocks, wanted)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [((1, 1), (2, 2)), ((1,), (2, 2)), ((1,), (-1,))])
+def test_a_block_of_no_sense_is_refused(rows: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="block x of a"):
+        Block("a", "x", rows, sizes)

@@ -1,0 +1,178 @@
+"""Rows between real processes: whole, past holders that die or garble, and never to a stranger."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from libra.dispatch import Block, DispatchServer, Order, fetch, orders, rows_of
+from libra.dispatch import client as client_module
+from libra.dispatch.line import connect
+from libra.errors import DispatchError, LayoutError
+
+SECRET = "known to the workers of one run"
+sys.path.insert(0, str(Path(__file__).parent))
+from holder_process import row  # noqa: E402
+
+Start = Callable[..., tuple[str, int]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a holder; its address."""
+    with contextlib.ExitStack() as stack:
+
+        def started(name: str, rows: list[int], *, fault: str = "none", seed: int = 7) -> tuple[str, int]:
+            script = str(Path(__file__).with_name("holder_process.py"))
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, script, name, SECRET, str(seed), fault, *map(str, rows)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            return "127.0.0.1", int(process.stdout.readline())
+
+        yield started
+
+
+def block(name: str, rows: list[int]) -> Block:
+    return Block(name, "part", tuple(rows), tuple(2**20 + number for number in rows))
+
+
+def order(holders: dict[str, list[int]], wanted: list[int], addresses: dict[str, tuple[str, int]]) -> Order:
+    return orders([block(name, rows) for name, rows in holders.items()], {"me": wanted}, addresses)["me"]
+
+
+def as_made(data: np.ndarray, wanted: list[int]) -> bool:
+    return bytes(data) == b"".join(bytes(row(7, number)) for number in wanted)
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_rows_of_several_processes_arrive_in_the_order_wanted(start: Start, neighbours: bool) -> None:
+    holders = {"a": [0, 1, 2, 3], "b": [4, 5], "me": [6, 7]}
+    addresses = {name: start(name, rows) for name, rows in holders.items() if name != "me"}
+    own = DispatchServer("me", SECRET, "127.0.0.1")
+    own.offer("part", [6, 7], [row(7, 6), row(7, 7)])
+    asked = order(holders, [5, 6, 1, 2, 7, 3], addresses)
+    fetched = fetch(asked, "me", secret=SECRET, own=own, neighbours=neighbours)
+    own.close()
+    assert as_made(fetched.data, [5, 6, 1, 2, 7, 3])
+    assert fetched.local_bytes == 2 * 2**20 + 13
+    assert fetched.received_bytes == 4 * 2**20 + 11
+    assert own.sent_bytes == 0
+    assert fetched.said == {}
+    views = rows_of(fetched, asked)
+    assert list(views) == [5, 6, 1, 2, 7, 3]
+    assert all(views[number] == row(7, number).data for number in (5, 7))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("fault", "says"), [("dies", "a: dispatch"), ("garbles", "crc32")])
+def test_a_holder_that_fails_in_the_middle_of_a_move_is_left_for_another(start: Start, fault: str, says: str) -> None:
+    holders = {"a": [0, 1, 2], "b": [0, 1, 2]}
+    addresses = {"a": start("a", [0, 1, 2], fault=fault), "b": start("b", [0, 1, 2])}
+    fetched = fetch(order(holders, [2, 0, 1], addresses), "me", secret=SECRET, neighbours=False)
+    assert as_made(fetched.data, [2, 0, 1])
+    assert list(fetched.said) == ["a"]
+    alone = {"a": start("a", [0, 1, 2], fault=fault)}
+    with pytest.raises(DispatchError, match=says) as caught:
+        fetch(order({"a": [0, 1, 2]}, [2, 0, 1], alone), "me", secret=SECRET, neighbours=False)
+    assert "no holder beside a" in str(caught.value)
+
+
+def test_a_neighbour_whose_memory_cannot_be_read_sends_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(client_module, "can_read", lambda offer: bool(asked.append(offer["pid"])))
+    fetched = fetch(order({"a": [0, 1]}, [1, 0], {"a": start("a", [0, 1])}), "me", secret=SECRET)
+    assert as_made(fetched.data, [1, 0])
+    assert len(asked) == 1
+
+
+def test_a_neighbour_that_is_somebody_else_is_not_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process id of another namespace, or memory that is not what the holder says."""
+    from libra.dispatch import neighbour
+
+    seen = []
+
+    def wrong(offer: dict[str, object]) -> bool:
+        offer["probe"] = [offer["runs"][0][0], "00" * 32]  # type: ignore[index]
+        seen.append(neighbour.can_read(offer))
+        return seen[-1]
+
+    monkeypatch.setattr(client_module, "can_read", wrong)
+    fetched = fetch(order({"a": [0]}, [0], {"a": start("a", [0])}), "me", secret=SECRET)
+    assert seen == [False]
+    assert as_made(fetched.data, [0])
+
+
+@pytest.fixture
+def server() -> Iterator[DispatchServer]:
+    serving = DispatchServer("a", SECRET, "127.0.0.1")
+    yield serving
+    serving.close()
+
+
+def test_a_stranger_gets_nothing_and_others_go_on(server: DispatchServer) -> None:
+    held = server.offer("part", [0], [b"payload"])
+    asked = orders([held], {"me": [0]}, {"a": server.address})["me"]
+    with pytest.raises(DispatchError, match="secret"):
+        fetch(asked, "me", secret="of another run")
+    with socket.create_connection(server.address) as knocking:
+        knocking.sendall(b"x" * 64)  # a number used once, and no proof
+        knocking.settimeout(10)
+        got = b""
+        while part := knocking.recv(4096):
+            got += part
+    assert len(got) == 64
+    assert b"payload" not in got
+    assert bytes(fetch(asked, "me", secret=SECRET).data) == b"payload"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [([["part", 3, 9]], "of a block of 7"), ([["part", -1, 2]], "of a block of 7"), ([["other", 0, 1]], "no block")],
+)
+def test_only_runs_inside_a_block_can_be_asked_for(
+    server: DispatchServer, pieces: list[list[object]], says: str
+) -> None:
+    server.offer("part", [0], [b"payload"])
+    line = connect(server.address, SECRET)
+    line.say(pieces=pieces)
+    answer = line.hear()
+    line.close()
+    assert answer is not None and says in answer["error"]
+
+
+def test_a_block_that_was_withdrawn_has_no_holder(server: DispatchServer) -> None:
+    held = server.offer("part", [0], [b"payload"])
+    server.withdraw("part")
+    with pytest.raises(DispatchError, match="holds no block 'part'"):
+        fetch(orders([held], {"me": [0]}, {"a": server.address})["me"], "me", secret=SECRET)
+
+
+def test_an_array_is_offered_where_it_lies(server: DispatchServer) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    held = server.offer_array("part", "wxyz", array)
+    array[2] = 99
+    fetched = fetch(orders([held], {"me": ["y", "x"]}, {"a": server.address})["me"], "me", secret=SECRET)
+    assert fetched.data.view(np.float32).tolist() == [99, 99, 99, 3, 4, 5]
+    with pytest.raises(LayoutError, match="C-contiguous"):
+        server.offer_array("columns", "xyz", array.T)
+    with pytest.raises(LayoutError, match="already"):
+        server.offer_array("part", "wxyz", array)
+
+
+def test_rows_without_bytes_and_nothing_wanted_are_no_trouble(server: DispatchServer) -> None:
+    held = server.offer("part", [0, 1, 2], [b"", b"ab", b""])
+    asked = orders([held], {"me": [2, 1, 0], "idle": []}, {"a": server.address})
+    assert bytes(fetch(asked["me"], "me", secret=SECRET).data) == b"ab"
+    assert fetch(asked["idle"], "idle", secret=SECRET).data.size == 0

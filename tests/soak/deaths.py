@@ -1,0 +1,132 @@
+"""How a worker of a run is killed at one moment: functions that are sent to its process and arm it.
+
+Each waits for a moment that only the work itself can reach, writes down where it was, once for all processes of a case, and sends
+SIGKILL to its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 2048
+"""Bytes that a fetch reads at once in an armed process, so that there are moments in the middle of a small file."""
+
+
+def die(marker: str, **where: Any) -> None:
+    """Write down ``where`` and die; only the first of a case does."""
+    try:
+        handle = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return
+    os.write(handle, json.dumps(where).encode())
+    os.close(handle)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_reduction(run: str, marker: str, during: bool, dask_worker: Any) -> None:
+    """A core rank, when it has computed its slice: before the sum over the group, or while that is under way."""
+    import torch.distributed as dist
+
+    group = dask_worker.plugins[f"libra-{run}"].gang.group
+    sum_ = group.sum_
+
+    def deadly(tensors: Any) -> int:
+        where = {"worker": str(dask_worker.name), "rank": group.rank, "tensors": len(tensors), "during": during}
+        if not during:
+            die(marker, **where)
+        reduce = dist.all_reduce
+
+        def halfway(flat: Any) -> None:
+            reduce(flat, async_op=True)
+            die(marker, **where)
+
+        dist.all_reduce = halfway
+        return int(sum_(tensors))
+
+    group.sum_ = deadly
+
+
+def in_turn(run: str, marker: str, nth: int, dask_worker: Any) -> None:
+    """An engine, after the nth forward pass from which a request goes on: tokens of a turn are made, and none is recorded."""
+    from libra.rollout.batch import SlotBatch
+
+    step, seen = SlotBatch.step, []
+
+    def deadly(batch: Any) -> Any:
+        ended = step(batch)
+        half = [slot for slot, job in enumerate(batch.jobs) if job is not None and batch.generated[slot]]
+        if half:
+            seen.append(1)
+            if len(seen) == nth:
+                die(marker, worker=str(dask_worker.name), unfinished=len(half))
+        return ended
+
+    SlotBatch.step = deadly  # type: ignore[method-assign]
+
+
+def in_fetch(run: str, marker: str, fraction: float, dask_worker: Any) -> None:
+    """A worker that fetches weights, when it has this fraction of a large file."""
+    from libra.weights import transfer
+
+    transfer.CHUNK_BYTES = CHUNK_BYTES
+    fetch_file = transfer._fetch_file
+
+    def armed(version: int, name: str, holder: Any, path: Path, secret: str) -> None:
+        real = transfer.socket
+
+        class Sockets:
+            def __getattr__(self, attribute: str) -> Any:
+                return getattr(real, attribute)
+
+            def create_connection(self, *args: Any, **kwargs: Any) -> Any:
+                return _Line(real.create_connection(*args, **kwargs), at_fraction)
+
+        def at_fraction(got: int, size: int) -> None:
+            if got >= fraction * size and size > 4 * CHUNK_BYTES:
+                part = path.stat().st_size
+                die(marker, worker=str(dask_worker.name), version=version, file=name, got=got, size=size, written=part)
+
+        transfer.socket = Sockets()  # type: ignore[assignment]
+        try:
+            fetch_file(version, name, holder, path, secret)
+        finally:
+            transfer.socket = real
+
+    transfer._fetch_file = armed
+
+
+class _Line:
+    """A connection whose answers are counted."""
+
+    def __init__(self, line: Any, counted: Any) -> None:
+        self._line, self._counted = line, counted
+        self._size = self._got = 0
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._line.close()
+
+    def sendall(self, data: bytes) -> None:
+        self._line.sendall(data)
+
+    def makefile(self, mode: str) -> _Line:
+        self._file = self._line.makefile(mode)
+        return self
+
+    def readline(self, limit: int) -> bytes:
+        line: bytes = self._file.readline(limit)
+        self._size = int(json.loads(line).get("size", 0))
+        return line
+
+    def read(self, num_bytes: int) -> bytes:
+        data: bytes = self._file.read(num_bytes)
+        if self._size and data:
+            self._got += len(data)
+            self._counted(self._got, self._size)
+        return data

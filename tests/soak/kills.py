@@ -1,0 +1,340 @@
+"""Seeded kills of what trains, generates and fetches: no wrong update, and nothing consumed twice.
+
+``python tests/soak/kills.py --seeds 20`` kills, in turn, by SIGKILL:
+
+* ``core``: a rank of the training group in the middle of the sum of gradients;
+* ``engine``: a rollout worker in the middle of a turn;
+* ``fetch``: a rollout worker that has a part of new weights;
+* ``hybrid``: a hybrid replica in the middle of its gradient (processes of their own, no run);
+
+and, where a real Slurm is installed, ``scancel``: by `scancel` the job of a worker while quanta are finished.
+
+After each the run goes on to its end by itself, and then: every (iteration, group, sample) is in the store once and in one
+batch; and the committed batches, replayed by undisturbed replicas from the first weights on, give the digest, loss and gradient
+norm that each step of the run had. Of ``hybrid`` the merged gradient is compared with an undisturbed replica's, to 1e-12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deaths
+import numpy as np
+import zarr
+from distributed import Client
+from replaying import SAID, Replayer
+
+from libra.cluster.local import local_cluster
+from libra.config import RunConfig, config_from_dict, load_config
+from libra.graph.driver import Session
+from libra.store.event_log import read_events
+
+KINDS = ("core", "engine", "fetch", "hybrid", "scancel")
+ITERATIONS = 4
+TRAIN_WORKERS = 2
+HYBRID_STEPS = 9
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is killed, and when; everything follows from the seed."""
+
+    seed: int
+    kind: str
+    after: int
+    """Iteration (hybrid: step) after which the victim is armed."""
+    nth: int
+    """Of the moments it could die in."""
+    fraction: float
+    victim: int
+    eta: int
+
+    @classmethod
+    def of_seed(cls, seed: int, kinds: tuple[str, ...] = KINDS) -> Kill:
+        """Kinds in turn, the rest at random."""
+        rng = random.Random(seed)
+        return cls(
+            seed,
+            kinds[seed % len(kinds)],
+            rng.randrange(ITERATIONS - 1),
+            rng.randint(1, 6),
+            rng.uniform(0.05, 0.95),
+            rng.randrange(2),
+            rng.randrange(2),
+        )
+
+
+def make_config(kill: Kill, directory: Path) -> RunConfig:
+    """The run that is disturbed: two training ranks, two engines, weights and rows from peer to peer."""
+    return config_from_dict(
+        {
+            "run": {
+                "dir": str(directory),
+                "name": f"kill{kill.seed}",
+                "iterations": ITERATIONS,
+                "seed": kill.seed,
+                "eta": kill.eta,
+            },
+            "environment": {"name": "libra.testing:FixedTurns"},
+            "rollout": {"max_new_tokens": 6, "max_turns": 3, "ignore_eos": True, "slots": 8},
+            "trainer": {
+                "prompts": 2,
+                "group_size": 3,
+                "lr": 1e-3,
+                "normalize_std": False,
+                "dispatch": ("peer", "storage")[kill.seed // 5 % 2],
+            },
+            "checkpoint": {"every": 2, "keep": 1},
+            "weights": {"transfer": "peer"},
+            "cluster": {"threads": 1, "dashboard_port": 0, "rollout_workers": 2, "train_workers": TRAIN_WORKERS},
+            "observe": {"progress": False, "tensorboard": False},
+        }
+    )
+
+
+class Stage:
+    """What several cases need, started when the first of them does; a context manager."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._made: dict[str, Any] = {}
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._made:
+            self._made[name] = self._stack.enter_context(make())
+        return self._made[name]
+
+    @property
+    def client(self) -> Client:
+        """Of a cluster whose nannies start a worker again that was killed."""
+        config = make_config(Kill(0, "core", 0, 1, 0.5, 0, 0), Path())
+        cluster = self._once("cluster", lambda: local_cluster(config))
+        client: Client = self._once("client", lambda: Client(cluster))
+        client.wait_for_workers(3 + TRAIN_WORKERS)
+        return client
+
+    def replayer(self, size: int) -> Replayer:
+        """Undisturbed replicas."""
+        replayer: Replayer = self._once(f"replayer {size}", lambda: Replayer(size))
+        return replayer
+
+    @property
+    def slurm(self) -> Any:
+        """A real Slurm with a cluster of Libra's on it."""
+        from slurm_kills import slurm_cluster
+
+        return self._once("slurm", slurm_cluster)
+
+
+def run_killed(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
+    """A run, one worker of which is killed; what the checks found."""
+    marker, client = directory / "killed", stage.client
+    with Session(make_config(kill, directory), client=client) as session:
+        rows = session.iterations()
+        for row in rows:
+            if row["iteration"] == kill.after:
+                arm(kill, client, session.spec.run, marker)
+    assert marker.exists(), "the moment never came, so nothing was tried"
+    where = json.loads(marker.read_text())
+    events = read_events(session.directory / "events.jsonl").events
+    lost = [event["name"] for event in events if event["name"] in ("worker_lost", "gang_lost")]
+    assert "worker_lost" in lost and ("gang_lost" in lost) == (kill.kind == "core"), lost
+    steps = [json.loads(path.read_text()) for path in sorted((session.directory / "steps").glob("step-*.json"))]
+    return {
+        "killed": where,
+        **check_store(session.directory),
+        **check_steps(steps, stage.replayer(TRAIN_WORKERS).steps(session.directory)),
+    }
+
+
+def arm(kill: Kill, client: Client, run: str, marker: Path) -> None:
+    """Have the victim die at its moment; of engines and fetches whichever comes to it first."""
+    workers = {str(w["name"]): address for address, w in client.scheduler_info(n_workers=-1)["workers"].items()}
+    engines = [workers["rollout-0"], workers["rollout-1"]]
+    told: dict[str, Any] = {"run": run, "marker": str(marker)}
+    if kill.kind == "core":
+        victim = workers[f"train-{kill.victim}"]
+        client.run(deaths.in_reduction, **told, during=kill.nth > 3, workers=[victim])
+    elif kill.kind == "engine":
+        client.run(deaths.in_turn, **told, nth=kill.nth, workers=engines)
+    else:
+        client.run(deaths.in_fetch, **told, fraction=kill.fraction, workers=engines)
+
+
+def check_store(directory: Path) -> dict[str, Any]:
+    """Plain zarr: each trajectory stored once, and consumed by one batch of the right size."""
+    config = load_config(str(directory / "config.resolved.yaml"))
+    iterations, prompts, group_size = config.run.iterations, config.trainer.prompts, config.trainer.group_size
+    group = zarr.open_group(directory / "trajectories.zarr", mode="r")
+    committed = group.attrs["committed"]["trajectories"]  # type: ignore[index, call-overload]
+    columns = {name: array[:committed] for name, array in group["trajectory"].arrays()}  # type: ignore[union-attr]
+    train = columns["batch"] >= 0
+    names = ("iteration", "group", "sample", "batch")
+    rows = list(zip(*(columns[name][train].tolist() for name in names), strict=True))
+    ids = [row[:3] for row in rows]
+    expected = {(k, g, s) for k in range(iterations) for g in range(prompts) for s in range(group_size)}
+    assert len(ids) == len(set(ids)), f"stored twice: {[i for i, n in Counter(ids).items() if n > 1]}"
+    assert set(ids) == expected, f"lost: {sorted(expected - set(ids))}, unknown: {sorted(set(ids) - expected)}"
+    batches: dict[tuple[int, int], set[int]] = {}
+    for iteration, number, _, batch in rows:
+        batches.setdefault((iteration, number), set()).add(batch)
+    assert all(len(found) == 1 for found in batches.values()), "a group was consumed by two batches"
+    assert Counter(row[3] for row in rows) == dict.fromkeys(range(iterations), prompts * group_size)
+    return {"trajectories": len(ids)}
+
+
+def check_steps(steps: list[dict[str, Any]], again: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each step of the run is the one that undisturbed replicas take on the same batch, bit for bit."""
+    assert len(steps) == len(again), f"{len(steps)} steps are on record, {len(again)} batches"
+    for number, (step, other) in enumerate(zip(steps, again, strict=True)):
+        for name in SAID:
+            assert step[name] == other[name], f"step {number}: {name} {step[name]}, undisturbed {other[name]}"
+    moved = sum(step["grad_norm"] > 0 for step in steps)
+    assert moved, "no step had a gradient, so nothing could have gone wrong"
+    return {"steps": len(steps), "moved": moved}
+
+
+def hybrid_killed(kill: Kill, directory: Path) -> dict[str, Any]:
+    """Core and two hybrids in processes; one hybrid dies in its gradient, and the merged one is that of a replica alone."""
+    process = _group_process()
+    settings = {"aggregation": ("token-mean", "seq-mean-token-sum")[kill.victim]}
+    model_dir = _model(directory / "model")
+    alone, core = process.Recorded(str(model_dir), settings), process.Recorded(str(model_dir), settings)
+    pool = core.listen()
+    running = [process.Process(model_dir, directory) for _ in range(2)]
+    lost_at = None
+    try:
+        mortal, steady = running
+        mortal.ask("serve", settings=settings, address=pool.address, die_at=kill.nth)
+        steady.ask("serve", settings=settings, address=pool.address)
+        for k in range(HYBRID_STEPS):
+            if k:
+                assert pool.wait_for(1 if lost_at is not None else 2)
+            report, gradients = core.step(k)
+            expected, theirs = alone.step(k)
+            for ours, other in zip(gradients, theirs, strict=True):
+                assert np.linalg.norm(ours - other) <= 1e-12 * np.linalg.norm(other), f"step {k}: another gradient"
+            assert abs(report["grad_norm"] - expected["grad_norm"]) <= 1e-9 * expected["grad_norm"]
+            if report["hybrids_lost"]:
+                assert lost_at is None
+                lost_at = k
+        assert lost_at is not None, "the moment never came, so nothing was tried"
+        assert mortal.popen.wait() < 0
+        slices = steady.ask("leave")
+    finally:
+        for one in running:
+            one.close()
+        pool.close()
+    return {"killed": {"step": lost_at}, "steps": HYBRID_STEPS, "slices_of_the_other": slices}
+
+
+def _group_process() -> Any:
+    """``tests/train/group_process.py``: a replica in a process of its own."""
+    if "group_process" not in sys.modules:
+        path = Path(__file__).parents[1] / "train" / "group_process.py"
+        spec = importlib.util.spec_from_file_location("group_process", path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["group_process"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["group_process"]
+
+
+def _model(directory: Path) -> Path:
+    """A random Qwen3 of the vocabulary that `group_process.make_batch` draws from."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(directory)
+    return directory
+
+
+def run_case(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
+    """Carry out one kill; AssertionError where something went wrong after it."""
+    if kill.kind == "hybrid":
+        return hybrid_killed(kill, directory)
+    if kill.kind == "scancel":
+        found: dict[str, Any] = stage.slurm.run_cancelled(kill)
+        run = found.pop("directory")
+        return {**found, **check_store(run), **check_published(run, stage.replayer(1).steps(run))}
+    return run_killed(kill, stage, directory)
+
+
+def check_published(directory: Path, again: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a run with one training worker: every version that is still kept has the digest of the undisturbed step."""
+    from libra.weights import WeightStore
+
+    store = WeightStore(directory / "weights")
+    kept = [number for number in store.numbers() if number > 0]
+    assert kept and max(kept) == len(again)
+    for number in kept:
+        assert store.get(number).digest == again[number - 1]["digest"], f"version {number} is another"
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = {row["step"]: row for row in metrics if "reward" in row}
+    for number, step in enumerate(again):
+        assert rows[number]["grad_norm"] == step["grad_norm"], f"step {number}: another gradient"
+    return {"steps": len(again), "versions": kept}
+
+
+@contextlib.contextmanager
+def kinds_here(kinds: list[str]) -> Iterator[tuple[str, ...]]:
+    """Those of ``kinds`` that this machine can do; the others are named."""
+    import single_node
+
+    lacking = single_node.missing() if "scancel" in kinds else ""
+    if lacking:
+        print(f"scancel is left out: {lacking}", flush=True)
+    yield tuple(kind for kind in kinds if not (kind == "scancel" and lacking))
+
+
+def main() -> int:
+    """Carry out all of them, a line each; the number of those that went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20, help="how many, from 0 on")
+    parser.add_argument("--seed", type=int, nargs="+", help="these instead")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    options = parser.parse_args()
+    seeds = options.seed or range(options.seeds)
+    failed: list[int] = []
+    counts: Counter[str] = Counter()
+    with kinds_here(options.kinds) as kinds, Stage() as stage:
+        for seed in seeds:
+            kill, began_s = Kill.of_seed(seed, kinds), time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="kill-") as name:
+                try:
+                    found: Any = run_case(kill, stage, Path(name))
+                    counts[kill.kind] += 1
+                except Exception as error:  # noqa: BLE001 - whatever it is, the other seeds are tried too
+                    failed.append(seed)
+                    found = f"FAILED: {type(error).__name__}: {error}"
+            print(f"{kill}: {found}, {time.monotonic() - began_s:.0f} s", flush=True)
+    print(json.dumps({"passed": dict(counts), "failed_seeds": failed}), flush=True)
+    return len(failed)
+
+
+sys.path.append(str(Path(__file__).parents[1] / "slurm"))  # for single_node
+os.environ["PATH"] = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))  # where Debian puts Slurm's daemons
+
+if __name__ == "__main__":
+    sys.exit(main())
