@@ -1,4 +1,4 @@
-"""Workers that change roles while a run goes on, with real processes: nothing is lost, nothing runs twice, nobody waits for a joiner."""
+"""Workers that change roles in mid-run, with real processes: nothing is lost, nothing runs twice, nobody waits for a joiner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import zarr
 from distributed import Client, Scheduler
 
+from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
@@ -75,6 +77,7 @@ def each_trajectory_once(session: Session, iterations: int) -> None:
     done = Counter((event["key"], event["quantum"]) for event in events(session, "quantum_finished"))
     assert set(done.values()) == {1}
     assert {event["failure"] for event in events(session, "failure_classified")} <= {"policy"}
+    assert replay_run(session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
 
 
 def address_of(session: Session, name: str) -> str:
@@ -98,13 +101,17 @@ def hold(run: str, stage: str, entered: Path, go: Path, dask_worker: Any) -> Non
     setattr(member, name, held)
 
 
-def settled(session: Session, role: str) -> None:
-    """Wait until rollout-0 is in a role, whatever change takes it there."""
+def settled(session: Session, role: str, after: int) -> None:
+    """Wait until rollout-0 is in a role, taken there by a change later than ``after``."""
+    run = session.spec.run
 
     async def wait(dask_scheduler: Scheduler) -> None:
         plugin: Any = dask_scheduler.plugins["libra-roles"]
-        state = plugin._runs[session.spec.run]
-        while [(row["role"], row["stage"]) for row in state.roles.rows()] != [(role, "resupplied")]:
+        state = plugin._runs[run]
+        while not any(
+            row["generation"] > after and (row["role"], row["stage"]) == (role, "resupplied")
+            for row in state.roles.rows()
+        ):
             await state.news.wait()
 
     session._client.run_on_scheduler(wait)
@@ -187,20 +194,15 @@ def test_who_drains_too_long_gives_its_generations_to_others(
 
         session._client.run(tell, session.spec.run, workers=[address_of(session, "rollout-0")])
         iterations = session.iterations()
-        first: list[dict[str, Any]] = []
 
-        async def change(dask_scheduler: Scheduler) -> dict[str, Any]:
-            await asyncio.to_thread(began.read_text)
-            plugin: Any = dask_scheduler.plugins["libra-roles"]
-            answer: dict[str, Any] = plugin.set_roles(session.spec.run, 0, {"rollout-0": {"role": "train"}})
-            return answer
-
-        from concurrent.futures import ThreadPoolExecutor
+        def change() -> int:
+            began.read_text()
+            return session.roles.change({"rollout-0": "train"})
 
         with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(session._client.run_on_scheduler, change)
-            first.append(next(iterations))
-            assert session.roles.wait(asked.result()["generation"])
+            asked = thread.submit(change)
+            next(iterations)
+            assert session.roles.wait(asked.result())
         list(iterations)
     given_back = events(session, "quantum_given_back")
     assert given_back and not events(session, "quantum_lost")
@@ -222,7 +224,7 @@ def test_a_worker_killed_while_it_changes_comes_back_as_it_was(
         os.kill(int(entered.read_text()), signal.SIGKILL)
         assert session.roles.wait(there) is False
         next(iterations)  # the run goes on without it
-        settled(session, "rollout")
+        settled(session, "rollout", there + 1)
         list(iterations)
     each_trajectory_once(session, 3)
     (failed,) = events(session, "role_change_failed")
@@ -234,22 +236,20 @@ def test_a_worker_killed_while_it_changes_comes_back_as_it_was(
 def test_who_trains_gets_its_role_back_by_name_and_finds_a_core_that_was_restarted(
     start: Callable[..., Session],
 ) -> None:
-    def kill(dask_worker: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def process(dask_worker: Any) -> int:
         return os.getpid()
 
     with start(6) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        assert session.roles.wait(session.roles.change({"rollout-0": "train"}))
+        there = session.roles.change({"rollout-0": "train"})
+        assert session.roles.wait(there)
         for victim in ("rollout-0", "train-0"):
             where = address_of(session, victim)
             (pid,) = session._client.run(process, workers=[where]).values()
             os.kill(pid, signal.SIGKILL)
             if victim == "rollout-0":
-                settled(session, "train")
+                settled(session, "train", there)
             rows += [next(iterations) for _ in range(2)]
         rows += iterations
     each_trajectory_once(session, 6)
