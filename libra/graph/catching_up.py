@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
 
 
-def catch_up(host: LibraHost, steps: int) -> list[dict[str, Any]]:
+def catch_up(host: LibraHost, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
     """Bring the host's replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
 
     Nothing is generated, and a replica that is there or further is left alone. Where a version that was published comes out
     otherwise (another machine, another number of threads), the published weights are taken: tokens were sampled from those.
-    Returns the numbers of each step taken. In a group a collective, unless all are there already.
+    ``or_next``: a checkpoint after one step more will do, for whoever is asked for that step again. Returns the numbers of each
+    step taken. In a group a collective, unless all are there already.
     """
     from libra.train.checkpoint import newest, step_of
 
@@ -32,10 +33,12 @@ def catch_up(host: LibraHost, steps: int) -> list[dict[str, Any]]:
     replayed: list[dict[str, Any]] = []
     with _one_at_a_time:
         if replica.steps_done < steps:
-            found = newest(host.spec.directory / "checkpoints") if replica.group.rank == 0 else None
+            found = None
+            if replica.group.rank == 0:
+                found = newest(host.spec.directory / "checkpoints", steps + or_next)
             found = replica.group.from_first(None if found is None else str(found))
             checkpoint = None if found is None else Path(found)
-            if checkpoint is not None and replica.steps_done < step_of(checkpoint) <= steps:
+            if checkpoint is not None and replica.steps_done < step_of(checkpoint):
                 writer.load(checkpoint)
         while replica.steps_done < steps:
             batch = replica.steps_done

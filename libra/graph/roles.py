@@ -231,6 +231,8 @@ class RoleMember:
         """Make a replica, unless one is there, and join the core; its weights come while the core goes on."""
         from libra.graph.host import ONE_MODEL_AT_A_TIME
 
+        if self._service is not None and not self._service.done():
+            return  # its drain had not begun
         if self.pool is None:
             raise TransferError("no core replica is open for hybrid replicas now; ask again when one is there")
         if self._replica is None:
@@ -238,7 +240,7 @@ class RoleMember:
                 self._replica = await self._in_thread(make_replica, self.host.spec, self.host.model_dir, None)
         self.leaving = False
         self._hybrid = await self._in_thread(self._connect, self.pool)
-        self._service = self._start(self._serve_pool(self._hybrid, self.number))
+        self._service = self._start(self._serve_pool(self._hybrid))
 
     def _connect(self, pool: Pool) -> HybridReplica:
         from libra.train.hybrid import HybridReplica
@@ -246,18 +248,18 @@ class RoleMember:
         gang, host, port = pool
         worker, spec = self.host.worker, self.host.spec
         assert self._replica is not None
-        began_s, number = time.perf_counter(), self.number
+        began_s = time.perf_counter()
         worker_loop = worker.loop
 
         def has_state() -> None:
             seconds = round(time.perf_counter() - began_s, 6)
-            worker_loop.add_callback(self._tell, "role_stage", number, stage="state", seconds=seconds)
+            worker_loop.add_callback(self._tell, "role_stage", self.number, stage="state", seconds=seconds)
 
         hybrid = HybridReplica(self._replica, (host, port), pool_token(spec, gang), name=str(worker.name))
         hybrid.on_state = has_state
         return hybrid
 
-    async def _serve_pool(self, hybrid: HybridReplica, number: int) -> None:
+    async def _serve_pool(self, hybrid: HybridReplica) -> None:
         """Compute slices until it leaves, or its core refuses it. One that is lost is looked for."""
         try:
             while True:
@@ -270,10 +272,11 @@ class RoleMember:
                 if (found := await self._found_again(used)) is None:
                     return
                 self._hybrid = hybrid = found
-                self._tell("role_stage", number, stage="reconnected", seconds=round(time.perf_counter() - lost_s, 6))
+                seconds = round(time.perf_counter() - lost_s, 6)
+                self._tell("role_stage", self.number, stage="reconnected", seconds=seconds)
         except LibraError as error:
             if not self.leaving:
-                self._failed(number, str(error))
+                self._failed(self.number, str(error))
 
     async def _found_again(self, used: Pool | None) -> HybridReplica | None:
         """The same pool, which had only given this replica up, or the next one that is opened; None: it has to leave first."""

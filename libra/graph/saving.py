@@ -88,10 +88,10 @@ class CheckpointWriter:
 
         target = self.directory / checkpoint_name(version)
         with self._state:
-            if version in self._done:
-                return target
             if not self.is_sharded:
                 self._copy_if_due(version)
+            if version in self._done:
+                return target
             copy = self._copies.get(version)
         if copy is None:
             raise CheckpointError(

@@ -252,7 +252,7 @@ class Roles:
             if generation != member.generation or member.settled == member.base:
                 return []
             return self._to_base(worker, detail)
-        if change.generation != generation or worker in change.broken or worker in change.done:
+        if change.generation != generation or worker in change.broken:
             return []
         if not change.final:
             return self._undo(change, f"{worker}: {detail}")
@@ -261,6 +261,7 @@ class Roles:
             del self.changes[generation]
             return [ReportUndone(generation, False, detail), *self._to_base(worker, detail)]
         change.broken.add(worker)
+        change.done.discard(worker)
         member.failures += 1
         if member.failures == 1:  # goes on when it is lost: until then it may hold something
             return [RestartMember(worker, detail)]

@@ -236,12 +236,12 @@ def complete(directory: str | Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def newest(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step whose digests agree, None where there is none.
+def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
+    """The checkpoint of the highest step (not above ``up_to``) whose digests agree, None where there is none.
 
     One that is torn (a disk that lied, a file that was altered) is reported by a warning and passed over.
     """
-    for path in reversed(complete(directory)):
+    for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)
         except CheckpointError as fault:

@@ -8,7 +8,7 @@ from typing import Any
 import distributed.worker
 from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
-from libra.graph.private import cheap_reschedule, still_wanted
+from libra.graph.private import cheap_reschedule, set_supply, still_wanted, takes
 
 STATE: dict[str, Any] = {}
 """What the tasks below share with their test; functions of a module are not copied on their way to a worker here."""
@@ -113,3 +113,34 @@ async def _take_nothing_of_a_resource():
         assert set(names) == {"train"}
         STATE["let_go"].set()
         await held
+
+
+def test_a_worker_says_whether_a_task_takes_a_slot_and_counts_with_what_it_is_told():
+    asyncio.run(_take_and_supply())
+
+
+async def holds_a_slot() -> None:
+    STATE["began"].set()
+    await STATE["go"].wait()
+
+
+async def _take_and_supply():
+    STATE["began"], STATE["go"] = asyncio.Event(), asyncio.Event()
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+        Worker(scheduler.address, resources={"SLOT": 2}) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        assert not takes(worker, "SLOT")
+        running = client.submit(holds_a_slot, resources={"SLOT": 1}, pure=False)
+        await STATE["began"].wait()
+        assert takes(worker, "SLOT") and not takes(worker, "OTHER")
+        STATE["go"].set()
+        await running
+        while worker.state.executing:  # noqa: ASYNC110  no event for what a worker forgets
+            await asyncio.sleep(0)
+        assert not takes(worker, "SLOT")
+        for count in (0, 3):
+            set_supply(worker, "SLOT", count)
+            assert worker.state.total_resources["SLOT"] == worker.state.available_resources["SLOT"] == count
+        assert await client.submit(str, 1, resources={"SLOT": 2}, pure=False) == "1"

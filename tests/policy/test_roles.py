@@ -145,9 +145,9 @@ class World:
         event = self.sent[index % len(self.sent)]
         assert isinstance(event, StageDone | MemberFailed)
         change = self.roles.changes.get(event.generation)
-        current = change is not None and event.worker not in change.done | change.broken
+        current = change is not None and event.worker not in change.broken and self.roles.members[event.worker].present
         if isinstance(event, StageDone):
-            current = current and change is not None and event.stage is change.stage
+            current = current and change is not None and event.stage is change.stage and event.worker not in change.done
         elif change is None:
             current = event.generation == self.roles.members[event.worker].generation
         if not current:
@@ -178,6 +178,10 @@ class World:
                 self.handle(ChangeRequested(targets_of(number)))
             case "work" | "skip" | "fail":
                 self.work(name, fails=what == "fail", skips=what == "skip")
+            case "late":
+                change = self.roles.change_of(name)
+                if change is not None and self.processes[name].alive and not self.processes[name].told:
+                    self.say(MemberFailed(name, change.generation, "no room after all"))
             case "deliver":
                 self.deliver()
             case "cancel":
@@ -217,7 +221,7 @@ def targets_of(number: int) -> dict[str, Assignment]:
 
 KINDS = (
     *("request",) * 3, *("all",) * 4, *("work",) * 3, *("deliver",) * 3, *("again",) * 2, "cancel", "cancel",
-    "fail", "fail", "skip", "lose", "back", "back",
+    "fail", "fail", "late", "skip", "lose", "back", "back",
 )  # fmt: skip
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
 

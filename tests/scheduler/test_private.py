@@ -122,3 +122,20 @@ def test_priority_and_suspicion_of_a_parked_task_are_plain_attributes() -> None:
             del future
 
     asyncio.run(live())
+
+
+def test_a_supply_that_is_zeroed_is_none_and_one_that_is_raised_takes_more() -> None:
+    async def live() -> None:
+        async with two_workers() as dask:
+            address = dask.a.address
+            private.set_supply(dask.scheduler, address, keys.ROLLOUT, 0)
+            assert private.supply(dask.scheduler, keys.ROLLOUT) == {dask.b.address: 1}
+            future = dask.client.submit(str, 1, key="elsewhere", resources={keys.ROLLOUT: 1})
+            await future
+            assert {ws.address for ws in dask.scheduler.tasks["elsewhere"].who_has} == {dask.b.address}
+            private.set_supply(dask.scheduler, address, keys.ROLLOUT, 5)
+            private.set_supply(dask.scheduler, address, keys.TP, 2)
+            assert private.supply(dask.scheduler, keys.ROLLOUT)[address] == 5
+            assert private.bucket(dask.scheduler, address) == "tp2"
+
+    asyncio.run(live())
