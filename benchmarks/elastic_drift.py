@@ -9,9 +9,9 @@ sharded over its GPUs.
 * Static: every number of training nodes that training fits on, times every choice of one TP degree per rollout node. The one
   with most tokens per second **in hindsight** is the yardstick. One that is 20 % behind after three iterations is played no
   further (``--full``: all are).
-* Replanning: starts with what the planner says for a guess of the lengths (round numbers, see `GUESS`), hears of each iteration when it has ended, replans
-  by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for both
-  directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
+* Replanning: starts with what the planner says for a guess of the lengths (`GUESS`), hears of each iteration when it has ended,
+  replans by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for
+  both directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
 * Sharing (staleness bound 0): all GPUs but a node of core trainers roll out until the batch is complete; then all train. Every
   such step pays the same 18.8 s. It is planned by `libra.planner.sharing` and played here; `libra run` changes no role within an
   iteration yet. Always sharing, with the engines that are best in hindsight, is played too: what replanning has beyond it.
