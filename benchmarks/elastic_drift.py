@@ -7,7 +7,7 @@ says of them, played by the simulator under C-MLFQ; training takes those of its 
 sharded over its GPUs.
 
 * Static: every number of training nodes that training fits on, times every choice of one TP degree per rollout node. The one
-  with most tokens per second **in hindsight** is the yardstick. One that is 20 % behind after three iterations is played no
+  with most tokens per second **in hindsight** is the yardstick. One that is 10 % behind after three iterations is played no
   further (``--full``: all are).
 * Replanning: starts with what the planner says for a guess of the lengths (`GUESS`), hears of each iteration when it has ended,
   replans by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for
@@ -56,7 +56,7 @@ CHANGE_S = 10.8 + 8.0
 """Libra's reported seconds from training to rollout, and back."""
 UPDATE_S = 10.0
 GROUPS, GOAL = 16, 1.25
-TRIED, BEHIND_FRAC = 3, 0.2
+TRIED, BEHIND_FRAC = 3, 0.1
 TRACE = "agent_turns/mini_swe_gemini3.csv"
 GUESS = {"prompt": 2000.0, "p50": 8192.0, "p99": 32768.0, "observed": 12000.0, "turns": 30.0, "tool_s": 60.0}
 """What a user would have guessed of the trajectories before any was seen; round numbers, no fit."""
