@@ -51,6 +51,11 @@ def parse(key: object) -> Key | None:
     return Key(match["node"], match["split"], indices, int(match["epoch"]), match["run"])
 
 
+def host_name(run: str) -> str:
+    """Name of the plugin by which workers take part in a run."""
+    return f"libra-{run}"
+
+
 def check_run_name(run: str) -> str:
     """``run`` itself where it can stand in a key, else ConfigError."""
     if not _RUN.fullmatch(run):

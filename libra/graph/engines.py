@@ -6,7 +6,8 @@ configuration says. Engines of one kind, tensor-parallel degree and number of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What an engine may use of a machine, in the words of environment variables; empty where nobody said.
+
+    Attributes
+    ----------
+    cores : str
+        A list of cores per tensor-parallel rank, as "0-3|4-7"; "nobind": as the kernel decides.
+    devices : str
+        GPUs, as "0,1".
+    """
+
+    cores: str = ""
+    devices: str = ""
+
+    @classmethod
+    def of_worker(cls) -> Share:
+        """That of this process."""
+        return cls(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    @classmethod
+    def joined(cls, shares: Sequence[Share]) -> Share:
+        """All of them, for one engine whose ranks are on the first one's first."""
+        cores, devices = [share.cores for share in shares], [share.devices for share in shares]
+        bound = all(cores) and "nobind" not in cores
+        return cls("|".join(cores) if bound else "nobind", ",".join(devices) if all(devices) else "")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineKind:
     """What sets a worker's engine apart from others of the run.
 
@@ -29,12 +58,15 @@ class EngineKind:
     slots, tp : int
     threads : int or None
         Torch threads, per tensor-parallel rank; None: all cores.
+    share : Share or None
+        Part of the machine that it has; None: that of its worker.
     """
 
     engine: str
     slots: int
     tp: int = 1
     threads: int | None = None
+    share: Share | None = None
 
     @classmethod
     def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
@@ -46,17 +78,22 @@ class EngineKind:
             int(supply.get(keys.TP, 0)) or config.rollout.tp,
             threads,
         )
-        if kind.tp > 1 and kind.engine != "vllm":
-            raise EngineError(
-                f"a worker supplies TP={kind.tp}, but rollout.engine={kind.engine} has no tensor parallelism; type "
-                "rollout.engine=vllm, or start the worker without TP"
-            )
+        check_parallel(kind.engine, kind.tp)
         return kind
 
     @property
     def bucket(self) -> str:
         """Name of its capacity class, as ``vllm-tp2-threads1``."""
         return f"{self.engine}-tp{self.tp}" + (f"-threads{self.threads}" if self.threads is not None else "")
+
+
+def check_parallel(engine: str, tp: int) -> None:
+    """EngineError where engines of this kind cannot have this tensor-parallel degree."""
+    if tp > 1 and engine != "vllm":
+        raise EngineError(
+            f"a worker's engine is to have TP={tp}, but rollout.engine={engine} has no tensor parallelism; type "
+            "rollout.engine=vllm, or start the worker without TP"
+        )
 
 
 def check_engine(config: RunConfig) -> None:
@@ -104,6 +141,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_frac=config.vllm.gpu_memory_frac,
             eager=config.vllm.eager,
+            **({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {}),
         )
     from libra.rollout.transformers_engine import TransformersEngine
 

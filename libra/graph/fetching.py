@@ -68,17 +68,21 @@ class WeightFetcher:
         WeightsError
             Nobody gives it.
         """
-        source = self._source
-        if source is not None:
+        source, asked = self._source, False
+        while True:
             try:
-                return await self._fetch(source)
+                if source is not None:
+                    return await self._fetch(source)
             except WeightsError as error:
+                failed = error
                 logger.warning("run %s: %s; the scheduler is asked who else has it", self._spec.run, error)
-        answer = await self._worker.scheduler.libra_newest(run=self._spec.run, worker=self._worker.address)
-        if answer["version"] < 0:
-            return None
-        self._source = _source(answer["version"], answer["holders"], answer["digest"])
-        return await self._fetch(self._source)
+            answer = await self._worker.scheduler.libra_newest(run=self._spec.run, worker=self._worker.address)
+            if answer["version"] < 0:
+                return None
+            if source is not None and asked and answer["version"] <= source.version:
+                raise failed  # while it was fetched no newer one came, for which its holders might have dropped it
+            source = self._source = _source(answer["version"], answer["holders"], answer["digest"])
+            asked = True
 
     async def _fetch(self, source: _Source) -> WeightVersion:
         found = await asyncio.to_thread(

@@ -47,6 +47,7 @@ from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.keys import host_name
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
 from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
@@ -71,11 +72,6 @@ STORE_WAIT_S = 20.0
 """How long a resumed run waits for the committer of the start before to let go of the store."""
 KEPT_STATES = 4096
 """Trajectory states kept in memory per worker; one that is missing is read again from the journal."""
-
-
-def host_name(run: str) -> str:
-    """Name under which a worker keeps the host of a run."""
-    return f"libra-{run}"
 
 
 class LibraHost(WorkerPlugin):
@@ -139,6 +135,7 @@ class LibraHost(WorkerPlugin):
         # through (0.2 s with the interpreter stopped) again and again.
         gc.collect()
         gc.freeze()
+        self._tell("ready")
 
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""

@@ -23,7 +23,7 @@ import hmac
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from distributed.comm import get_address_host
 
 from libra import keys
 from libra.errors import LibraError, TransferError
-from libra.graph.engines import EngineKind, make_engine
+from libra.graph.engines import EngineKind, Share, check_parallel, make_engine
 from libra.graph.private import set_supply, takes
 from libra.graph.replicas import make_replica
 from libra.graph.reports import report
@@ -74,7 +74,7 @@ class RoleMember:
     """One per host whose worker can change roles."""
 
     def __init__(self, host: LibraHost, kind: EngineKind) -> None:
-        self.host, self.base = host, kind
+        self.host, self.base, self.share = host, kind, Share.of_worker()
         self.has: Assignment | None = Assignment(Role.ROLLOUT, kind.tp)
         """What it does, or did last; None: nothing is in memory."""
         self.number = -1
@@ -107,7 +107,8 @@ class RoleMember:
         worker, kind = self.host.worker, self.base
         worker.stream_handlers.setdefault("libra-role", lambda **message: _heard(worker, message))
         self._start(self._work())
-        said = {"name": str(worker.name), "address": worker.address, "tp": kind.tp, "slots": kind.slots}
+        said: dict[str, Any] = {"name": str(worker.name), "address": worker.address, "tp": kind.tp, "slots": kind.slots}
+        said["share"] = asdict(self.share)
         report(worker, self.host.spec, "role_member", **said)
 
     def heard(self, message: dict[str, Any]) -> None:
@@ -148,11 +149,12 @@ class RoleMember:
             try:
                 match stage:
                     case Stage.DRAINING:
+                        check_parallel(self.base.engine, target.tp)  # said before anything is given up
                         await self._drain(number)
                     case Stage.SLEEPING:
                         await self._sleep()
                     case Stage.TAKING_UP:
-                        await self._take_up(target, message["slots"])
+                        await self._take_up(target, message["slots"], [Share(**share) for share in message["shares"]])
             except LibraError as error:
                 self._failed(number, str(error))
             except Exception as error:  # the boundary of this task: nobody else would ever hear of it
@@ -200,10 +202,12 @@ class RoleMember:
             await asyncio.to_thread(_collect)
         self.has = None
 
-    async def _take_up(self, target: Assignment, slots: int) -> None:
+    async def _take_up(self, target: Assignment, slots: int, shares: list[Share]) -> None:
+        """``slots`` and ``shares`` are of all workers whose GPUs its engine has, its own first."""
         match target.role:
             case Role.ROLLOUT:
-                await self._generate_again(replace(self.base, tp=target.tp, slots=slots))
+                share = Share.joined(shares) if len(shares) > 1 else None
+                await self._generate_again(replace(self.base, tp=target.tp, slots=slots, share=share))
             case Role.TRAIN:
                 await self._train()
         self.has = target

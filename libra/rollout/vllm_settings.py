@@ -25,6 +25,8 @@ CPU_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on a CPU. vLLM's own choice there, 128, would reuse nothing of a context shorter than that; its kernels
 want a multiple of 32."""
+BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
+"""Environment variables that say which cores and which GPUs an engine may use."""
 GIB = 2**30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -52,6 +54,9 @@ class VLLMSettings:
         Share of a GPU's memory that the engine may take.
     eager : bool or None
         Whether the model runs as written, without compilation. None: on a CPU, where compiling takes minutes.
+    cores, devices : str or None
+        What its processes have of the machine: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: what the
+        environment says (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
     """
 
     model_dir: Path
@@ -64,6 +69,8 @@ class VLLMSettings:
     kv_cache_gib: float | None = None
     gpu_memory_frac: float = 0.9
     eager: bool | None = None
+    cores: str | None = None
+    devices: str | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.max_context_tokens < 2 or self.tp < 1:
@@ -160,7 +167,8 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
     """The environment an engine process is started with; that of this process is as before afterwards.
 
-    A binding of threads to cores that somebody set (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept.
+    A binding of threads to cores that somebody set (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept,
+    unless the settings have another one.
     Otherwise threads are not bound: two engines of one machine would be bound to the same cores.
     """
     before = dict(os.environ)
@@ -169,7 +177,8 @@ def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
     os.environ.update(
         {
             "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_OMP_THREADS_BIND": before.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            BIND: settings.cores or before.get(BIND, "nobind"),
+            **({DEVICES: settings.devices} if settings.devices else {}),
             "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",

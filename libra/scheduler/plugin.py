@@ -194,21 +194,23 @@ class LibraPlugin(SchedulerPlugin):
                 if self.trajectories.contended:
                     tell_contention(self._scheduler, msg["address"], True)
                 self.trajectories.kick()
+            case "ready":
+                state.joining.discard(msg["address"])
+                self.trajectories.kick()
             case "plan":
                 state.emit(msg["event"], **msg["fields"])
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
-                if msg["reward"] is not None:
-                    state.rewards.append((msg["iteration"], msg["reward"]))
-                state.lags.append((msg["iteration"], msg["lag"]))
-                state.emit("iteration_finished", iteration=msg["iteration"], reward=msg["reward"], lag=msg["lag"])
+                self._iteration_reported(state, msg)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """New slots may be free."""
         for state in self.runs.values():
             if state.guard is not None:
                 state.guard.granted()
+            if private.installs(scheduler, keys.host_name(state.run)):
+                state.joining.add(worker)
             state.emit("worker_joined", worker=private.worker_name(scheduler, worker), address=worker)
         self.trajectories.kick()
 
@@ -216,6 +218,8 @@ class LibraPlugin(SchedulerPlugin):
         """Its slots are gone; its tasks have already left ``processing``."""
         for state in self.runs.values():
             state.holders.lost(worker)
+            state.joining.discard(worker)
+            state.asleep.discard(worker)
             state.emit("worker_lost", address=worker)
         self.trajectories.worker_gone(worker)
 
@@ -278,6 +282,12 @@ class LibraPlugin(SchedulerPlugin):
         if msg["split"] == "train":
             done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
             self._apply(state, state.admission.group_committed(done))
+
+    def _iteration_reported(self, state: RunState, msg: dict[str, Any]) -> None:
+        if msg["reward"] is not None:
+            state.rewards.append((msg["iteration"], msg["reward"]))
+        state.lags.append((msg["iteration"], msg["lag"]))
+        state.emit("iteration_finished", iteration=msg["iteration"], reward=msg["reward"], lag=msg["lag"])
 
     # ---------------------------------------------------------------- seeing it
 

@@ -77,6 +77,11 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
     }
 
 
+def installs(scheduler: Scheduler, plugin: str) -> bool:
+    """Whether a worker that joins now sets up a WorkerPlugin of this name; Dask calls it running before that is done."""
+    return plugin in scheduler.worker_plugins
+
+
 def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) -> None:
     """Have a worker supply so many slots from now on. 0 withdraws it: a key that is deleted breaks what still runs there."""
     ws = scheduler.workers[address]

@@ -71,6 +71,7 @@ class _Run:
     roles: Roles = field(default_factory=Roles)
     address: dict[str, str] = field(default_factory=dict)  # of members that are there, by name
     slots: dict[str, int] = field(default_factory=dict)  # that each was started with
+    shares: dict[str, dict[str, str]] = field(default_factory=dict)  # what each has of its machine, as its host says it
     says_tp: dict[str, int] = field(default_factory=dict)  # TP that each was started with; 0: it does not say
     pool: tuple[int, str, int] | None = None  # gang, host and port of the core's pool
     pool_of: str = ""  # address of the worker that opened it
@@ -243,6 +244,7 @@ class RolePlugin(SchedulerPlugin):
         if (ws := self._scheduler.workers.get(address)) is None:
             return
         state.address[name], state.slots[name] = address, msg["slots"]
+        state.shares[name] = msg["share"]
         state.says_tp.setdefault(name, int(ws.resources.get(keys.TP, 0)))
         if state.pool is not None:
             self._tell(state, address, pool=state.pool)
@@ -270,6 +272,7 @@ class RolePlugin(SchedulerPlugin):
                     role=str(has.role),
                     tp=has.tp,
                     slots=sum(state.slots[name] for name in command.slots_of),
+                    shares=[state.shares[name] for name in sorted(command.slots_of, key=lambda name: name != worker)],
                 )
             case Supply(worker=worker, assignment=has, slots_of=names) if has.role is Role.ROLLOUT:
                 own = has.tp == state.roles.members[worker].base.tp

@@ -82,6 +82,9 @@ class RunState:
     engines: dict[str, str] = field(default_factory=dict)  # address of each worker that has served a version, by name
     holders: Holders = field(default_factory=Holders)
     quarantined: set[str] = field(default_factory=set)  # addresses whose engine serves nothing now
+    joining: set[str] = field(
+        default_factory=set
+    )  # addresses that joined in mid-run, whose part of it is not set up yet
     asleep: set[str] = field(default_factory=set)  # addresses whose engine sleeps, or is about to
     quanta: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)

@@ -86,7 +86,8 @@ class Trajectories:
     def _meet_workers(self, new: RunState | None = None) -> None:
         """Tell everybody which workers came, left or changed since the last time; ``new`` is told of all afterwards."""
         silent = {address for state in self._runs.values() for address in state.quarantined | state.asleep}
-        for event in self.workers.changes(silent):
+        joining = {address for state in self._runs.values() for address in state.joining}
+        for event in self.workers.changes(silent, joining):
             self._tell_all(event, new)
 
     def _tell_all(self, event: WorkerJoined | WorkerLeft, but: RunState | None = None) -> None:

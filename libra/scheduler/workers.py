@@ -1,6 +1,9 @@
 """Which workers the dispatcher and the orderings know, kept equal to what the scheduler knows; and how fast they turned out.
 
-Invariant: a worker is told of as joined before anything is placed on it, and as left before it joins again.
+Invariants
+1. A worker is told of as joined before anything is placed on it, and as left before it joins again.
+2. One that joins while runs go on is told of once its part of each of them is set up: until then nothing that it were given
+   would begin, and others can.
 """
 
 from __future__ import annotations
@@ -61,13 +64,17 @@ class Workers:
         """Say what a worker can do, by name; its speed is then not measured. Its slots are what it supplies."""
         self._declared[spec.worker] = spec
 
-    def changes(self, silent: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
+    def changes(self, silent: Collection[str], joining: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
         """What has changed since the last call, to be told at once, in this order.
 
         ``silent`` are addresses of workers that are to generate nothing: their engine sleeps, or one of one run there does not
-        hold the weights it should, and what made it so may have struck those of other runs.
+        hold the weights it should, and what made it so may have struck those of other runs. ``joining`` are addresses of those
+        that set up an engine or an environment.
         """
-        supply = {phase: private.supply(self._scheduler, phase) for phase in Phase}
+        supply = {
+            phase: {a: n for a, n in private.supply(self._scheduler, phase).items() if a not in joining}
+            for phase in Phase
+        }
         supply[Phase.ROLLOUT] = {a: 0 if a in silent else n for a, n in supply[Phase.ROLLOUT].items()}
         present = {
             private.worker_name(self._scheduler, address): address

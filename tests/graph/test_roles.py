@@ -15,6 +15,7 @@ import pytest
 import zarr
 from distributed import Client, Scheduler
 
+from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
@@ -76,6 +77,7 @@ def each_trajectory_once(session: Session, iterations: int) -> None:
     done = Counter((event["key"], event["quantum"]) for event in events(session, "quantum_finished"))
     assert set(done.values()) == {1}
     assert {event["failure"] for event in events(session, "failure_classified")} <= {"policy"}
+    assert replay_run(session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
 
 
 def address_of(session: Session, name: str) -> str:

@@ -1,0 +1,201 @@
+"""Rollout workers that join and leave while a run goes on: nobody waits for them, nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zarr
+from distributed import Scheduler
+
+from libra.config import RunConfig
+from libra.graph.driver import Session
+from libra.scheduler import LibraPlugin
+from libra.store.event_log import read_events
+from libra.testing import FixedTurns
+from libra.types import Phase
+
+Config = Callable[..., RunConfig]
+RUN = "demo"
+
+
+class Patient(FixedTurns):
+    """Has its worker wait for weights as long as it takes: this file holds them up in the middle of a file."""
+
+    async def setup(self) -> None:
+        from libra.weights import transfer
+
+        transfer.TIMEOUT_S = 600.0
+        transfer._Conversation.timeout = 600.0
+
+
+Patient.__module__ = "__main__"  # sent to the workers by value, which cannot import this file
+
+
+def workers(session: Session) -> dict[str, str]:
+    """Address of each worker by name."""
+    found = session._client.scheduler_info(n_workers=-1)["workers"]
+    return {str(facts["name"]): address for address, facts in found.items()}
+
+
+def add_worker(session: Session, name: str, like: str) -> None:
+    """Start one more worker process, as somebody who types ``dask worker`` would; returns when Dask has started it."""
+    cluster = session._cluster
+    assert cluster is not None
+    cluster.worker_spec[name] = copy.deepcopy(cluster.worker_spec[like])
+    cluster.sync(cluster._correct_state)
+
+
+def until(session: Session, condition: Callable[[LibraPlugin], bool]) -> None:
+    """Wait until the plugin says so; it has no event for a test."""
+
+    async def look(dask_scheduler: Scheduler) -> None:
+        while not condition(dask_scheduler.plugins[LibraPlugin.name]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    session._cluster.sync(look, session._cluster.scheduler)  # type: ignore[union-attr]
+
+
+def check_exactly_once(
+    directory: Path, iterations: int, groups: int, samples: int, quanta: int
+) -> list[dict[str, Any]]:
+    """Every quantum has one record and counts once, every trajectory is stored once, every step was taken once; the events."""
+    names = [f"train-{k}-{g}-{s}" for k in range(iterations) for g in range(groups) for s in range(samples)]
+    records = sorted(path.name for path in (directory / "journal").glob("*.rec"))
+    assert records == sorted(f"{name}.{quantum:04d}.rec" for name in names for quantum in range(quanta))
+    events = list(read_events(directory / "events.jsonl").events)
+    done = Counter((e["key"], e["quantum"]) for e in events if e["name"] == "quantum_finished")
+    assert set(done.values()) == {1} and len(done) == len(records)
+    assert {e["failure"] for e in events if e["name"] == "failure_classified"} <= {"policy"}, (
+        "turns ran out, nothing failed"
+    )
+    columns = zarr.open_group(directory / "trajectories.zarr", mode="r")["trajectory"]
+    ids = list(zip(*(columns[name][:].tolist() for name in ("iteration", "group", "sample")), strict=True))
+    assert sorted(ids) == [(k, g, s) for k in range(iterations) for g in range(groups) for s in range(samples)]
+    assert [e["step"] for e in events if e["name"] == "step_finished"] == list(range(iterations))
+    assert [e["version"] for e in events if e["name"] == "version_published"] == list(range(iterations + 1))
+    return events
+
+
+def note_sends(held: tuple[Path, Path] | None, dask_worker: Any) -> None:
+    """On a worker: note which versions it passes on; ``held`` are pipes: say on one that half a file is sent, wait on the other."""
+    from libra.weights.transfer import _Conversation
+
+    dask_worker.sends, send = [], _Conversation._send
+
+    def noted(conversation: Any, file: Any, offset: int) -> None:
+        dask_worker.sends.append(int(file.name.split("/")[-2]))
+        if held is not None and file.name.endswith(".safetensors") and len(dask_worker.sends) == 1:
+            conversation.connection.sendall(file.read(1000))
+            held[0].write_text("half")
+            held[1].read_text()
+            offset = 1000
+        send(conversation, file, offset)
+
+    _Conversation._send = noted
+
+
+note_sends.__module__ = "__main__"
+
+
+def sends(dask_worker: Any) -> list[int]:
+    return list(dask_worker.sends)
+
+
+sends.__module__ = "__main__"
+
+
+def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
+    make_config: Config, tmp_path: Path
+) -> None:
+    config = make_config(
+        run={"iterations": 8},
+        weights={"transfer": "peer"},
+        store={"keep_journals": True},
+        rollout={"slots": 2},
+    )
+    half, go = tmp_path / "half", tmp_path / "go"
+    os.mkfifo(half)
+    os.mkfifo(go)
+    with Session(config, environment=Patient()) as session, ThreadPoolExecutor(1) as thread:
+        iterations = session.iterations()
+        next(iterations)
+        # Iteration 1 is under way, and no other one is submitted: when it is over, version 2 is the newest.
+        until(session, lambda plugin: plugin.runs[RUN].served.get("rollout-0") == 2)
+        at = workers(session)
+        session._client.run(note_sends, (half, go), workers=[at["rollout-0"]])
+        session._client.run(note_sends, None, workers=[at["train-0"]])
+        joining = thread.submit(add_worker, session, "rollout-1", "rollout-0")
+        assert half.read_text() == "half", "the worker that generates is asked, and has sent half of the version"
+        # The joiner has not got its weights, and the run goes on: steps, versions, and the very worker it asked.
+        assert [next(iterations)["iteration"] for _ in range(3)] == [1, 2, 3]
+        until(session, lambda plugin: plugin.runs[RUN].served.get("rollout-0") == 5)
+        assert 2 not in session._client.run(sends, workers=[at["train-0"]])[at["train-0"]], "the trainer was not asked"
+        events = list(read_events(session.directory / "events.jsonl").events)
+        assert not [
+            e for e in events if e.get("worker") == "rollout-1" and e["name"] in ("version_served", "worker_capacity")
+        ]
+        go.write_text("go")
+        joining.result()
+        until(session, lambda plugin: "rollout-1" in plugin.runs[RUN].served)
+        assert [values["iteration"] for values in iterations] == [4, 5, 6, 7]
+
+    events = check_exactly_once(session.directory, iterations=8, groups=2, samples=2, quanta=5)
+    names = [(e["name"], e.get("worker")) for e in events]
+    assert names.index(("version_served", "rollout-1")) < names.index(("quantum_dispatched", "rollout-1"))
+
+
+@pytest.mark.parametrize("how", ["planned", "killed"])
+def test_a_worker_that_leaves_in_mid_turn_takes_nothing_along(make_config: Config, how: str) -> None:
+    config = make_config(
+        run={"iterations": 6},
+        weights={"transfer": "peer"},
+        store={"keep_journals": True},
+        rollout={"slots": 2},
+        cluster={"rollout_workers": 2, "threads": 1, "dashboard_port": 0},
+    )
+    with Session(config) as session:
+        iterations = session.iterations()
+        next(iterations)
+        until(
+            session,
+            lambda plugin: plugin.runs[RUN].served.get("rollout-0") == plugin.runs[RUN].served.get("rollout-1") == 2,
+        )
+        leaver = workers(session)["rollout-1"]
+        (process,) = session._client.run(stand_still, RUN, workers=[leaver]).values()
+        taken = ThreadPoolExecutor(1).submit(lambda: [next(iterations)["iteration"], next(iterations)["iteration"]])
+        until(session, lambda plugin: plugin.trajectories.dispatcher.running_on("rollout-1", Phase.ROLLOUT) == 2)
+        if how == "planned":
+            session._client.retire_workers([leaver])
+            assert leaver not in workers(session).values()
+        else:
+            os.kill(process, signal.SIGKILL)
+        assert taken.result() == [1, 2], "its turns were generated by the other one"
+        if how == "killed":  # its nanny starts it again, and it takes up the newest version
+            until(session, lambda plugin: plugin.runs[RUN].engines.get("rollout-1") not in (None, leaver))
+            until(session, lambda plugin: plugin.trajectories.dispatcher.slots(Phase.ROLLOUT)[1] == 4)
+        assert [values["iteration"] for values in iterations] == [3, 4, 5]
+
+    events = check_exactly_once(session.directory, iterations=6, groups=2, samples=2, quanta=5)
+    lost = [e for e in events if e["name"] == "quantum_lost"]
+    assert len(lost) == 2 and {e["address"] for e in lost} == {leaver}
+    left = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == leaver)
+    later = {e["worker"] for e in events[left:] if e["name"] == "quantum_dispatched" and e["phase"] == "ROLLOUT"}
+    assert later == ({"rollout-0"} if how == "planned" else {"rollout-0", "rollout-1"})
+
+
+async def stand_still(run: str, dask_worker: Any) -> int:
+    """On a worker: its engine takes no step any more, so that turns given to it never end; returns the process."""
+    await dask_worker.plugins[f"libra-{run}"].engine.pause()
+    return os.getpid()
+
+
+stand_still.__module__ = "__main__"
