@@ -26,8 +26,7 @@ class RoleControl:
 
     def rows(self) -> list[dict[str, Any]]:
         """Each worker that can change, with ``role``, ``tp``, ``stage`` and ``generation`` of its last change."""
-        found: list[dict[str, Any]] = self._call("libra_roles")
-        return found
+        return list(self._call("libra_roles"))
 
     def change(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:
         """Begin one change of the workers named, to ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}``; its generation.

@@ -3,7 +3,8 @@
 Invariants
 ----------
 1. The training thread never waits for a joiner or for a send: each hybrid has a thread that reads and one that writes. It
-   waits in `collect`, for slices it gave, and there until a hybrid answers, is gone, or is silent for ``timeout_s``.
+   waits in `collect`, for slices it gave, and there until a hybrid answers, is gone, or is silent for ``timeout_s``; and to
+   begin a step, until a copy of the weights for a joiner has given way (`undisturbed`): one tensor at most.
 2. A hybrid is given a slice only once it has answered that a state arrived; until then it counts for nothing (zeros).
 3. Every assignment has a number that is never used again. What answers another one is dropped: a step taken again, or a
    hybrid given up on, adds nothing late.
@@ -20,7 +21,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,7 @@ class HybridPool:
         self.stale = True
         self.quiet = threading.RLock()
         """Held by whoever changes the weights, or copies them."""
+        self._hurry = threading.Event()  # whoever copies between steps is to stop: one begins
         self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
@@ -108,7 +110,7 @@ class HybridPool:
         self._ticket = self._version = self._planned = 0
         self._weights: dict[str, Tensor] | None = None
         self._sent_bytes = self._received_bytes = 0
-        self._copy_s = 0.0
+        self._copy_s = self._blocked_s = 0.0
         self._closed = False
         threading.Thread(target=self._accept, name="libra-hybrids", daemon=True).start()
 
@@ -132,10 +134,27 @@ class HybridPool:
         with self._changed:
             return sum(not hybrid.has_state for hybrid in self._hybrids)
 
-    def publish(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy stepped weights into host memory and tell every hybrid that it can pull them."""
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """For the training thread, around a step: nobody copies the weights, and whoever just did gives way."""
         started = time.perf_counter()
-        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        self._hurry.set()
+        with self.quiet:
+            self._hurry.clear()
+            self._blocked_s += time.perf_counter() - started
+            yield
+
+    def publish(self, weights: Mapping[str, Tensor], *, gives_way: bool = False) -> None:
+        """Copy stepped weights into host memory and tell every hybrid that it can pull them.
+
+        ``gives_way``: nothing is published where a step is about to begin; it will publish what comes out of it.
+        """
+        started = time.perf_counter()
+        copied: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            if gives_way and self._hurry.is_set():
+                return
+            copied[name] = tensor.detach().to("cpu", copy=True)
         with self._changed:
             self._weights, self.stale = copied, False
             self._version += 1
@@ -187,9 +206,10 @@ class HybridPool:
                 "hybrid_sent_bytes": float(self._sent_bytes),
                 "hybrid_received_bytes": float(self._received_bytes),
                 "hybrid_copy_s": self._copy_s,
+                "hybrid_blocked_s": self._blocked_s,
             }
             self._sent_bytes = self._received_bytes = 0
-            self._copy_s = 0.0
+            self._copy_s = self._blocked_s = 0.0
             return found
 
     def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
@@ -284,7 +304,7 @@ class HybridPool:
         if self._source is not None and self.quiet.acquire(blocking=False):
             try:
                 if self.stale:
-                    self.publish(self._source())
+                    self.publish(self._source(), gives_way=True)
             finally:
                 self.quiet.release()
 

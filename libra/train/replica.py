@@ -227,7 +227,7 @@ class Replica:
 
     def _quiet(self) -> AbstractContextManager[Any]:
         """Nobody copies the weights in here."""
-        return nullcontext() if self.hybrids is None else self.hybrids.quiet
+        return nullcontext() if self.hybrids is None else self.hybrids.undisturbed()
 
     def _weights_moved(self) -> None:
         if self.hybrids is not None:

@@ -56,6 +56,8 @@ class StepReport:
         Seconds the core waited for hybrids after it was done with its own slices.
     hybrid_copy_s : float
         Seconds in which the stepped weights were copied for hybrids to pull.
+    hybrid_blocked_s : float
+        Seconds the step waited before it began, for a copy of the weights that a joiner had asked for.
     hybrid_sent_bytes, hybrid_received_bytes : int
         Weights and slices to hybrids, gradients from them, in this step.
     """
@@ -102,6 +104,7 @@ class StepReport:
     reduce_bytes: int = 0
     hybrid_wait_s: float = 0.0
     hybrid_copy_s: float = 0.0
+    hybrid_blocked_s: float = 0.0
     hybrid_sent_bytes: int = 0
     hybrid_received_bytes: int = 0
 
@@ -156,7 +159,7 @@ class Tally:
             for name in ("replicas", "hybrids", "hybrids_joining")
         }
         sums = ("hybrids_lost", "reduce_bytes", "hybrid_sent_bytes", "hybrid_received_bytes")
-        seconds = ("reduce_s", "hybrid_wait_s", "hybrid_copy_s")
+        seconds = ("reduce_s", "hybrid_wait_s", "hybrid_copy_s", "hybrid_blocked_s")
         return {
             **counts,
             **{name: int(self.sums.get(name, 0)) for name in sums},
