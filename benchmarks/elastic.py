@@ -10,7 +10,9 @@ drift (virtual time, emulated engine speeds; see `benchmarks.elastic_drift`)
 stages (real processes of this machine, a tiny model; see `benchmarks.elastic_live`)
     ``rollout_to_train_s``, ``train_to_rollout_s``: medians of a change from the request until the worker supplies its new role, and
     of each of its stages; ``state_s`` until a joiner has the weights, in the background. ``trainer_blocked_s``: seconds that the
-    core waited in steps of which no hybrid computed a part.
+    core's training thread waited for somebody who joins, in all steps.
+rebucket (the same, with vLLM where it is installed)
+    ``rebucket_s``, ``rebucket_back_s``: from the request until one engine of two ranks serves in the place of two, and back.
 live (the same, under the planner)
     ``live_to_train``, ``live_to_rollout``: changes that the run's own planner made while lengths drifted, and
     ``live_realised_gain_frac``, what they gained of a step.
@@ -24,7 +26,7 @@ from pathlib import Path
 from benchmarks import elastic_drift, elastic_live
 from benchmarks.report import Figure, emit
 
-PARTS = ("drift", "stages", "live")
+PARTS = ("drift", "stages", "rebucket", "live")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
             figures |= elastic_drift.compare(options.data, groups, options.iterations, options.full)
     if "stages" in options.part:
         figures |= elastic_live.stages(options.changes)
+    if "rebucket" in options.part:
+        figures |= elastic_live.rebuckets(max(options.changes // 3, 1))
     if "live" in options.part:
         figures |= elastic_live.drift(options.live_iterations, options.stretch)
     emit("elastic", figures, arguments=arguments, as_json=options.json)

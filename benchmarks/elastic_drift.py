@@ -7,11 +7,11 @@ says of them, played by the simulator under C-MLFQ; training takes those of its 
 sharded over its GPUs.
 
 * Static: every number of training nodes that training fits on, times every choice of one TP degree per rollout node. The one
-  with most tokens per second **in hindsight** is the yardstick. One that is 20 % behind after three iterations is played no
+  with most tokens per second **in hindsight** is the yardstick. One that is 10 % behind after three iterations is played no
   further (``--full``: all are).
-* Replanning: starts with what the planner says for a guess of the lengths, hears of each iteration when it has ended, replans
-  by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for both
-  directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
+* Replanning: starts with what the planner says for a guess of the lengths (`GUESS`), hears of each iteration when it has ended,
+  replans by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for
+  both directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
 * Sharing (staleness bound 0): all GPUs but a node of core trainers roll out until the batch is complete; then all train. Every
   such step pays the same 18.8 s. It is planned by `libra.planner.sharing` and played here; `libra run` changes no role within an
   iteration yet. Always sharing, with the engines that are best in hindsight, is played too: what replanning has beyond it.
@@ -56,7 +56,7 @@ CHANGE_S = 10.8 + 8.0
 """Libra's reported seconds from training to rollout, and back."""
 UPDATE_S = 10.0
 GROUPS, GOAL = 16, 1.25
-TRIED, BEHIND_FRAC = 3, 0.2
+TRIED, BEHIND_FRAC = 3, 0.1
 TRACE = "agent_turns/mini_swe_gemini3.csv"
 GUESS = {"prompt": 2000.0, "p50": 8192.0, "p99": 32768.0, "observed": 12000.0, "turns": 30.0, "tool_s": 60.0}
 """What a user would have guessed of the trajectories before any was seen; round numbers, no fit."""
@@ -179,6 +179,8 @@ def best_static(course: Course, eta: int, share: bool = False, full: bool = Fals
     tried = min(TRIED, num)
     least_s = min(total_s(way, tried) for way in ways)
     kept = [way for way in ways if full or total_s(way, tried) <= least_s * (1 + BEHIND_FRAC)]
+    kind = "layouts that always share" if share else "static splits"
+    print(f"  eta {eta}: {len(kept)} of {len(ways)} {kind} are played to their end", flush=True)
     gpus, engines = best = min(kept, key=lambda way: total_s(way, num))
     return Played(f"{gpus} train, {layout_text(engines)} (of {len(ways)})", total_s(best, num))
 
@@ -203,7 +205,7 @@ def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played
         UPDATE_S, min_train_gpus=NODE, min_rollout_gpus=NODE,
     )  # fmt: skip
     sharing = Sharing(NODE, 0, CHANGE_S) if share else None
-    deployed = Deployed.of(proposal(snapshot, Planner()))
+    deployed = Deployed.of(proposal(snapshot, Planner(), sharing))
     loop = PlanLoop(snapshot, deployed, Rules(first_cost_s=CHANGE_S), sharing)
     num, changes, change_s = len(course.workloads), 0, 0.0
     history: list[tuple[int, Layout, float]] = []

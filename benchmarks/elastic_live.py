@@ -5,6 +5,7 @@ million parameters. Trajectories are made up (`libra.testing.DriftingPrompts`): 
 stretch of questions is so long that little is generated and much is trained on.
 
 * Stages: the hybrid worker is sent to training and back again and again; seconds are those of the run's ``role_changed`` events.
+* Rebucket: two vLLM engines of one rank become one of two ranks, and two again.
 * Drift: ``planner.apply=true``; roles change when the planner of the run accepts a plan, and its log says what each change was to
   gain and gained.
 """
@@ -22,11 +23,14 @@ from typing import Any
 from benchmarks.report import Figure
 from libra.config import load_config
 from libra.graph.driver import Session
+from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 HYBRID = "rollout-0"
 PROMPTS, GROUP_SIZE = 16, 4
+ONE_ENGINE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
+TWO_ENGINES = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
 ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
 """Seconds that Libra reports (arXiv:2606.03077 v2), of Qwen3-14B on A800: 3.6 s snapshot and 4.4 s restore; 10.8 s of vLLM."""
 
@@ -106,16 +110,48 @@ def stages(changes: int) -> dict[str, Figure]:
         if states:
             print(f"weights of a joiner arrive in the background: median {statistics.median(states):.3f} s", flush=True)
             figures["state_s"] = Figure(statistics.median(states), "s", "lower")
-        # A step that no hybrid has computed a slice of can only have waited for one that was joining.
-        alone = [row for row in ran.rows if row["hybrids"] == 0]
+        blocked_s = sum(float(row["hybrid_blocked_s"]) for row in ran.rows)
         joining = sum(row["hybrids_joining"] > 0 for row in ran.rows)
-        blocked_s = sum(float(row["hybrid_wait_s"]) for row in alone)
         print(
-            f"trainer blocked on a joiner: {blocked_s:.3f} s in {len(alone)} of {len(ran.rows)} steps that no hybrid computed "
-            f"a part of; {joining} steps were taken while one was joining",
+            f"trainer blocked on a joiner: {blocked_s:.6f} s in {len(ran.rows)} steps, {joining} of which were taken while one was "
+            f"joining, {sum(row['hybrids'] > 0 for row in ran.rows)} with its help",
             flush=True,
         )
         return figures | {"trainer_blocked_s": Figure(blocked_s, "s", "lower", 0.0)}
+
+
+def rebuckets(changes: int) -> dict[str, Figure]:
+    """Figures of two vLLM engines of one rank that become one of two, and back; none where vLLM is not installed."""
+    if not is_installed():
+        print("rebucket_s: not measured, vllm is not installed here (make setup-vllm)", flush=True)
+        return {}
+    vllm = (
+        "run.eta=1", "rollout.engine=vllm", "rollout.slots=8", "rollout.max_new_tokens=16", "cluster.hybrid_workers=2",
+        "trainer.prompts=2",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+        rows = 0
+        with session(name, "rebucket", 2 * changes + 2, 1, *vllm) as run:
+            for _ in run.iterations():
+                rows += 1
+                if rows <= 2 * changes:
+                    run.roles.wait(run.roles.change(ONE_ENGINE if rows % 2 else TWO_ENGINES))
+            ran = Ran([], run.directory)
+        whole: dict[tuple[str, int], float] = {}
+        for event in ran.events("role_changed"):
+            kind = "one_engine" if event["generation"] % 2 else "two_engines"
+            at = kind, event["generation"]
+            whole[at] = max(whole.get(at, 0.0), float(event["seconds"]))
+            said = ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in event["stage_s"].items())
+            print(
+                f"rebucket {at[1]}, {event['worker']} to {event['to_role']} of TP {event['to_tp']}: {said}", flush=True
+            )
+        there, back = (
+            statistics.median(seconds for (kind, _), seconds in whole.items() if kind == which)
+            for which in ("one_engine", "two_engines")
+        )
+        print(f"rebucket: {there:.3f} s from two engines to one, {back:.3f} s back", flush=True)
+        return {"rebucket_s": Figure(there, "s", "lower"), "rebucket_back_s": Figure(back, "s", "lower")}
 
 
 def drift(iterations: int, stretch: int) -> dict[str, Figure]:

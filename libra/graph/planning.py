@@ -96,7 +96,9 @@ class Planning:
         self.predicted = self.forecast.expected(engines, self._questions.lengths(iteration + 1), overlap)
         if self._replanning is not None:
             kinds = {name: kind_name(kind) for name, kind in self._kinds.items()}
-            self._replanning.after(iteration, values, realised.step_s, kinds, self.forecast, max(remaining, 0), overlap)
+            self._replanning.after(
+                iteration, values, realised.step_s, kinds, present, self.forecast, max(remaining, 0), overlap
+            )
             return
         if self._pending is not None:
             if not self._pending.done():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,6 +81,7 @@ class Replanning:
         values: Mapping[str, Any],
         realised_step_s: float,
         kinds: Mapping[str, str],
+        present: Collection[str],
         forecast: StepForecast,
         remaining: int,
         overlap: bool,
@@ -95,6 +96,8 @@ class Replanning:
             Evaluations left out.
         kinds : mapping of worker to str
             Kind of engine of every rollout worker that was ever there.
+        present : collection of str
+            Workers that supply slots for generations now.
         forecast : StepForecast
             With this iteration in it.
         remaining : int
@@ -103,7 +106,7 @@ class Replanning:
             Whether batches are generated while steps are taken.
         """
         rows = list(self._calls.rows())
-        fleet, batch = self._fleet(rows, kinds, values), batch_of(values)
+        fleet, batch = self._fleet(rows, kinds, present), batch_of(values)
         whole = self._began_with == fleet
         if whole:
             replicas = self._core + int(values.get("hybrids", 0))
@@ -123,15 +126,14 @@ class Replanning:
                 self._ask(iteration, weighed, fleet)
         return weighed
 
-    def _fleet(self, rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], values: Mapping[str, Any]) -> Fleet:
+    def _fleet(self, rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], present: Collection[str]) -> Fleet:
         hybrids = tuple(
             Hybrid(str(row["worker"]), kinds[row["worker"]], row["role"] == "train", int(row.get("residents", 0)))
             for row in rows
             if row["worker"] in kinds and row["stage"] != "lost" and row["role"] != "lent"
         )
-        able = {hybrid.name for hybrid in hybrids}
-        used = {worker for worker in values["worker_tokens"] if worker in kinds}
-        return Fleet(dict(Counter(kinds[worker] for worker in used - able)), hybrids, self._core)
+        others = set(present) - {str(row["worker"]) for row in rows}
+        return Fleet(dict(Counter(kinds[worker] for worker in others)), hybrids, self._core)
 
     def _ask(self, iteration: int, weighed: Weighed, fleet: Fleet) -> None:
         try:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from libra.config import RunConfig
 from libra.errors import ClusterError
 from libra.events import EVENTS
+from libra.graph.driver import Session
 from libra.graph.replanning import Replanning, change_cost_s
 from libra.planner.measured import StepForecast, Taken
 from libra.planner.replan import Rules
+from libra.planner.splits import Fleet, SplitLoop, Weighed
+from libra.store.event_log import read_events
 
 KINDS = {"rollout-0": "e", "rollout-1": "e"}
 RULES = Rules(first_cost_s=0.1, rest_iterations=1)
@@ -64,10 +69,10 @@ class Run:
         )
         workers = ["rollout-1"] if training else list(KINDS)
         values = {
-            "worker_tokens": dict.fromkeys(workers, generated // engines), "generated_tokens": generated,
+            "generated_tokens": generated,
             "forwarded_tokens": trained, "hybrids": int(training), "train_s": train_s,
         }  # fmt: skip
-        self.replanning.after(self.k, values, rollout_s + train_s, KINDS, self.forecast, 50, overlap=False)
+        self.replanning.after(self.k, values, rollout_s + train_s, KINDS, workers, self.forecast, 50, overlap=False)
         self.k += 1
 
     def names(self) -> list[str]:
@@ -136,3 +141,48 @@ def test_the_cost_of_a_change_is_that_of_its_slowest_worker(tmp_path: Path) -> N
     assert change_cost_s(log, 4) == 2.5
     assert change_cost_s(log, 5) is None
     assert change_cost_s(None, 4) is None
+
+
+@pytest.mark.timeout(300)
+def test_a_run_carries_out_what_its_planner_accepts(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes; what is accepted is set here, since what is quick depends on who else uses the machine."""
+    weigh, accepted_at = SplitLoop.weigh, {1: 1, 4: 0}
+
+    def decided(self: SplitLoop, iteration: int, forecast: Any, fleet: Fleet, *rest: Any) -> Weighed | None:
+        weighed = weigh(self, iteration, forecast, fleet, *rest)
+        assert weighed is not None
+        training = accepted_at.get(iteration, fleet.training)
+        considered = replace(weighed.considered, accepted=training != fleet.training, commands=())
+        return replace(weighed, considered=considered, training=training, roles=fleet.roles(training))
+
+    monkeypatch.setattr(SplitLoop, "weigh", decided)
+    config = make_config(
+        run={"iterations": 8},
+        cluster={"rollout_workers": 2, "hybrid_workers": 1},
+        planner={"replan": True, "apply": True},
+    )
+    with Session(config) as session:
+        rows = []
+        for values in session.iterations():
+            rows.append(values)
+            for generation in {row["generation"] for row in session.roles.rows()} - {0}:
+                session.roles.wait(generation)  # so that the next iteration is wholly in the new roles
+    events = [*read_events(session.directory / "events.jsonl").events]
+    changed = [event for event in events if event["name"] == "role_changed"]
+    assert [(event["worker"], event["to_role"]) for event in changed] == [
+        ("rollout-0", "train"),
+        ("rollout-0", "rollout"),
+    ]
+    assert max(row["hybrids"] for row in rows[2:5]) == 1
+    realised = [event for event in events if event["name"] == "plan_realised"]
+    assert [(event["iteration"], event["generation"]) for event in realised] == [
+        (1, changed[0]["generation"]),
+        (4, changed[1]["generation"]),
+    ]
+    assert [event["cost_s"] for event in realised] == [event["seconds"] for event in changed]
+    assert all(event["realised_iteration"] > event["iteration"] for event in realised)
+    considered = [event for event in events if event["name"] == "plan_considered"]
+    assert {event["iteration"]: event["accepted"] for event in considered if event["accepted"]} == {1: True, 4: True}
+    assert len(considered) > 2  # those that were not accepted too
