@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-model quickstart algorithms math-tools test test-slurm soak check docs clean
+.PHONY: help setup setup-vllm setup-model quickstart algorithms math-tools test test-slurm soak kills check docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -66,6 +66,9 @@ SOAK_SEEDS ?= $(shell seq 0 49)
 
 soak: setup ## kill a run at 50 moments and resume it: nothing lost, nothing twice (SOAK_SEEDS="0 1 2"; half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py $(SOAK_SEEDS)
+
+kills: setup ## kill what trains, generates and fetches, 20 times: no wrong update, nothing consumed twice (ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/kills.py --seeds 20
 
 check: setup ## lint, formatting and types
 	$(BIN)/ruff check .

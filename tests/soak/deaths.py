@@ -20,7 +20,7 @@ def die(marker: str, **where: Any) -> None:
     """Write down ``where`` and die; only the first of a case does."""
     try:
         handle = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # it has happened, or its case is over and its directory gone
         return
     os.write(handle, json.dumps(where).encode())
     os.close(handle)

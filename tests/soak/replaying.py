@@ -18,11 +18,10 @@ SAID = ("digest", "loss", "grad_norm", "action_tokens", "sequences")
 
 def replay(directory: Path, group: Any) -> list[dict[str, Any]]:
     """What each step of a run comes to."""
-    from libra.config import load_config
+    from libra.config import load_config, resolve_model
     from libra.graph.members import members_of
     from libra.graph.replicas import make_replica
     from libra.graph.spec import RunSpec
-    from libra.models import resolve_model
     from libra.store.batches import read_batch_facts
 
     config = load_config(str(directory / "config.resolved.yaml"))

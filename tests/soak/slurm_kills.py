@@ -21,6 +21,8 @@ from libra.cluster.contact import Contact
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]
+KEEPING = "from libra.graph import driver; driver.prune_groups = lambda spec, first, before: before; "
+"""Records of groups are what is replayed."""
 VICTIMS = ("rollout-1", "train-0", "rollout-0", "tool-0")
 WORKERS = 4
 WAIT_S = 180.0
@@ -47,11 +49,16 @@ class SlurmCluster:
         with Client(contact.address, security=contact.security(), timeout=60, set_as_default=False) as client:
             client.wait_for_workers(WORKERS, timeout=WAIT_S)
             client.subscribe_topic("libra", lambda event: reports.put(event[1]))
+            command = [*LIBRA[:2], KEEPING + LIBRA[2], "run", "my.yaml", "--scheduler", "slurm/cluster.json"]
+            command += [f"run.name={name}", f"run.eta={kill.eta}", f"run.seed={kill.seed}"]
             run = subprocess.Popen(
-                [*LIBRA, "run", "my.yaml", "--scheduler", "slurm/cluster.json", f"run.name={name}", f"run.eta={kill.eta}",
-                 f"run.seed={kill.seed}"],
-                env=self.environment, cwd=self.directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
+                command,
+                env=self.environment,
+                cwd=self.directory,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             try:
                 said = self._cancel_at(kill, name, victim, reports)
                 _, errors = run.communicate()
@@ -89,7 +96,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
             "run": {"iterations": 4},
             "environment": {"name": "libra.testing:FixedTurns"},
             "rollout": {"max_new_tokens": 6, "max_turns": 3, "ignore_eos": True, "slots": 8},
-            "trainer": {"prompts": 2, "group_size": 3, "lr": 1e-3, "normalize_std": False},
+            "trainer": {"prompts": 2, "group_size": 3, "lr": 1e-3, "normalize_std": False, "entropy_coef": 0.01},
             "checkpoint": {"every": 2, "keep": 1},
             "cluster": {"dashboard_port": 0, "threads": 1},
             "observe": {"progress": False, "tensorboard": False},
