@@ -270,7 +270,7 @@ class Trajectories:
         state.tokens += msg["tokens"]
         latency_s = round(msg["stop_s"] - msg["start_s"], 6)
         name = msg["tool"] if phase is Phase.TOOL else "generate"
-        self.stream.add(msg["key"], address, str(phase), msg["start_s"], msg["stop_s"], name)
+        self.stream.add(msg["key"], address, phase, msg["start_s"], msg["stop_s"], name)
         if phase is Phase.ROLLOUT:
             running = self.dispatcher.running_on(tracked.worker, phase)
             self.workers.generated(tracked.worker, running, msg["tokens"], msg["stop_s"] - msg["start_s"])
