@@ -84,7 +84,8 @@ class QuantumStream(SchedulerPlugin):
         label : str
             What is shown: ``generate``, or the tool's name; where it is empty (a malformed call has none), the phase.
         """
-        phase = Phase(phase)
+        if type(phase) is not Phase:
+            phase = Phase(phase)
         if stop_s < start_s:
             self.refused += 1
             logger.warning(

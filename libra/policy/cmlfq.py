@@ -145,7 +145,8 @@ class CMLFQ:
         mean, order, skill = self.forecaster.remaining(key)
         self._believe(life, mean)
         self._hindsight.believed(key, life.generated_tokens, life.generated_tokens + mean)
-        answers: list[SetPriority | Prefer] = [self._placed(key, life, order, skill > UNTRUSTED)]
+        level, reason = self._level(key, life, order, skill > UNTRUSTED)
+        answers: list[SetPriority | Prefer] = [self._placed(key, life, level, reason, skill > UNTRUSTED)]
         if life.phase is Phase.ROLLOUT:
             answers += self._prefer(key, mean)
         for late, number in overdue:
@@ -185,14 +186,12 @@ class CMLFQ:
                 continue
             mean, order, skill = anew(key)
             self._believe(other, mean)
-            before = other.level
-            placed = self._placed(key, other, order, skill > UNTRUSTED)
-            if other.level != before:
-                answers += [placed, *self._prefer(key, mean)]
+            level, reason = self._level(key, other, order, skill > UNTRUSTED)
+            if level != other.level:
+                answers += [self._placed(key, other, level, reason, skill > UNTRUSTED), *self._prefer(key, mean)]
         return tuple(answers)
 
-    def _placed(self, key: str, life: Life, order_tokens: float, trusted: bool) -> SetPriority:
-        level, reason = self._level(key, life, order_tokens, trusted)
+    def _placed(self, key: str, life: Life, level: int, reason: str, trusted: bool) -> SetPriority:
         life.level = level
         in_groups = self.objective == "stream" and trusted and life.group
         place = int(self._groups[life.group][0]) if in_groups else life.arrival

@@ -162,7 +162,8 @@ class Dispatcher:
             case TrajectoryParked(key=key, phase=phase):
                 self.stopped(key)
                 for queue in self._phases.values():
-                    queue.leave(key)
+                    if key in queue.serials:
+                        queue.leave(key)
                 self._phase_of[key] = phase
                 self._unplaced.add(key)
                 self._buckets.pop(key, None)
@@ -215,7 +216,8 @@ class Dispatcher:
     def stopped(self, key: str) -> None:
         """What ``key`` ran is over, one way or another; its slot is free."""
         for phase in self._phases.values():
-            phase.give_back(key)
+            if key in phase.running:
+                phase.give_back(key)
 
     def _ended(self, key: str) -> None:
         self.stopped(key)

@@ -72,31 +72,35 @@ class Fleet:
 
     def handle(self, event: Event) -> None:
         """Follow one event."""
-        match event:
-            case TrajectoryParked(key=key, context_tokens=tokens):
-                self._stopped(key)
-                if tokens:
-                    self._grew(key, tokens - self.context_tokens.get(key, 0))
-            case QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
-                self._stopped(key)
-                self._moved(key, worker)
-                if worker in self.hosts:
-                    self._running[key] = worker
-                    self.hosts[worker].running += 1
-            case QuantumFinished(key=key, tokens=tokens, payload_tokens=payload):
-                self._stopped(key)
-                self._grew(key, tokens + payload)
-            case HomeForgotten(key=key):
-                self._moved(key, None)
-            case TrajectoryEnded(key=key):
-                self._stopped(key)
-                self._moved(key, None)
-                self.context_tokens.pop(key, None)
-            case WorkerJoined(worker=worker):
-                if event.rollout_slots > 0:
-                    self._joined(event)
-            case WorkerLeft(worker=worker):
-                self._left(worker)
+        # Not by matching: this is told of everything, twice.
+        if type(event) is TrajectoryParked:
+            self._stopped(event.key)
+            if event.context_tokens:
+                self._grew(event.key, event.context_tokens - self.context_tokens.get(event.key, 0))
+        elif type(event) is QuantumFinished:
+            self._stopped(event.key)
+            self._grew(event.key, event.tokens + event.payload_tokens)
+        elif type(event) is QuantumStarted:
+            if event.phase is Phase.ROLLOUT:
+                self._started(event.key, event.worker)
+        elif type(event) is TrajectoryEnded:
+            self._stopped(event.key)
+            self._moved(event.key, None)
+            self.context_tokens.pop(event.key, None)
+        elif type(event) is HomeForgotten:
+            self._moved(event.key, None)
+        elif type(event) is WorkerJoined:
+            if event.rollout_slots > 0:
+                self._joined(event)
+        elif type(event) is WorkerLeft:
+            self._left(event.worker)
+
+    def _started(self, key: str, worker: str) -> None:
+        self._stopped(key)
+        self._moved(key, worker)
+        if worker in self.hosts:
+            self._running[key] = worker
+            self.hosts[worker].running += 1
 
     def bucket_of(self, key: str) -> str | None:
         """Bucket of a trajectory's home; None where it has none."""

@@ -31,12 +31,14 @@ class Applier:
 
     def apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
         """Carry out and log; every command gets a line, but ``on_the_line``, which is on that of its event already."""
+        if not commands:
+            return
         tasks, kicks, said = self._scheduler.tasks, False, task_logger.isEnabledFor(logging.DEBUG)
         for command in commands:
             if type(command) is SetPriority:  # by far the most
                 key, priority = command.key, command.priority
                 if command is not on_the_line:
-                    state.emit("priority_set", key=key, priority=priority, reason=command.reason)
+                    state.note(state.lines.priority_set, key, priority, command.reason)
                 ts = tasks.get(key)
                 if ts is not None:
                     if said:
@@ -46,13 +48,13 @@ class Applier:
                 continue
             match command:
                 case Prefer():
-                    state.emit(
-                        "buckets_preferred",
-                        key=command.key,
-                        buckets=command.buckets,
-                        reason=command.reason,
-                        left_tokens=command.left_tokens,
-                        final_tokens=command.final_tokens,
+                    state.note(
+                        state.lines.buckets_preferred,
+                        command.key,
+                        command.buckets,
+                        command.reason,
+                        command.left_tokens,
+                        command.final_tokens,
                     )
                     kicks = True
                 case OpenGate(iteration=iteration, reason=reason):

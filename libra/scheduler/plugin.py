@@ -57,6 +57,7 @@ class LibraPlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
         self._scheduler = scheduler
+        private.collect_seldom()
         private.add_handlers(
             scheduler,
             {

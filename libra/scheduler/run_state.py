@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra.events import SCHEMA, PolicySnapshot, to_json
+from libra.events.lines import Lines
 from libra.keys import Key
 from libra.policy import Admission, Learns, Ordering, Shows, learns_after
 from libra.scheduler.holders import Holders
@@ -50,6 +51,10 @@ class Tracked:
     end: str = ""  # why it ended, as reported
     told_ended: bool = False  # whether the policy knows that it is over
     told_completed: bool = False  # and that it came to an end of its own, which it is told once
+    group: str = ""  # as policies know it: split, iteration, number
+
+    def __post_init__(self) -> None:
+        self.group = "-".join(map(str, (self.parsed.split, *self.parsed.indices[:2])))
 
     @property
     def completed(self) -> bool:
@@ -100,11 +105,15 @@ class RunState:
     history: deque[tuple[float, int, int, int, int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_ROWS))
 
     guard: StallGuard | None = None
-    last_event: dict[str, Any] = field(default_factory=dict)
+    last_event: tuple[float, str, dict[str, Any]] = (0.0, "none", {})  # when, its name, its fields or the key
+    lines: Lines = field(init=False)
     num_events: int = 0
     num_ended: int = 0  # trajectories that are over
     learned_ended: int = 0  # of those, how many when the policy last learned
     next_snapshot: int = 0  # number of events from which on one is due
+
+    def __post_init__(self) -> None:
+        self.lines = Lines(self.run, SCHEMA)
 
     @property
     def uptime_s(self) -> float:
@@ -120,12 +129,20 @@ class RunState:
             self.log.flush()
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Append one event of `libra.events` to the run's event log, where it keeps one. A dict, because this is the hot path."""
+        """Append one event of `libra.events` to the run's event log, where it keeps one; the frequent ones go to `note`."""
         t_s = round(time.time() - self.started_s, 6)
-        event = self.last_event = {"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields}
+        self.last_event = (t_s, name, fields)
         if self.log is not None:
             self.num_events += 1
-            self.log.write(event)
+            self.log.write({"schema": SCHEMA, "name": name, "run": self.run, "t_s": t_s, **fields})
+
+    def note(self, line: Callable[..., str], key: str, *rest: Any) -> None:
+        """Append one event of a kind that comes many times a second: ``line`` is the method of `lines` that writes it."""
+        t_s = round(time.time() - self.started_s, 6)
+        self.last_event = (t_s, line.__name__, {"key": key})
+        if self.log is not None:
+            self.num_events += 1
+            self.log.write_line(line(t_s, key, *rest))
 
     def holds(self, iteration: int, group: int, block: dict[str, Any] | None) -> None:
         """Somebody keeps the rows of a group in memory (None: nobody does); the newest are remembered."""
@@ -157,12 +174,9 @@ class RunState:
 
     def last_event_text(self) -> str:
         """The last event and how long ago it was."""
-        event = self.last_event
-        what = [
-            event.get("name", "none"),
-            *(str(event[name]) for name in ("key", "iteration", "address") if name in event),
-        ]
-        return f"{' '.join(what)}, {self.uptime_s - event.get('t_s', 0.0):.0f} s ago"
+        t_s, event, fields = self.last_event
+        what = [event, *(str(fields[name]) for name in ("key", "iteration", "address") if name in fields)]
+        return f"{' '.join(what)}, {self.uptime_s - t_s:.0f} s ago"
 
     def emit_snapshot_if_due(self) -> None:
         """Write a snapshot where enough has happened since the last; see `emit_snapshot`."""

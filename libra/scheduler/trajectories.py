@@ -127,22 +127,20 @@ class Trajectories:
             tracked = self.tracked[key] = Tracked(key, parsed, state)
         state, indices = tracked.run, tracked.parsed.indices
         tracked.told_ended = False
-        group = f"{tracked.parsed.split}-{indices[0]}-{indices[1]}"
         event = TrajectoryParked(
-            key, indices[0], tracked.phase, tracked.quanta, group, state.family, tracked.context_tokens
+            key, indices[0], tracked.phase, tracked.quanta, tracked.group, state.family, tracked.context_tokens
         )
         self.dispatcher.handle(event)
         commands = state.policy.handle(event)
         own = commands[0] if commands and commands[0].key == key else None
-        priority = getattr(own, "priority", ())
-        state.emit(
-            "trajectory_parked",
-            key=key,
-            phase=tracked.phase,
-            quanta=tracked.quanta,
-            context_tokens=tracked.context_tokens,
-            priority=priority,
-            reason=own.reason if own else "",
+        state.note(
+            state.lines.trajectory_parked,
+            key,
+            tracked.phase,
+            tracked.quanta,
+            tracked.context_tokens,
+            getattr(own, "priority", ()),
+            own.reason if own else "",
         )
         self.applier.apply(state, commands, on_the_line=own)
 
@@ -209,15 +207,8 @@ class Trajectories:
             state.admission.generation_started(iteration, group, state.admission.version)
         priority = self._scheduler.tasks[tracked.key].priority or ()
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
-        state.emit(
-            "quantum_dispatched",
-            key=tracked.key,
-            phase=phase,
-            quantum=tracked.quanta,
-            worker=worker,
-            priority=priority,
-            reason=reason,
-            alone=alone,
+        state.note(
+            state.lines.quantum_dispatched, tracked.key, phase, tracked.quanta, worker, priority, reason, alone
         )
         self.applier.apply(state, state.policy.handle(QuantumStarted(tracked.key, phase, worker)))
 
@@ -289,27 +280,26 @@ class Trajectories:
         state.tokens += msg["tokens"]
         latency_s = round(msg["stop_s"] - msg["start_s"], 6)
         name = msg["tool"] if phase is Phase.TOOL else "generate"
-        self.stream.add(msg["key"], address, str(phase), msg["start_s"], msg["stop_s"], name)
+        self.stream.add(msg["key"], address, phase, msg["start_s"], msg["stop_s"], name)
         if phase is Phase.ROLLOUT:
             running = self.dispatcher.running_on(tracked.worker, phase)
             self.workers.generated(tracked.worker, running, msg["tokens"], msg["stop_s"] - msg["start_s"])
-        state.emit(
-            "quantum_finished",
-            key=msg["key"],
-            phase=phase,
-            quantum=msg["quantum"],
-            tokens=msg["tokens"],
-            tool=msg["tool"],
-            status=msg["status"],
-            payload_tokens=msg["payload_tokens"],
-            latency_s=latency_s,
-            worker=tracked.worker,
-            version=msg["version"],
-            end=msg["end"],
+        tokens, tool, status, payload = msg["tokens"], msg["tool"], msg["status"], msg["payload_tokens"]
+        state.note(
+            state.lines.quantum_finished,
+            msg["key"],
+            phase,
+            msg["quantum"],
+            tokens,
+            tool,
+            status,
+            payload,
+            latency_s,
+            tracked.worker,
+            msg["version"],
+            msg["end"],
         )
-        done = QuantumFinished(
-            msg["key"], phase, msg["tokens"], msg["tool"], msg["status"], latency_s, msg["payload_tokens"]
-        )
+        done = QuantumFinished(msg["key"], phase, tokens, tool, status, latency_s, payload)
         self._tell(state, done)
         if msg["goes_on"]:
             state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=tracked.worker)

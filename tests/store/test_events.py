@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from libra.errors import StoreError
 from libra.events import EVENTS, SCHEMA, Event, GateOpened, from_dict, from_json, to_dict, to_json
+from libra.events.lines import Lines
 
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _BY_TYPE = {
@@ -42,6 +43,24 @@ def test_an_event_comes_back_from_its_line(kind, data):
     assert "\n" not in line
     assert from_json(line) == event
     assert json.loads(line)["schema"] == SCHEMA
+
+
+FREQUENT = [name for name in vars(Lines) if name in EVENTS]
+
+
+@pytest.mark.parametrize("name", FREQUENT)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_the_frequent_lines_are_those_of_their_events(name, data):
+    values = {f.name: data.draw(_BY_TYPE[str(f.type)], label=f.name) for f in fields(EVENTS[name])}
+    run, t_s, *rest = values.values()
+    assert getattr(Lines(run, SCHEMA), name)(t_s, *rest) == to_json(EVENTS[name](**values))
+    assert len(FREQUENT) == 5
+
+
+def test_a_frequent_line_refuses_what_json_has_no_word_for():
+    with pytest.raises(StoreError, match="latency_s is inf"):
+        Lines("demo", SCHEMA).quantum_finished(0.0, "k", "TOOL", 0, 0, "", "", 0, float("inf"), "w", 0, "")
 
 
 def test_names_are_past_tense_snake_case_and_each_event_says_run_and_time():

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from libra.policy.posterior.rows import START, Floats, Table
+from libra.policy.posterior.rows import MAX_ROWS, START, Floats, Table
 
 SIGNALS = ("last", "tree", "siblings", "family", "tools")
 """What a forecast may rest on beside progress, in the order of their columns."""
@@ -82,36 +82,34 @@ def progress(tokens: float, returns: int, last_tokens: float) -> tuple[float, fl
     return 1.0, math.log1p(tokens), math.log1p(returns), math.log1p(last_tokens)
 
 
-def matrix(table: Table, last: Floats, tree: Floats) -> Floats:
-    """Columns of every row of a trajectory, (N, WIDTH).
-
-    Parameters
-    ----------
-    table : Table
-    last, tree : float array (N, 2)
-        What the last state and the path say beyond progress (order, mean), as known now.
-    """
-    state, tokens = table.state, table.tokens
-    num_rows = len(state)
-    returns = np.arange(num_rows, dtype=np.float64)
-    x = np.empty((num_rows, WIDTH))
+def matrix(table: Table) -> Floats:
+    """Columns of every row of the trajectories, (N, WIDTH); those of ``last`` and ``tree`` are 0, see `residuals`."""
+    state, tokens, stored = table.state, table.tokens, table.stored
+    x = np.zeros((len(state), WIDTH))
     x[:, 0] = 1.0
+    before = np.zeros(len(state))
+    before[1:] = tokens[:-1]
+    returns, counts = np.empty(len(state)), np.empty((len(state), _COUNTED))
+    adds = ADDS[state]
+    for part in table.parts:
+        assert state[part.start] == START
+        before[part.start] = 0.0
+        num_rows = part.stop - part.start
+        returns[part] = _NUMBERS[:num_rows]
+        np.matmul(decays(num_rows), adds[part], out=counts[part])
     x[:, 1] = np.log1p(tokens)
     x[:, 2] = np.log1p(returns)
-    x[:, 3] = np.log1p(np.diff(tokens, prepend=0.0))
-    x[:, OFFSETS["tools"]] = np.log1p(decays(num_rows) @ ADDS[state])
-    x[:, OFFSETS["last"]] = last
-    x[:, OFFSETS["tree"]] = tree
-    stored = table.stored
+    x[:, 3] = np.log1p(tokens - before)
+    x[:, OFFSETS["tools"]] = np.log1p(counts)
     x[:, _SIBLINGS] = stored[:, 0]
     x[:, _SIBLINGS + 1] = stored[:, 1]
     x[:, _SIBLINGS + 2] = stored[:, 1] * stored[:, 2]
     x[:, _SIBLINGS + 3] = stored[:, 1] * np.exp(stored[:, 2]) * TOKEN_SCALE
     x[:, _FAMILY] = stored[:, 3]
-    assert state[0] == START
     return x
 
 
+_NUMBERS = np.arange(MAX_ROWS, dtype=np.float64)
 _DECAYS: dict[int, Floats] = {}
 
 

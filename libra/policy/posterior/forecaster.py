@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,7 @@ class Posterior:
         self._uses_siblings = "siblings" in dials.signals
         self._uses_families = "family" in dials.signals
         self._x = np.zeros(WIDTH)
+        self._few, self._counts = memoryview(self._x)[:NUM_FEW], self._x[NUM_FEW:]  # parts of it
         self._moment = 0  # changes whenever a forecast may
         self._twin: tuple[int, str, str, Live] | None = (
             None  # the last one that had not begun, and when it was forecast
@@ -186,24 +187,27 @@ class Posterior:
             shift, sure = self._groups.shift(live.group, centre, own, value)
         within, between = self._spread
         rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_tokens(tokens))
-        x = self._x
-        x[:NUM_FEW] = (
-            *progress(tokens, live.returns, live.pending),
-            *last,
-            *live.tree,
-            shift,
-            sure,
-            sure * rest,
-            sure * math.exp(rest) * TOKEN_SCALE,
-            family,
+        rest_tokens = math.exp(rest) * TOKEN_SCALE
+        self._few[:] = array(
+            "d",
+            (
+                *progress(tokens, live.returns, live.pending),
+                *last,
+                *live.tree,
+                shift,
+                sure,
+                sure * rest,
+                sure * rest_tokens,
+                family,
+            ),
         )
-        np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
+        np.log1p(self._pool.counts[live.slot], out=self._counts)
         learner = self._learner
-        base_log, base_mean, log, mean = (x @ learner.final).tolist()
+        base_log, base_mean, log, mean = (self._x @ learner.final).tolist()
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
         if sure:
             log += sure * learner.totals[0] * (rest - learner.excess - base_log)
-            mean += sure * learner.totals[1] * (math.exp(rest) * TOKEN_SCALE - base_mean)
+            mean += sure * learner.totals[1] * (rest_tokens - base_mean)
         log = min(max(log, 0.0), _LARGEST_LOG)
         base_mean, mean = max(base_mean, TOKEN_SCALE), max(mean, TOKEN_SCALE)
         guard_log, guard_mean = learner.guards
@@ -297,9 +301,10 @@ class Posterior:
     def anew(self, key: str) -> Forecast:
         """`remaining` of one that has not begun, by what its siblings show by now; KeyError as `remaining`."""
         live = self._live[key]
-        if not live.tokens and not live.returns:
-            self._forecast_anew(live)
-        return self.remaining(key)
+        if live.tokens or live.returns:
+            return self.remaining(key)
+        self._forecast_anew(live)
+        return Forecast(live.mean, live.order, self._learner.guards[0].skill)
 
     def _forecast_anew(self, live: Live) -> None:
         """Siblings that have not begun count for nothing yet and differ in nothing: one forecast, at one moment, is that of all."""
@@ -326,7 +331,7 @@ class Posterior:
         self._moment += 1
         finished = list(self._waiting)
         self._waiting.clear()
-        self._learner.learn(finished, self._running() if self.dials.censored else ())
+        self._learner.learn(finished, *(self._running() if self.dials.censored else ((), 1.0)))
         self._spread = self._spreads()
         self._groups.prior = min(max(self._spread[0] / self._spread[1], 0.25), 8.0)
 
@@ -338,13 +343,12 @@ class Posterior:
         within = (deviations + 5.0 * 0.5 * variance) / (count + 5.0)
         return within, max(variance - within, 0.1 * within)
 
-    def _running(self) -> Iterator[tuple[Running, float]]:
-        """Running trajectories that said something, at most ``sample`` of them, each with how many it stands for."""
+    def _running(self) -> tuple[list[Running], float]:
+        """Running trajectories that said something, at most ``sample`` of them, and how many each stands for."""
         running = [live for live in self._live.values() if live.returns]
         chosen = min(self.dials.sample, len(running))
-        for i in range(chosen):
-            live = running[i * len(running) // chosen]
-            yield Running(live.rows, live.tokens, live.order, live.mean), len(running) / chosen
+        taken = [running[i * len(running) // chosen] for i in range(chosen)]
+        return [Running(one.rows, one.tokens, one.order, one.mean) for one in taken], len(running) / max(1, chosen)
 
     @property
     def skill(self) -> float:

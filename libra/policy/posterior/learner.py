@@ -6,13 +6,13 @@ Called off the critical path; milliseconds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from libra.policy.posterior import residuals, ridge, stack
-from libra.policy.posterior.columns import TOKEN_SCALE, WIDTH, matrix
+from libra.policy.posterior.columns import OFFSETS, TOKEN_SCALE, WIDTH, matrix
 from libra.policy.posterior.dials import Dials
 from libra.policy.posterior.residuals import States, Tree
 from libra.policy.posterior.ridge import EXPERTS, Sums, solve, targets
@@ -20,6 +20,7 @@ from libra.policy.posterior.rows import Floats, Table
 from libra.policy.posterior.stack import Guard, Mixture
 
 _LARGEST_UNIT = 1e6
+_LAST, _TREE = OFFSETS["last"], OFFSETS["tree"]
 
 
 class Running(NamedTuple):
@@ -73,38 +74,42 @@ class Learner:
             guard.scale(keep)
         self.unit /= keep
 
-    def learn(self, finished: Iterable[tuple[array[int], int, str]], running: Iterable[tuple[Running, float]]) -> None:
-        """Take in finished trajectories (rows, total tokens, group), look at running ones (with weights), solve for all."""
-        for rows, total, group in finished:
-            self._take_in(rows, total, group)
+    def learn(self, finished: Sequence[tuple[array[int], int, str]], running: Sequence[Running], weight: float) -> None:
+        """Take in finished trajectories (rows, total tokens, group), look at running ones (each stands for ``weight``), solve."""
+        table = Table([rows for rows, _, _ in finished])
+        x = matrix(table)
+        for part, (_, total, group) in zip(table.parts, finished, strict=True):
+            self._take_in(table, x, part, total, group)
         if self.unit > _LARGEST_UNIT:
             self.states.scale(1.0 / self.unit)
             self.tree.scale(1.0 / self.unit)
             self.unit = 1.0
         self.tree.prune()
         sums = self.sums.copy()
-        for one, weight in running:
-            self._look_at(sums, one, weight)
+        if running:
+            self._look_at(sums, running, weight)
         self.weights = solve(sums, (self.dials.progress_shrink, self.dials.signal_shrink), self.dials.signals)
         for mixture, guard in zip(self.mixtures, self.guards, strict=True):
             mixture.solve()
             guard.solve()
         self._mix()
 
-    def _columns(self, table: Table) -> Floats:
-        last = np.array([self.states.says(state, self.unit) for state in table.state.tolist()])
-        return matrix(table, last, self.tree.path(table.state.tolist(), self.unit))
+    def _fill(self, x: Floats, states: list[int]) -> None:
+        """The columns of one trajectory that change with all that is learned: what states and paths say now."""
+        x[:, _LAST] = [self.states.says(state, self.unit) for state in states]
+        x[:, _TREE] = self.tree.path(states, self.unit)
 
-    def _take_in(self, rows: array[int], total: int, group: str) -> None:
-        table = Table(rows)
-        left = total - table.tokens
+    def _take_in(self, table: Table, columns: Floats, part: slice, total: int, group: str) -> None:
+        left = total - table.tokens[part]
         scored = left >= 1.0  # after the last return nothing is left; that is no length
         if not scored.any():
             return
-        x, y = self._columns(table)[scored], targets(left[scored])
+        states = table.state[part].tolist()
+        self._fill(columns[part], states)
+        x, y = columns[part][scored], targets(left[scored])
         told = x @ self.weights
         forget = self.dials.forget
-        served = table.stored[scored]
+        served = table.stored[part][scored]
         sure, rest = served[:, 1], served[:, 2]
         for i, value in enumerate((float(sure.sum()), float(sure @ (rest - y[:, 0])))):
             self._gaps[i] = forget * self._gaps[i] + value
@@ -121,18 +126,23 @@ class Learner:
             guard.add(mixed - then, y[:, target] - then, group)
         self.unit /= forget
         residuals = (y - told[:, :2]).tolist()
-        states = table.state[scored].tolist()
+        states = table.state[part][scored].tolist()
         self.states.learn(states, residuals, self.unit)
         self.tree.learn(states, residuals, self.unit)
         self.sums.scale(forget)
         self.sums.add(x, y, 1.0)
 
-    def _look_at(self, sums: Sums, running: Running, weight: float) -> None:
-        """Add a running trajectory with the total that is now expected of it."""
-        table = Table(running.rows)
-        done = running.tokens - table.tokens
-        y = np.stack([np.log(done + running.order), (done + running.mean) * TOKEN_SCALE], axis=1)
-        sums.add(self._columns(table), y, weight)
+    def _look_at(self, sums: Sums, running: Sequence[Running], weight: float) -> None:
+        """Add running trajectories with the total that is now expected of each."""
+        table = Table([one.rows for one in running])
+        x, y = matrix(table), np.empty((len(table.state), 2))
+        for part, one in zip(table.parts, running, strict=True):
+            self._fill(x[part], table.state[part].tolist())
+            done = one.tokens - table.tokens[part]
+            y[part, 0] = done + one.order
+            y[part, 1] = (done + one.mean) * TOKEN_SCALE
+        np.log(y[:, 0], out=y[:, 0])
+        sums.add(x, y, weight, len(running))
 
     def _mix(self) -> None:
         """One matrix for the base and the mixture of both targets, but for the totals."""

@@ -33,11 +33,11 @@ class Sums:
         self.cross = np.zeros((WIDTH, 2))
         self.trajectories = 0.0
 
-    def add(self, x: Floats, y: Floats, weight: float) -> None:
-        """Rows of one trajectory: ``x`` (N, WIDTH), ``y`` (N, 2) log and thousands of tokens."""
+    def add(self, x: Floats, y: Floats, weight: float, trajectories: int = 1) -> None:
+        """Rows of so many trajectories: ``x`` (N, WIDTH), ``y`` (N, 2) log and thousands of tokens."""
         self.gram += weight * (x.T @ x)
         self.cross += weight * (x.T @ y)
-        self.trajectories += weight
+        self.trajectories += weight * trajectories
 
     def scale(self, factor: float) -> None:
         """Let everything so far weigh ``factor`` times as much."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +87,12 @@ def log_tokens(tokens: float) -> float:
 
 
 class Table:
-    """The rows of one trajectory as columns, for learning.
+    """The rows of trajectories as columns, one trajectory after the other, for learning.
 
     Attributes
     ----------
+    parts : list of slice
+        The rows of each trajectory.
     state : int array (N,)
     tokens : float array (N,)
         Generated before the return.
@@ -96,10 +100,12 @@ class Table:
         Siblings' shift, information, log remaining; family's shift; log order and mean of progress-only and mixture.
     """
 
-    __slots__ = ("state", "stored", "tokens")
+    __slots__ = ("parts", "state", "stored", "tokens")
 
-    def __init__(self, rows: array[int]) -> None:
-        numbers = np.frombuffer(rows, dtype=np.uint16).reshape(-1, STRIDE)
+    def __init__(self, trajectories: Sequence[array[int]]) -> None:
+        ends = list(accumulate((len(rows) // STRIDE for rows in trajectories), initial=0))
+        self.parts = [slice(*ends) for ends in pairwise(ends)]
+        numbers = np.frombuffer(b"".join(rows.tobytes() for rows in trajectories), dtype=np.uint16).reshape(-1, STRIDE)
         self.state = numbers[:, 0].astype(np.int64)
         self.tokens = numbers[:, 1] + 65536.0 * numbers[:, 2]
         self.stored: Floats = numbers[:, 3:].astype(np.float64)

@@ -27,6 +27,10 @@ GROUPS = 1024
 """Latest groups whose gain is remembered, to see siblings as one observation."""
 
 
+SETTLED = 1e-12
+"""A sweep that moves all weights together by less is the last."""
+
+
 class Mixture:
     """Weights of the experts for one target.
 
@@ -72,12 +76,17 @@ def _descend(gram: Floats, cross: Floats, start: Floats, sweeps: int) -> Floats:
     """Non-negative minimiser of ``w gram w / 2 - cross w``."""
     rows, wanted, weights = gram.tolist(), cross.tolist(), start.tolist()
     for _ in range(sweeps):
+        moved = 0.0
         for i, row in enumerate(rows):
-            if row[i] > 1e-12:
-                pull = wanted[i] - sum(map(mul, row, weights)) + row[i] * weights[i]
-                weights[i] = max(0.0, pull / row[i])
+            before, own = weights[i], row[i]
+            if own > 1e-12:
+                pull = wanted[i] - sum(map(mul, row, weights)) + own * before
+                weights[i] = after = pull / own if pull > 0.0 else 0.0
             else:
-                weights[i] = 0.0
+                weights[i] = after = 0.0
+            moved += abs(after - before)
+        if moved < SETTLED:
+            break
     return np.array(weights)
 
 
