@@ -39,7 +39,7 @@ from libra.graph.failures import FAULTS, failure_of
 from libra.graph.fetching import weights_of
 from libra.graph.gang_member import GangMember
 from libra.graph.model_files import local_model
-from libra.graph.private import cheap_reschedule, priority_here, still_wanted
+from libra.graph.private import cheap_reschedule, heard_meanwhile, priority_here, still_wanted
 from libra.graph.replicas import make_replica
 from libra.graph.reports import report
 from libra.graph.roles import RoleMember, open_pool
@@ -100,8 +100,13 @@ class LibraHost(WorkerPlugin):
     # ---------------------------------------------------------------- life
 
     async def setup(self, worker: Worker) -> None:
-        """Build what this worker's resources ask for; an error here reaches the driver."""
+        """Build what this worker's resources ask for; an error here reaches the driver, where the run is just starting."""
         self.worker = worker
+        with heard_meanwhile(worker):
+            await self._build(worker)
+        self._tell("ready")
+
+    async def _build(self, worker: Worker) -> None:
         cheap_reschedule()
         stacks.install(worker)
         self.model_dir = await asyncio.to_thread(local_model, self.spec.model_dir)
@@ -135,7 +140,6 @@ class LibraHost(WorkerPlugin):
         # through (0.2 s with the interpreter stopped) again and again.
         gc.collect()
         gc.freeze()
-        self._tell("ready")
 
     async def teardown(self, worker: Worker) -> None:
         """Close what was built."""

@@ -6,11 +6,16 @@
   looks at its type and throws all of it away: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
 * What a worker supplies is two dicts of its state, ``total_resources`` and ``available_resources``.
+* A worker that joins is called running before its plugins are set up, but says nothing of itself until they are: one that takes
+  longer than ``worker-ttl`` would be taken for dead, and started again, and again.
 * ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker tells.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import distributed.worker
@@ -18,6 +23,9 @@ from distributed import Reschedule, Worker
 from distributed.core import Status
 
 _NOT_ENDED = frozenset({"waiting", "ready", "constrained", "executing", "long-running", "cancelled", "resumed"})
+
+_JOINING: Counter[str] = Counter()
+"""How many plugins of ours a worker that is joining sets up, by its address."""
 
 _full_message = distributed.worker.error_message
 
@@ -32,6 +40,24 @@ def _error_message(e: BaseException, status: str = "error") -> Any:
 def cheap_reschedule() -> None:
     """From now on rescheduling costs this process's workers nothing. Calling it again changes nothing."""
     distributed.worker.error_message = _error_message
+
+
+@contextmanager
+def heard_meanwhile(worker: Worker) -> Iterator[None]:
+    """The scheduler hears from this worker while a plugin of it is set up."""
+    heartbeat, joining = worker.periodic_callbacks["heartbeat"], _JOINING[worker.address]
+    if not joining and heartbeat.is_running():  # it joined long ago
+        yield
+        return
+    if not joining:
+        heartbeat.start()
+    _JOINING[worker.address] += 1
+    try:
+        yield
+    finally:
+        _JOINING[worker.address] -= 1
+        if not _JOINING[worker.address]:  # Dask starts it once more
+            heartbeat.stop()
 
 
 def still_wanted(worker: Worker, key: str) -> bool:

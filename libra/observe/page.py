@@ -9,6 +9,7 @@ Both show what ``snapshots()`` returns, one dict per run:
 - ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
 - ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens believed at first, half way, and as
   they were], ...]}, of the orderings that have something to show
+- ``roles``: one row per worker that can change its role, see `libra.policy.roles.Roles.rows`
 - ``quanta``: {phase: finished}
 - ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count}
 - ``rewards``, ``lag``: [[iteration, mean], ...]

@@ -306,4 +306,9 @@ class LibraPlugin(SchedulerPlugin):
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
         slots = self.trajectories.slots()
         buckets = self.trajectories.dispatcher.buckets()
-        return [state.shown(slots, self.trajectories.levels(state.run), buckets) for state in self.runs.values()]
+        roles: Any = self._scheduler.plugins.get("libra-roles")
+        return [
+            state.shown(slots, self.trajectories.levels(state.run), buckets)
+            | {"roles": roles.roles(state.run, state.epoch) if roles is not None else []}
+            for state in self.runs.values()
+        ]

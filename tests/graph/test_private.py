@@ -7,8 +7,10 @@ from typing import Any
 
 import distributed.worker
 from distributed import Client, Reschedule, Scheduler, Worker, get_worker
+from distributed.core import Status
+from distributed.diagnostics.plugin import WorkerPlugin
 
-from libra.graph.private import cheap_reschedule, set_supply, still_wanted, takes
+from libra.graph.private import cheap_reschedule, heard_meanwhile, set_supply, still_wanted, takes
 
 STATE: dict[str, Any] = {}
 """What the tasks below share with their test; functions of a module are not copied on their way to a worker here."""
@@ -144,3 +146,39 @@ async def _take_and_supply():
             set_supply(worker, "SLOT", count)
             assert worker.state.total_resources["SLOT"] == worker.state.available_resources["SLOT"] == count
         assert await client.submit(str, 1, resources={"SLOT": 2}, pure=False) == "1"
+
+
+def test_a_worker_that_joins_is_heard_of_while_it_is_set_up():
+    asyncio.run(_join_slowly())
+
+
+class Slow(WorkerPlugin):
+    """Sets up until the scheduler has heard of its worker again, and once more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def setup(self, worker: Worker) -> None:
+        with heard_meanwhile(worker):
+            ws = STATE["scheduler"].workers[worker.address]
+            for _ in range(2):
+                ws.last_seen = 0.0
+                while ws.last_seen == 0.0:  # noqa: ASYNC110  Dask has no event for this
+                    await asyncio.sleep(0)
+            STATE["running"] = ws.status is Status.running
+
+
+async def _join_slowly():
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        STATE["scheduler"] = scheduler
+        for name in ("one run", "another"):  # set up at the same time
+            await client.register_plugin(Slow(name))
+        async with Worker(scheduler.address) as worker:
+            assert STATE["running"], "Dask sends it tasks already: that is why the plugin must not"
+            heartbeat = worker.periodic_callbacks["heartbeat"]
+            assert heartbeat.is_running()
+            heartbeat.stop()
+            assert heartbeat._timeout is None, "it was started once"

@@ -153,9 +153,10 @@ def kill(client: Client, name: str) -> None:
 
 def until_settled(session: Session, count: int) -> None:
     """Wait until so many workers that can change roles are there and have one."""
+    run = session.spec.run
 
     async def wait(dask_scheduler: Any) -> None:
-        state = dask_scheduler.plugins["libra-roles"]._runs[session.spec.run]
+        state = dask_scheduler.plugins["libra-roles"]._runs[run]
         while [row["stage"] for row in state.roles.rows()] != ["resupplied"] * count:
             await state.news.wait()
 
