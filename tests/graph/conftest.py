@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import Client
+from distributed import Client, Scheduler
+from distributed.diagnostics.plugin import SchedulerPlugin
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -78,3 +80,44 @@ def make_config(random_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
         return config_from_dict(values)
 
     return make
+
+
+class _Notices(SchedulerPlugin):
+    """Sets an event whenever a task, a worker or a report moves something in the scheduler, after Libra's plugins heard of it."""
+
+    name = "test-notices"
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+
+    def transition(self, *args: Any, **kwargs: Any) -> None:
+        self.news.set()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        self.news.set()
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        self.news.set()
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self.news.set()
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[[Any, Callable[[Scheduler], bool]], None]:
+    """``until(cluster, condition)``: wait until the condition is true of the scheduler of a cluster in this process."""
+
+    def wait(cluster: Any, condition: Callable[[Scheduler], bool]) -> None:
+        async def look() -> None:
+            scheduler, notices = cluster.scheduler, _Notices()
+            scheduler.add_plugin(notices, idempotent=False)
+            try:
+                while not condition(scheduler):
+                    notices.news.clear()
+                    await notices.news.wait()
+            finally:
+                scheduler.remove_plugin(notices.name)
+
+        cluster.sync(look)
+
+    return wait

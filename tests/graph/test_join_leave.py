@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import signal
@@ -24,6 +23,7 @@ from libra.testing import FixedTurns
 from libra.types import Phase
 
 Config = Callable[..., RunConfig]
+Until = Callable[[Any, Callable[[Scheduler], bool]], None]
 RUN = "demo"
 
 
@@ -54,14 +54,10 @@ def add_worker(session: Session, name: str, like: str) -> None:
     cluster.sync(cluster._correct_state)
 
 
-def until(session: Session, condition: Callable[[LibraPlugin], bool]) -> None:
-    """Wait until the plugin says so; it has no event for a test."""
-
-    async def look(dask_scheduler: Scheduler) -> None:
-        while not condition(dask_scheduler.plugins[LibraPlugin.name]):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-    session._cluster.sync(look, session._cluster.scheduler)  # type: ignore[union-attr]
+def libra(scheduler: Scheduler) -> LibraPlugin:
+    """Libra's plugin there."""
+    plugin: LibraPlugin = scheduler.plugins[LibraPlugin.name]  # type: ignore[assignment]
+    return plugin
 
 
 def check_exactly_once(
@@ -114,7 +110,7 @@ sends.__module__ = "__main__"
 
 
 def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
-    make_config: Config, tmp_path: Path
+    make_config: Config, tmp_path: Path, until: Until
 ) -> None:
     config = make_config(
         run={"iterations": 8},
@@ -129,7 +125,7 @@ def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
         iterations = session.iterations()
         next(iterations)
         # Iteration 1 is under way, and no other one is submitted: when it is over, version 2 is the newest.
-        until(session, lambda plugin: plugin.runs[RUN].served.get("rollout-0") == 2)
+        until(session._cluster, lambda it: libra(it).runs[RUN].served.get("rollout-0") == 2)
         at = workers(session)
         session._client.run(note_sends, (half, go), workers=[at["rollout-0"]])
         session._client.run(note_sends, None, workers=[at["train-0"]])
@@ -137,7 +133,7 @@ def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
         assert half.read_text() == "half", "the worker that generates is asked, and has sent half of the version"
         # The joiner has not got its weights, and the run goes on: steps, versions, and the very worker it asked.
         assert [next(iterations)["iteration"] for _ in range(3)] == [1, 2, 3]
-        until(session, lambda plugin: plugin.runs[RUN].served.get("rollout-0") == 5)
+        until(session._cluster, lambda it: libra(it).runs[RUN].served.get("rollout-0") == 5)
         assert 2 not in session._client.run(sends, workers=[at["train-0"]])[at["train-0"]], "the trainer was not asked"
         events = list(read_events(session.directory / "events.jsonl").events)
         assert not [
@@ -145,7 +141,7 @@ def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
         ]
         go.write_text("go")
         joining.result()
-        until(session, lambda plugin: "rollout-1" in plugin.runs[RUN].served)
+        until(session._cluster, lambda it: "rollout-1" in libra(it).runs[RUN].served)
         assert [values["iteration"] for values in iterations] == [4, 5, 6, 7]
 
     events = check_exactly_once(session.directory, iterations=8, groups=2, samples=2, quanta=5)
@@ -154,7 +150,7 @@ def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
 
 
 @pytest.mark.parametrize("how", ["planned", "killed"])
-def test_a_worker_that_leaves_in_mid_turn_takes_nothing_along(make_config: Config, how: str) -> None:
+def test_a_worker_that_leaves_in_mid_turn_takes_nothing_along(make_config: Config, until: Until, how: str) -> None:
     config = make_config(
         run={"iterations": 6},
         weights={"transfer": "peer"},
@@ -165,14 +161,13 @@ def test_a_worker_that_leaves_in_mid_turn_takes_nothing_along(make_config: Confi
     with Session(config) as session:
         iterations = session.iterations()
         next(iterations)
-        until(
-            session,
-            lambda plugin: plugin.runs[RUN].served.get("rollout-0") == plugin.runs[RUN].served.get("rollout-1") == 2,
-        )
+        until(session._cluster, lambda it: libra(it).runs[RUN].served == {"rollout-0": 2, "rollout-1": 2})
         leaver = workers(session)["rollout-1"]
         (process,) = session._client.run(stand_still, RUN, workers=[leaver]).values()
         taken = ThreadPoolExecutor(1).submit(lambda: [next(iterations)["iteration"], next(iterations)["iteration"]])
-        until(session, lambda plugin: plugin.trajectories.dispatcher.running_on("rollout-1", Phase.ROLLOUT) == 2)
+        until(
+            session._cluster, lambda it: libra(it).trajectories.dispatcher.running_on("rollout-1", Phase.ROLLOUT) == 2
+        )
         if how == "planned":
             session._client.retire_workers([leaver])
             assert leaver not in workers(session).values()
@@ -180,8 +175,8 @@ def test_a_worker_that_leaves_in_mid_turn_takes_nothing_along(make_config: Confi
             os.kill(process, signal.SIGKILL)
         assert taken.result() == [1, 2], "its turns were generated by the other one"
         if how == "killed":  # its nanny starts it again, and it takes up the newest version
-            until(session, lambda plugin: plugin.runs[RUN].engines.get("rollout-1") not in (None, leaver))
-            until(session, lambda plugin: plugin.trajectories.dispatcher.slots(Phase.ROLLOUT)[1] == 4)
+            until(session._cluster, lambda it: libra(it).runs[RUN].engines.get("rollout-1") not in (None, leaver))
+            until(session._cluster, lambda it: not libra(it).runs[RUN].joining)
         assert [values["iteration"] for values in iterations] == [3, 4, 5]
 
     events = check_exactly_once(session.directory, iterations=6, groups=2, samples=2, quanta=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import zarr
-from distributed import Client
+from distributed import Client, Scheduler
 
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
@@ -21,6 +20,7 @@ from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
 
 Config = Callable[..., RunConfig]
+Until = Callable[[Any, Callable[[Scheduler], bool]], None]
 ONE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO = {"rollout-0": {"role": "rollout", "tp": 1}, "rollout-1": {"role": "rollout", "tp": 1}}
 
@@ -117,7 +117,9 @@ emulate_tensor_parallelism.__module__ = "__main__"
 
 
 @pytest.mark.timeout(600)
-def test_an_engine_of_two_workers_outlives_the_death_of_either(start: Callable[..., Session], client: Client) -> None:
+def test_an_engine_of_two_workers_outlives_the_death_of_either(
+    start: Callable[..., Session], client: Client, until: Until
+) -> None:
     with start(8) as session:
         iterations = session.iterations()
         next(iterations)
@@ -126,7 +128,7 @@ def test_an_engine_of_two_workers_outlives_the_death_of_either(start: Callable[.
         assert session.roles.wait(there)
         next(iterations)
         for victim in ("rollout-1", "rollout-0"):
-            kill(client, victim)
+            kill(client, victim, until)
             until_settled(session, 2)  # by name: it is lent again, or leads again
             has = {row["worker"]: (row["role"], row["tp"]) for row in session.roles.rows()}
             assert has == {"rollout-0": ("rollout", 2), "rollout-1": ("lent", 1)}
@@ -138,17 +140,13 @@ def test_an_engine_of_two_workers_outlives_the_death_of_either(start: Callable[.
     check_places(events, there, back)
 
 
-def kill(client: Client, name: str) -> None:
+def kill(client: Client, name: str, until: Until) -> None:
     """Kill a worker's process, and wait until the scheduler knows it."""
     address = address_of(client, name)
     ((process),) = client.run(os.getpid, workers=[address]).values()
 
-    async def gone(dask_scheduler: Any) -> None:
-        while address in dask_scheduler.workers:  # noqa: ASYNC110  Dask has no event for this
-            await asyncio.sleep(0)
-
     os.kill(process, signal.SIGKILL)
-    client.run_on_scheduler(gone)
+    until(client.cluster, lambda scheduler: address not in scheduler.workers)
 
 
 def until_settled(session: Session, count: int) -> None:
