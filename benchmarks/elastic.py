@@ -5,8 +5,10 @@
 drift (virtual time, emulated engine speeds; see `benchmarks.elastic_drift`)
     ``over_static``: tokens per second with replanning over the best static split in hindsight, at staleness bound 0, where GPUs
     may roll out and train in one step. ``over_static_split_only``: the same where each GPU is in one pool, so that only the drift
-    is followed. ``over_static_eta1``: the same at bound 1. ``over_always_sharing``: over GPUs that do both at all times, with the
-    engines that are best in hindsight. ``over_static_of_eta1``: synchronous replanning over the best static split at bound 1.
+    is followed. ``over_static_eta1``: the same at bound 1; ``over_static_eta1_bound``: what a split would gain there that is right
+    for every single batch, known before it, changed for nothing, of GPUs that divide. ``over_always_sharing``: over GPUs that do
+    both at all times, with the engines that are best in hindsight. ``over_static_of_eta1``: synchronous replanning over the best
+    static split at bound 1.
 stages (real processes of this machine, a tiny model; see `benchmarks.elastic_live`)
     ``rollout_to_train_s``, ``train_to_rollout_s``: medians of a change from the request until the worker supplies its new role, and
     of each of its stages; ``state_s`` until a joiner has the weights, in the background. ``trainer_blocked_s``: seconds that the

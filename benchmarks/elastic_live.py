@@ -37,11 +37,12 @@ ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
 
 def session(directory: str, name: str, iterations: int, stretch: int, *changes: str) -> Session:
     """A run with one hybrid worker, not begun; ``stretch`` iterations in a row are alike."""
-    args = f"{{stretch: {stretch * PROMPTS}, long_chars: 400}}"
+    args = f"{{stretch: {stretch * PROMPTS}, long_chars: 930}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
         "cluster.hybrid_workers=1", "cluster.dashboard_port=0", "environment.name=libra.testing:DriftingPrompts",
-        f"environment.args={args}", "rollout.ignore_eos=true", "rollout.max_turns=8", f"trainer.prompts={PROMPTS}",
+        f"environment.args={args}", "rollout.ignore_eos=true", "rollout.max_turns=8", "rollout.max_context_tokens=1024",
+        "trainer.max_row_tokens=1024", f"trainer.prompts={PROMPTS}",
         f"trainer.group_size={GROUP_SIZE}", "trainer.lr=1e-6", "evaluation.prompts=0", "checkpoint.every=0",
         "observe.progress=false", "observe.tensorboard=false",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from benchmarks.elastic_drift import (
     Course,
     best_static,
     cut,
+    followed_s,
     node_layouts,
 )
 from libra.sim.workload import Trace, TurnPlan, Workload
@@ -42,6 +43,13 @@ def test_the_yardstick_is_the_best_of_all_at_either_bound() -> None:
     assert best_static(here, 0, full=True) == best_static(here, 0)
     shared = best_static(here, 0, share=True)
     assert shared.total_s == pytest.approx(3 * (100.0 + 20.0 + UPDATE_S + 18.8))
+
+
+def test_a_split_that_is_always_right_is_quicker_by_what_pools_wait_for_each_other() -> None:
+    here = course({1: 300.0, 2: 150.0, 3: 100.0, 4: 75.0})
+    static = best_static(here, 1)
+    assert followed_s(here, static) == pytest.approx(100.0 + 2 * (24 * 100.0 + 8 * 80.0) / 32 + 80.0 + 3 * UPDATE_S)
+    assert followed_s(here, static) < static.total_s
 
 
 def test_a_trajectory_is_cut_before_it_would_pass_the_limit() -> None:
