@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ def die(marker: str, **where: Any) -> None:
     os.write(handle, json.dumps(where).encode())
     os.close(handle)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _original(owner: Any, name: str) -> Any:
+    """What ``owner.name`` was before it was armed for the first time: an earlier case may have left this process alive."""
+    kept = f"_unarmed_{name}"
+    if not hasattr(owner, kept):
+        setattr(owner, kept, getattr(owner, name))
+    return getattr(owner, kept)
 
 
 def in_reduction(run: str, marker: str, during: bool, dask_worker: Any) -> None:
@@ -54,7 +63,7 @@ def in_turn(run: str, marker: str, nth: int, dask_worker: Any) -> None:
     """An engine, after the nth forward pass from which a request goes on: tokens of a turn are made, and none is recorded."""
     from libra.rollout.batch import SlotBatch
 
-    step, seen = SlotBatch.step, []
+    step, seen = _original(SlotBatch, "step"), []
 
     def deadly(batch: Any) -> Any:
         ended = step(batch)
@@ -73,17 +82,16 @@ def in_fetch(run: str, marker: str, fraction: float, dask_worker: Any) -> None:
     from libra.weights import transfer
 
     transfer.CHUNK_BYTES = CHUNK_BYTES
-    fetch_file = transfer._fetch_file
+    fetch_file = _original(transfer, "_fetch_file")
 
     def armed(version: int, name: str, holder: Any, path: Path, secret: str) -> None:
-        real = transfer.socket
 
         class Sockets:
             def __getattr__(self, attribute: str) -> Any:
-                return getattr(real, attribute)
+                return getattr(socket, attribute)
 
             def create_connection(self, *args: Any, **kwargs: Any) -> Any:
-                return _Line(real.create_connection(*args, **kwargs), at_fraction)
+                return _Line(socket.create_connection(*args, **kwargs), at_fraction)
 
         def at_fraction(got: int, size: int) -> None:
             if got >= fraction * size and size > 4 * CHUNK_BYTES:
@@ -94,7 +102,7 @@ def in_fetch(run: str, marker: str, fraction: float, dask_worker: Any) -> None:
         try:
             fetch_file(version, name, holder, path, secret)
         finally:
-            transfer.socket = real
+            transfer.socket = socket
 
     transfer._fetch_file = armed
 
@@ -110,6 +118,9 @@ class _Line:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._line.close()
+
+    def close(self) -> None:
         self._line.close()
 
     def sendall(self, data: bytes) -> None:
