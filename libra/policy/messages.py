@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar, dataclass_transform
 
 from libra.types import Phase
 
-
 T = TypeVar("T")
 
 

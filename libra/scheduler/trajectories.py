@@ -206,9 +206,7 @@ class Trajectories:
             state.admission.generation_started(iteration, group, state.admission.version)
         priority = self._scheduler.tasks[tracked.key].priority or ()
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
-        state.note(
-            state.lines.quantum_dispatched, tracked.key, phase, tracked.quanta, worker, priority, reason, alone
-        )
+        state.note(state.lines.quantum_dispatched, tracked.key, phase, tracked.quanta, worker, priority, reason, alone)
         self.applier.apply(state, state.policy.handle(QuantumStarted(tracked.key, phase, worker)))
 
     def left_worker(self, tracked: Tracked) -> None:
