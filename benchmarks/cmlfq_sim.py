@@ -33,13 +33,14 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.report import Figure, emit
+from libra.config.agent_turns import agent_turn_files
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
 from libra.sim.fleet import fleet, slots_of
 from libra.sim.outcome import Outcome
 from libra.sim.simulator import Simulator
-from libra.sim.traces import load_traces, trace_files
+from libra.sim.traces import load_traces
 from libra.sim.workload import Trace, Workload, draw
 
 GPU, MODEL, DEGREES = "a800", "qwen3-14b", (1, 2, 4, 8)
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     grid = QUICK if options.quick else FULL if options.full else CROSS
     seeds = min(3, options.seeds) if options.quick else options.seeds
     cells = []
-    for path in trace_files(options.data):
+    for path in agent_turn_files(options.data):
         if options.sets and path.stem not in options.sets:
             continue
         traces = load_traces(path)

@@ -22,7 +22,6 @@ and cut at 40,960 tokens (the limit of the Libra paper), staleness bound 1.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Sequence
@@ -32,13 +31,14 @@ import cvxpy  # noqa: F401  (imported before anything is timed)
 import numpy as np
 
 from benchmarks.report import Figure, emit
+from libra.config.agent_turns import read_agent_turns
 from libra.hardware import load_gpu, load_shape
 from libra.planner.cost import Layout, Workload
 from libra.planner.packing import filled
 from libra.planner.problem import Problem
 from libra.planner.search import search
 from libra.planner.snapshot import Snapshot, pose
-from libra.planner.trace import drawn, workload_of_turns
+from libra.planner.trace import COLUMNS, drawn, workload_of_turns
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 10_000)
 REQUESTS = (256, 4096)
@@ -135,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="searches of which the median is taken")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of trajectories")
     options = parser.parse_args(arguments)
-    with (options.data / TRACE).open(newline="") as file:
-        trace = workload_of_turns(csv.DictReader(file), TOOL_S)
+    trace = workload_of_turns(read_agent_turns(options.data / TRACE, COLUMNS, "--data"), TOOL_S)
     search(posed(drawn(trace, 8, options.seed, MAX_CONTEXT_TOKENS), 16))  # solver and tables are loaded once, untimed
     figures: dict[str, Figure] = {}
     for requests in options.requests:

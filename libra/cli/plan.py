@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,23 +10,20 @@ from pathlib import Path
 import click
 
 from libra.config import RunConfig
-from libra.errors import ConfigError, PlanError
+from libra.config.agent_turns import read_agent_turns
+from libra.errors import ConfigError
 from libra.planner.configured import snapshot_of
 from libra.planner.cost import Workload
 from libra.planner.explain import alternative_line, text
 from libra.planner.making import compare, plan
 from libra.planner.search import Planner
 from libra.planner.snapshot import Snapshot
-from libra.planner.trace import workload_of_turns
+from libra.planner.trace import COLUMNS, workload_of_turns
 
 
 def read_trace(path: Path, tool_s: float) -> Workload:
-    """The trajectories of a CSV of turns; PlanError where it cannot be read."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return workload_of_turns(csv.DictReader(file), tool_s)
-    except OSError as error:
-        raise PlanError(f"planner.trace: {path} cannot be read ({error.strerror}); type --trace FILE") from error
+    """The trajectories of a CSV of turns; ConfigError where it cannot be read, PlanError where it does not say enough."""
+    return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace"), tool_s)
 
 
 def fixed_by(snapshot: Snapshot, choice: str) -> Snapshot:

@@ -1,55 +1,49 @@
-"""Workloads from traces of agents, one row per turn, and cut or drawn to the size of a batch. Files are read by the caller."""
+"""Workloads from traces of agents, and cut or drawn to the size of a batch. Files are read by the caller."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 import numpy as np
 
+from libra.config.agent_turns import Recorded
 from libra.errors import PlanError
 from libra.planner.cost import Workload
 
 COLUMNS = ("task", "sample", "turn", "prompt_tokens", "completion_tokens")
-"""Columns a trace must have; ``tool_s`` is used where it is there."""
+"""Columns a trace must have, for `libra.config.agent_turns`; ``tool_s`` is used where it is there."""
 
 
-def workload_of_turns(rows: Iterable[Mapping[str, str]], tool_s: float) -> Workload:
-    """One trajectory per (task, sample), its turns in their order.
+def workload_of_turns(recorded: Sequence[Recorded], tool_s: float) -> Workload:
+    """One trajectory for each that was recorded.
 
     Parameters
     ----------
-    rows : iterable of mapping of str
-        As ``csv.DictReader`` gives them: ``prompt_tokens`` is the context before a turn, ``completion_tokens`` what it adds.
+    recorded : sequence of Recorded
+        Turns with their ``prompt_tokens``.
     tool_s : float
-        Seconds of a tool call where the row has no ``tool_s``.
+        Seconds of a tool call where the trace does not say.
 
     Raises
     ------
     PlanError
-        A column is missing or no number, or there is no row.
+        There is none, or a turn does not say its context.
     """
-    turns: dict[tuple[str, str], list[tuple[int, float, float, float]]] = {}
-    for number, row in enumerate(rows, start=2):
-        try:
-            entry = (
-                int(row["turn"]),
-                float(row["prompt_tokens"]),
-                float(row["completion_tokens"]),
-                float(row.get("tool_s") or tool_s),
-            )
-            turns.setdefault((row["task"], row["sample"]), []).append(entry)
-        except (KeyError, ValueError, TypeError) as error:
-            raise PlanError(
-                f"planner.trace, line {number}: {error!r}; a trace has the columns {', '.join(COLUMNS)}, one row per turn"
-            ) from error
-    if not turns:
+    if not recorded:
         raise PlanError("planner.trace: the file has no row; a trace has one row per turn")
     columns = []
-    for entries in turns.values():
-        entries.sort()
-        _, contexts, generated, waits = zip(*entries, strict=True)
-        seen = contexts[-1] - contexts[0] - sum(generated[:-1])
-        columns.append((contexts[0], sum(generated), max(seen, 0.0), len(entries), sum(waits)))
+    for one in recorded:
+        contexts = [turn.prompt_tokens for turn in one.turns]
+        if None in contexts:
+            raise PlanError(
+                f"planner.trace: task {one.task!r}, sample {one.sample!r}: turn {contexts.index(None)} has no prompt_tokens; "
+                "the planner needs the context before each turn"
+            )
+        first, last = contexts[0] or 0, contexts[-1] or 0
+        generated = [turn.completion_tokens for turn in one.turns]
+        waits = [tool_s if turn.tool_s is None else turn.tool_s for turn in one.turns]
+        seen = last - first - sum(generated[:-1])
+        columns.append((first, sum(generated), max(seen, 0.0), len(one.turns), sum(waits)))
     return Workload(*np.array(columns, dtype=np.float64).T.copy())
 
 

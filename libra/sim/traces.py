@@ -1,22 +1,18 @@
-"""Recorded trajectories as traces to draw workloads from: files of agent turns, one row per turn.
+"""Recorded trajectories (`libra.config.agent_turns`) as traces to draw workloads from.
 
-Columns: ``task, sample, turn, tool, status, payload_chars, prompt_tokens, completion_tokens``; optionally ``source, model`` (they
-separate trajectories and name the family) and ``tool_s``. Where tools were not timed, their seconds are drawn from a
+Source and model separate trajectories and name the family. Where tools were not timed, their seconds are drawn from a
 distribution (`tool_seconds`), with a seed, and are no measurement.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from libra.errors import ConfigError
+from libra.config.agent_turns import AgentTurn, read_agent_turns
 from libra.sim.workload import Trace, TurnPlan
 
-CHARS_PER_TOKEN = 4
 REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
 _ENDS = ("", "end", "none")
 
@@ -31,59 +27,28 @@ def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
     """Trajectories of one file, in its order; ConfigError where columns are missing or a number is none."""
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ConfigError(
-                    f"traces {path}: columns {', '.join(missing)} are missing; it has {reader.fieldnames}"
-                )
-            rows: dict[tuple[str, ...], list[dict[str, str]]] = {}
-            for row in reader:
-                place = tuple(row.get(name) or "" for name in ("source", "model", "task", "sample"))
-                rows.setdefault(place, []).append(row)
-    except OSError as error:
-        raise ConfigError(f"traces {path}: {error.strerror or error}") from error
     rng = np.random.default_rng([seed, 0x7001])
-    traces = []
-    for (source, model, task, _), turns in rows.items():
-        turns.sort(key=lambda row: _number(path, row, "turn"))
-        traces.append(_trace(path, f"{model}/{task}" if model else task, source, turns, rng))
-    return traces
+    return [
+        _trace(f"{one.model}/{one.task}" if one.model else one.task, one.source, one.turns, rng)
+        for one in read_agent_turns(path, REQUIRED)
+    ]
 
 
-def trace_files(data: Path) -> list[Path]:
-    """Every file of agent turns under ``data``, by name; ConfigError where there is none."""
-    found = sorted((data / "agent_turns").glob("*.csv"))
-    if not found:
-        raise ConfigError(f"--data {data}: there is no {data / 'agent_turns'}/*.csv")
-    return found
-
-
-def _trace(path: Path, task: str, source: str, rows: Sequence[dict[str, str]], rng: np.random.Generator) -> Trace:
-    prompts = [_number(path, row, "prompt_tokens") for row in rows]
-    new = [max(1, _number(path, row, "completion_tokens")) for row in rows]
-    drawn = tool_seconds(rng, len(rows))
+def _trace(task: str, source: str, recorded: tuple[AgentTurn, ...], rng: np.random.Generator) -> Trace:
+    prompts = [turn.prompt_tokens or 0 for turn in recorded]
+    new = [max(1, turn.completion_tokens) for turn in recorded]
+    drawn = tool_seconds(rng, len(recorded))
     turns = []
-    for i, row in enumerate(rows):
-        last = i + 1 == len(rows)
+    for i, turn in enumerate(recorded):
+        last = i + 1 == len(recorded)
         payload = prompts[i + 1] - prompts[i] - new[i] if not last and prompts[i] and prompts[i + 1] else 0
         if payload <= 0:
-            payload = _number(path, row, "payload_chars") // CHARS_PER_TOKEN
-        timed = (row.get("tool_s") or "").strip()
-        tool = row["tool"] or "tool"
-        ends = last and (row["status"] in _ENDS or tool in _ENDS)
+            payload = turn.payload_tokens
+        tool = turn.tool or "tool"
+        ends = last and (turn.status in _ENDS or tool in _ENDS)
+        tool_s = float(drawn[i]) if turn.tool_s is None else turn.tool_s
         turns.append(
-            TurnPlan(new[i], "" if last else tool, "" if ends else row["status"], 0 if last else payload,
-                     0.0 if last else float(timed) if timed else float(drawn[i]))
+            TurnPlan(new[i], "" if last else tool, "" if ends else turn.status, 0 if last else payload,
+                     0.0 if last else tool_s)
         )  # fmt: skip
     return Trace(task, next((prompt for prompt in prompts if prompt), 1), tuple(turns), source)
-
-
-def _number(path: Path, row: dict[str, str], name: str) -> int:
-    text = (row.get(name) or "0").strip() or "0"
-    try:
-        return int(float(text))
-    except ValueError as error:
-        raise ConfigError(f"traces {path}: {name} {text!r} of task {row.get('task')!r} is no number") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import io
 import json
@@ -10,7 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from libra.errors import PlanError
+from libra.config.agent_turns import agent_turns
+from libra.errors import ConfigError, PlanError
 from libra.hardware import engine_seconds, load_gpu, load_shape
 from libra.planner.cost import Layout, Workload, rollout_cost
 from libra.planner.explain import text
@@ -18,7 +18,7 @@ from libra.planner.making import compare, plan
 from libra.planner.pace import Pace, best_concurrency
 from libra.planner.plan import Plan
 from libra.planner.snapshot import Snapshot, pose
-from libra.planner.trace import drawn, workload_of_turns
+from libra.planner.trace import COLUMNS, drawn, workload_of_turns
 
 
 def snapshot(num_gpus: int = 32, **changes: object) -> Snapshot:
@@ -124,7 +124,7 @@ b,0,0,50,5,
 
 
 def test_a_trace_becomes_a_workload() -> None:
-    workload = workload_of_turns(csv.DictReader(io.StringIO(TRACE)), tool_s=9.0)
+    workload = workload_of_turns(agent_turns(io.StringIO(TRACE), COLUMNS, "planner.trace"), tool_s=9.0)
     assert workload.prompt_tokens.tolist() == [100, 50]
     assert workload.generated_tokens.tolist() == [50, 5]
     assert workload.observation_tokens.tolist() == [40, 0]
@@ -133,7 +133,11 @@ def test_a_trace_becomes_a_workload() -> None:
     batch = drawn(workload, 40, 0, max_context_tokens=110)
     assert batch.final_context_tokens.max() <= 110
     assert len(batch) == 40
-    with pytest.raises(PlanError, match="line 2"):
-        workload_of_turns(csv.DictReader(io.StringIO("task,turn\na,0\n")), 1.0)
+    with pytest.raises(ConfigError, match="columns sample, prompt_tokens, completion_tokens are missing"):
+        agent_turns(io.StringIO("task,turn\na,0\n"), COLUMNS, "planner.trace")
+    with pytest.raises(ConfigError, match="line 2, task 'b': completion_tokens 'x' is no number"):
+        agent_turns(io.StringIO(f"{','.join(COLUMNS)}\nb,0,0,50,x\n"), COLUMNS, "planner.trace")
+    with pytest.raises(PlanError, match="turn 0 has no prompt_tokens"):
+        workload_of_turns(agent_turns(io.StringIO(f"{','.join(COLUMNS)}\nb,0,0,,5\n"), COLUMNS, "planner.trace"), 1.0)
     with pytest.raises(PlanError, match="no row"):
         workload_of_turns([], 1.0)

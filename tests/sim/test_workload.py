@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from libra.config.agent_turns import agent_turn_files
 from libra.errors import ConfigError, RunDirectoryError
 from libra.sim import Workload, draw, load_workload, synthetic
 from libra.sim.from_run import workload_of_run
-from libra.sim.traces import load_traces, trace_files
+from libra.sim.traces import load_traces
 
 ROWS = """source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,cached_tokens,completion_tokens,llm_s,tool_s
 s,m,t1,0,1,end,end,0,175,0,30,,
@@ -29,7 +30,7 @@ def traces_in(tmp_path: Path) -> Path:
 
 def test_traces_have_the_tokens_and_seconds_of_their_rows(tmp_path: Path) -> None:
     first, second, third = load_traces(traces_in(tmp_path))
-    assert trace_files(tmp_path) == [tmp_path / "agent_turns" / "set.csv"]
+    assert agent_turn_files(tmp_path) == [tmp_path / "agent_turns" / "set.csv"]
     assert (first.task, first.prompt_tokens, first.family) == ("m/t1", 100, "s")
     assert [tuple(turn) for turn in first.turns] == [(20, "bash", "success", 55, 0.5), (30, "", "", 0, 0.0)]
     assert second.turns[0].payload_tokens == 10  # the next prompt is not known: characters over four
@@ -90,7 +91,7 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="columns tool, status, completion_tokens are missing"):
         load_traces(tmp_path / "bad.csv")
     with pytest.raises(ConfigError, match="there is no"):
-        trace_files(tmp_path)
+        agent_turn_files(tmp_path)
     with pytest.raises(ConfigError, match="none to draw from"):
         draw([], num_groups=1, group_size=1, seed=0)
     with pytest.raises(RunDirectoryError, match=r"holds no trajectories\.zarr"):

@@ -20,9 +20,10 @@ KEPT = 16_384
 class Cohort:
     """Sums over the members of one group."""
 
-    __slots__ = ("finished", "live", "probe", "running", "running_total", "total", "version", "weight")
+    __slots__ = ("finished", "live", "name", "probe", "running", "running_total", "total", "version", "weight")
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, name: str) -> None:
+        self.name = name
         self.weight = 0.0  # of finished members
         self.total = 0.0  # weighted sum of logarithms of their totals
         self.running = 0.0  # the same of running ones
@@ -51,14 +52,18 @@ class Cohorts:
         self.groups: dict[str, Cohort] = {}
         self._idle: dict[str, None] = {}
 
-    def join(self, name: str, key: str) -> None:
-        """A member has come; the first one of a group that knows nothing becomes its probe."""
+    def join(self, name: str, key: str) -> str:
+        """A member has come; the first one of a group that knows nothing becomes its probe.
+
+        Answers the name in the one copy that all members may hold.
+        """
         cohort = self.groups.get(name)
         if cohort is None:
-            cohort = self.groups[name] = Cohort(self.version)
+            cohort = self.groups[name] = Cohort(self.version, name)
             cohort.probe = key
         self._idle.pop(name, None)
         cohort.live += 1
+        return cohort.name
 
     def leave(self, name: str, key: str, weight: float, value: float, total: float | None) -> None:
         """A member is over: what it counted for as running goes, its true log ``total`` comes, if it is known."""
@@ -149,7 +154,7 @@ def load(cohorts: Cohorts, dumped: Mapping[str, Any]) -> None:
     cohorts.groups = {}
     parts = ("weight", "total", "running", "running_total", "finished", "live", "probe")
     for name, version, *values in zip(dumped["names"], dumped["versions"], *(dumped[p] for p in parts), strict=True):
-        cohort = cohorts.groups[name] = Cohort(version)
+        cohort = cohorts.groups[name] = Cohort(version, name)
         for part, value in zip(parts, values, strict=True):
             setattr(cohort, part, value)
     cohorts._idle = dict.fromkeys(dumped["idle"])

@@ -136,8 +136,9 @@ class Pool:
         """A row of zeros."""
         if not self._free:
             size = len(self.counts)
-            self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
-            self._free = list(range(2 * size - 1, size - 1, -1))
+            more = max(64, size // 4)
+            self.counts = np.concatenate([self.counts, np.zeros((more, _COUNTED), dtype=np.float32)])
+            self._free = list(range(size + more - 1, size - 1, -1))
         return self._free.pop()
 
     def give(self, slot: int) -> None:

@@ -37,7 +37,7 @@ from libra.policy.posterior.dials import Dials
 from libra.policy.posterior.learner import Learner, Running
 from libra.policy.posterior.residuals import BACK_OFF, SILENT, child
 from libra.policy.posterior.ridge import EXPERTS
-from libra.policy.posterior.rows import MAX_ROWS, START, STRIDE, Live, log_tokens, stored_log, stored_shift
+from libra.policy.posterior.rows import MAX_ROWS, START, STRIDE, Live, Rows, log_tokens, stored_log, stored_shift
 
 SCHEMA = 1
 """Of snapshots."""
@@ -68,7 +68,7 @@ class Posterior:
         self._pool = Pool()
         self._groups = Cohorts(dials.sibling_prior, dials.version_forget)
         self._families = Cohorts(dials.family_prior, dials.version_forget)
-        self._waiting: deque[tuple[array[int], int, str]] = deque(maxlen=WAITING)
+        self._waiting: deque[tuple[Rows, int, str]] = deque(maxlen=WAITING)
         self._learner = Learner(dials)
         self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
         self._spread = (0.5, 0.5)  # variance of log totals within and between groups
@@ -76,7 +76,6 @@ class Posterior:
         self._uses_siblings = "siblings" in dials.signals
         self._uses_families = "family" in dials.signals
         self._x = np.zeros(WIDTH)
-        self._few, self._counts = memoryview(self._x)[:NUM_FEW], self._x[NUM_FEW:]  # parts of it
         self._moment = 0  # changes whenever a forecast may
         self._twin: tuple[int, str, str, Live] | None = (
             None  # the last one that had not begun, and when it was forecast
@@ -106,11 +105,11 @@ class Posterior:
                 self._published()
 
     def _started(self, key: str, group: str, family: str) -> None:
-        live = self._live[key] = Live(group, family, self._pool.take())
         if group:
-            self._groups.join(group, key)
+            group = self._groups.join(group, key)
         if family:
-            self._families.join(family, key)
+            family = self._families.join(family, key)
+        live = self._live[key] = Live(group, family, self._pool.take())
         self._forecast(live, START, SILENT)
 
     def _returned(self, live: Live, tool: str, status: str, payload_tokens: int) -> None:
@@ -173,7 +172,7 @@ class Posterior:
 
     # --- one forecast ---
 
-    def _forecast(self, live: Live, state: int, last: tuple[float, float]) -> None:
+    def _forecast(self, live: Live, state: int, last: tuple[float, float], *, kept: bool = True) -> None:
         tokens, weight, value = live.tokens, live.information, live.imputed
         everyone = self._all
         known = everyone[0] + everyone[3] - weight
@@ -188,7 +187,8 @@ class Posterior:
         within, between = self._spread
         rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_tokens(tokens))
         rest_tokens = math.exp(rest) * TOKEN_SCALE
-        self._few[:] = array(
+        x = self._x
+        x[:NUM_FEW] = array(
             "d",
             (
                 *progress(tokens, live.returns, live.pending),
@@ -201,9 +201,9 @@ class Posterior:
                 family,
             ),
         )
-        np.log1p(self._pool.counts[live.slot], out=self._counts)
+        np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
         learner = self._learner
-        base_log, base_mean, log, mean = (self._x @ learner.final).tolist()
+        base_log, base_mean, log, mean = (x @ learner.final).tolist()
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
         if sure:
             log += sure * learner.totals[0] * (rest - learner.excess - base_log)
@@ -214,8 +214,8 @@ class Posterior:
         # Products of matrices come out differently in the last bits, by how memory is aligned; what is decided from them must not.
         live.order = _settled(math.exp(base_log + guard_log.factor * (log - base_log)))
         live.mean = _settled((base_mean + guard_mean.factor * (mean - base_mean)) / TOKEN_SCALE)
-        if len(live.rows) < MAX_ROWS * STRIDE:
-            live.rows.extend(
+        if kept and len(live.rows) < MAX_ROWS * STRIDE:
+            live.rows.add(
                 (
                     state,
                     tokens & 65535,
@@ -312,9 +312,7 @@ class Posterior:
         if twin is not None and twin[:3] == (self._moment, live.group, live.family) and live.group and known > 1e-6:
             live.order, live.mean, live.imputed = twin[3].order, twin[3].mean, twin[3].imputed
             return
-        rows = len(live.rows)
-        self._forecast(live, START, SILENT)
-        del live.rows[rows:]  # one row of a beginning is enough to learn from
+        self._forecast(live, START, SILENT, kept=False)  # one row of a beginning is enough to learn from
         self._twin = (self._moment, live.group, live.family, live)
 
     def is_probe(self, key: str) -> bool:

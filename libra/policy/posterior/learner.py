@@ -5,7 +5,6 @@ Called off the critical path; milliseconds.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from libra.policy.posterior.columns import OFFSETS, TOKEN_SCALE, WIDTH, matrix
 from libra.policy.posterior.dials import Dials
 from libra.policy.posterior.residuals import States, Tree
 from libra.policy.posterior.ridge import EXPERTS, Sums, solve, targets
-from libra.policy.posterior.rows import Floats, Table
+from libra.policy.posterior.rows import Floats, Rows, Table
 from libra.policy.posterior.stack import Guard, Mixture
 
 _LARGEST_UNIT = 1e6
@@ -26,7 +25,7 @@ _LAST, _TREE = OFFSETS["last"], OFFSETS["tree"]
 class Running(NamedTuple):
     """A trajectory that is not over, and what is now expected of it (tokens)."""
 
-    rows: array[int]
+    rows: Rows
     tokens: int
     order: float
     mean: float
@@ -74,7 +73,7 @@ class Learner:
             guard.scale(keep)
         self.unit /= keep
 
-    def learn(self, finished: Sequence[tuple[array[int], int, str]], running: Sequence[Running], weight: float) -> None:
+    def learn(self, finished: Sequence[tuple[Rows, int, str]], running: Sequence[Running], weight: float) -> None:
         """Take in finished trajectories (rows, total tokens, group), look at running ones (each stands for ``weight``), solve."""
         table = Table([rows for rows, _, _ in finished])
         x = matrix(table)

@@ -6,7 +6,6 @@ Numbers keep every bit: a column is its little-endian bytes in base 64.
 from __future__ import annotations
 
 import base64
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.policy.posterior.columns import Pool
-from libra.policy.posterior.rows import Live
+from libra.policy.posterior.rows import Live, Rows
 
 _NUMBERS = ("imputed", "information", "mean", "order")
 _COUNTS = ("tokens", "pending", "returns", "node", "missed")
@@ -31,21 +30,19 @@ def unpack(text: str, dtype: str) -> NDArray[Any]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
 
 
-def dump_rows(rows: Sequence[array[int]]) -> dict[str, str]:
+def dump_rows(rows: Sequence[Rows]) -> dict[str, str]:
     """Rows of many trajectories, one after another."""
     sizes = np.array([len(one) for one in rows], dtype=np.int64)
     numbers = np.frombuffer(b"".join(one.tobytes() for one in rows), dtype=np.uint16)
     return {"sizes": pack(sizes), "numbers": pack(numbers)}
 
 
-def load_rows(dumped: Mapping[str, str]) -> list[array[int]]:
+def load_rows(dumped: Mapping[str, str]) -> list[Rows]:
     """What `dump_rows` gave."""
     numbers = unpack(dumped["numbers"], "<u2").astype(np.uint16, copy=False).tobytes()
     rows, at = [], 0
     for size in (2 * unpack(dumped["sizes"], "<i8")).tolist():
-        one = array("H")
-        one.frombytes(numbers[at : at + size])
-        rows.append(one)
+        rows.append(Rows.frombytes(numbers[at : at + size]))
         at += size
     return rows
 

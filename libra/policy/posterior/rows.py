@@ -23,6 +23,8 @@ STRIDE = 11
 forecasts as made then: progress-only (order, mean) and the unguarded mixture (order, mean)."""
 MAX_ROWS = 257
 """Returns beyond are not learned from (24 bytes each would add up); forecasts go on."""
+CHUNK = 16 * STRIDE
+"""Numbers of a chunk of `Rows`: small enough for the allocator of small objects, which leaves no gaps between equals."""
 LOG_STEPS = 4000.0
 """Steps per unit of a stored logarithm: 0.025 % of a number of tokens, up to e**16."""
 SHIFT_STEPS = 4000.0
@@ -30,6 +32,45 @@ SHIFT_ZERO = 32768
 LARGEST = 65535
 START = 0
 """State of row 0."""
+
+
+class Rows:
+    """The rows of one trajectory, as numbers one after another, in chunks of one size.
+
+    One array that grows row by row, a hundred thousand times, leaves as much unusable memory between as it holds.
+    """
+
+    __slots__ = ("_full", "_last")
+
+    def __init__(self) -> None:
+        self._full: tuple[bytes, ...] = ()
+        self._last = array("H")
+
+    def __len__(self) -> int:
+        return len(self._full) * CHUNK + len(self._last)
+
+    def add(self, row: tuple[int, ...]) -> None:
+        """One more row, ``STRIDE`` numbers of 16 bits."""
+        if len(self._last) == CHUNK:
+            self._full += (self._last.tobytes(),)
+            self._last = array("H")
+        self._last.extend(row)
+
+    def tobytes(self) -> bytes:
+        """All rows, two bytes a number as this machine orders them."""
+        return b"".join((*self._full, self._last.tobytes()))
+
+    @classmethod
+    def frombytes(cls, numbers: bytes) -> Rows:
+        """What `tobytes` gave."""
+        rows, at = cls(), 0
+        whole = []
+        while len(numbers) - at > 2 * CHUNK:
+            whole.append(numbers[at : at + 2 * CHUNK])
+            at += 2 * CHUNK
+        rows._full = tuple(whole)
+        rows._last.frombytes(numbers[at:])
+        return rows
 
 
 class Live:
@@ -59,7 +100,7 @@ class Live:
         self.tokens = 0  # generated so far
         self.pending = 0  # of these, since the last return
         self.returns = 0
-        self.rows = array("H")
+        self.rows = Rows()
         self.node = 0  # hash of the path of states
         self.missed = 0  # returns since the tree knew the path
         self.tree: tuple[float, float] = (0.0, 0.0)  # what it said then
@@ -102,7 +143,7 @@ class Table:
 
     __slots__ = ("parts", "state", "stored", "tokens")
 
-    def __init__(self, trajectories: Sequence[array[int]]) -> None:
+    def __init__(self, trajectories: Sequence[Rows]) -> None:
         ends = list(accumulate((len(rows) // STRIDE for rows in trajectories), initial=0))
         self.parts = [slice(*ends) for ends in pairwise(ends)]
         numbers = np.frombuffer(b"".join(rows.tobytes() for rows in trajectories), dtype=np.uint16).reshape(-1, STRIDE)
