@@ -30,7 +30,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from libra.policy.attained import PATIENCE
-from libra.policy.fleet import Fleet
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.hindsight import Hindsight
 from libra.policy.known_lengths import KnownLengths
@@ -102,7 +101,6 @@ class CMLFQ:
         self.objective: Objective = objective
         self._lives = Lives()
         self._patience = Patience(patience)
-        self._fleet = Fleet()
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
@@ -111,7 +109,6 @@ class CMLFQ:
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
-        self._fleet.handle(event)
         self.forecaster.handle(event)
         life = self._lives.handle(event)
         match event:
@@ -147,7 +144,7 @@ class CMLFQ:
         self._hindsight.believed(key, life.generated_tokens, life.generated_tokens + mean)
         answers: list[SetPriority | Prefer] = [self._placed(key, life, order, skill > UNTRUSTED)]
         if life.phase is Phase.ROLLOUT:
-            answers += self._prefer(key, mean)
+            answers += self._prefer(key, life, mean)
         for late, number in overdue:
             other = self._lives.by_key[late]
             other.level = OVERDUE
@@ -188,7 +185,7 @@ class CMLFQ:
             before = other.level
             placed = self._placed(key, other, order, skill > UNTRUSTED)
             if other.level != before:
-                answers += [placed, *self._prefer(key, mean)]
+                answers += [placed, *self._prefer(key, other, mean)]
         return tuple(answers)
 
     def _placed(self, key: str, life: Life, order_tokens: float, trusted: bool) -> SetPriority:
@@ -211,13 +208,13 @@ class CMLFQ:
             if not waiting:
                 del self._unbegun[group]
 
-    def _prefer(self, key: str, mean_tokens: float) -> list[Prefer]:
+    def _prefer(self, key: str, life: Life, mean_tokens: float) -> list[Prefer]:
         """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
         length = length_class(mean_tokens)
-        growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
-        final = self._fleet.context_tokens.get(key, 0) + int(mean_tokens * growth)
         if self._told.get(key) == length:
             return []
+        growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
+        final = life.context_tokens + int(mean_tokens * growth)
         self._told[key] = length
         left = int(mean_tokens) if self.objective == "makespan" else 0
         return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left", left, final)]
@@ -279,7 +276,6 @@ class CMLFQ:
             "patience": self._patience.patience,
             "lives": self._lives.snapshot(),
             "waiting": self._patience.snapshot(),
-            "fleet": self._fleet.snapshot(),
             "groups": {group: list(state) for group, state in sorted(self._groups.items())},
             "unbegun": [[group, list(waiting)] for group, waiting in self._unbegun.items()],
             "told": dict(sorted(self._told.items())),
@@ -293,7 +289,6 @@ class CMLFQ:
         self._patience = Patience(int(snapshot["patience"]))
         self._patience.restore(snapshot["waiting"])
         self._lives.restore(snapshot["lives"])
-        self._fleet.restore(snapshot["fleet"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
         self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
         self._told = {str(key): int(length) for key, length in snapshot["told"].items()}

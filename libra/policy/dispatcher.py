@@ -146,6 +146,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._fleet = Fleet()
         self._phases = {phase: _Phase() for phase in Phase}
+        self._queues = tuple(self._phases.values())
         self._phase_of: dict[str, Phase] = {}
         self._unplaced: set[str] = set()  # parked, and not given a place yet
         self._tool_home: dict[str, str] = {}
@@ -159,13 +160,6 @@ class Dispatcher:
     def handle(self, event: Event) -> None:
         """Follow one event; tell it before asking an ordering, whose commands go to `apply`."""
         match event:
-            case TrajectoryParked(key=key, phase=phase):
-                self.stopped(key)
-                for queue in self._phases.values():
-                    queue.leave(key)
-                self._phase_of[key] = phase
-                self._unplaced.add(key)
-                self._buckets.pop(key, None)
             case QuantumFinished(key=key, phase=phase, tokens=tokens, latency_s=latency_s):
                 worker = self._phases[phase].running.get(key)
                 if phase is Phase.ROLLOUT and worker is not None:
@@ -173,6 +167,13 @@ class Dispatcher:
                     self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
                 self.stopped(key)
                 self._loads.generated(key, tokens)
+            case TrajectoryParked(key=key, phase=phase):
+                self.stopped(key)
+                for queue in self._queues:
+                    queue.leave(key)
+                self._phase_of[key] = phase
+                self._unplaced.add(key)
+                self._buckets.pop(key, None)
             case QuantumStarted(key=key, phase=phase, worker=worker):
                 queue = self._phases[phase]
                 if key not in queue.running and worker in queue.slots:  # it goes on in the slot it has
@@ -214,12 +215,13 @@ class Dispatcher:
 
     def stopped(self, key: str) -> None:
         """What ``key`` ran is over, one way or another; its slot is free."""
-        for phase in self._phases.values():
-            phase.give_back(key)
+        for queue in self._queues:
+            if key in queue.running:
+                queue.give_back(key)
 
     def _ended(self, key: str) -> None:
         self.stopped(key)
-        for queue in self._phases.values():
+        for queue in self._queues:
             queue.leave(key)
         self._loads.end(key)
         self._unplaced.discard(key)
@@ -308,7 +310,10 @@ class Dispatcher:
 
     def dispatch(self, phase: Phase) -> tuple[Place, ...]:
         """Who goes where now, in this order; they hold their slots from now on."""
-        queue, places = self._phases[phase], []
+        queue = self._phases[phase]
+        if not queue.waiting or not queue.free:
+            return ()
+        places = []
         while queue.free and queue.waiting:
             place = self._next_tool(queue) if phase is Phase.TOOL else (self._next(queue) or self._move(queue))
             if place is None:

@@ -65,8 +65,13 @@ class Loads:
 
     def settle(self, key: str, worker: str | None) -> None:
         """``key`` is at home on ``worker`` (None: nowhere)."""
-        home = self._home.pop(key, None)
-        if home is not None and (load := self._loads.get(home)) is not None:
+        home = self._home.get(key)
+        if home is not None:
+            load = self._loads[home]
+            if home == worker:
+                self._change(key, load)
+                return
+            del self._home[key]
             room, left, work = load.members.pop(key)
             load.room -= room
             load.work -= work
@@ -83,6 +88,20 @@ class Loads:
         load.work += work
         if load.longest is not None:
             load.longest = max(load.longest, left)
+
+    def _change(self, key: str, load: _Load) -> None:
+        """``key`` stays where it is, and counts for what it is believed to be now."""
+        old_room, old_left, old_work = load.members[key]
+        left, work = self._work(key)
+        room = self._room(key)
+        load.members[key] = (room, left, work)
+        load.room += room - old_room
+        load.work += work - old_work
+        if load.longest is not None:
+            if left >= load.longest:
+                load.longest = left
+            elif old_left == load.longest:
+                load.longest = None
 
     def lose(self, worker: str) -> None:
         """The engine of ``worker`` is gone."""
@@ -137,18 +156,23 @@ class Loads:
         if home is None or not left or len(self._fleet.hosts) < 2:
             return None
         load = self._loads[home]
-        here_s = self._end_s(home, self._longest(load), load.work)
-        for worker in self._first_over():
-            if worker == home or worker not in free or worker not in self._fleet.hosts or not self.fits(key, worker):
+        longest = self._longest(load)
+        here_s = self._end_s(home, longest, load.work)
+        targets = self._first_over()
+        _, own_left, own_work = load.members[key]
+        if own_left == longest:
+            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
+        without_s = self._end_s(home, longest, load.work - own_work)
+        if without_s > SOONER_FACTOR * here_s:
+            return None
+        for worker in targets:
+            if worker == home or worker not in free or worker not in self._fleet.hosts:
                 continue
-            host = self._fleet.hosts[worker]
-            price_s = self._fleet.context_tokens.get(key, 0) * host.spec.prefill_token_s
-            after_s = self.finish_s(key, worker) + price_s
+            price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_token_s
+            after_s = max(without_s, self.finish_s(key, worker) + price_s)
             if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
                 continue
-            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
-            after_s = max(after_s, self._end_s(home, longest, load.work - load.members[key][2]))
-            if after_s <= SOONER_FACTOR * here_s and here_s - after_s >= PAYS_FACTOR * price_s:
+            if self.fits(key, worker):
                 return worker, here_s - after_s
         return None
 
