@@ -16,7 +16,7 @@ from libra.policy.lives import Life, Lives, length_class
 from libra.policy.messages import Event, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.patience import OVERDUE, Patience
 
-PATIENCE = 20_000
+PATIENCE = 200_000
 """Default of ``patience``, in parkings: a few hundred trajectories of forty turns."""
 
 

@@ -27,11 +27,13 @@ decided by fixed lengths; moves are priced; waiting is bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from libra.policy.attained import PATIENCE
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.hindsight import Hindsight
+from libra.policy.kinship import Kinship
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
@@ -53,6 +55,10 @@ UNTRUSTED = 0.0
 """Skill up to which a forecast orders nothing."""
 ANEW_AT_AN_END = 16
 """Trajectories that have not begun and are looked at anew, beside the siblings, whenever one ends."""
+HALF = 18
+"""Classes of groups above and below the mean of all."""
+CLASSES_PER_E = 4.0 / log(2.0)
+"""Classes of groups are quarter octaves."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 """Levels of those under way (with skill), and the first level of those that have not begun."""
 
@@ -106,10 +112,13 @@ class CMLFQ:
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._sampled_tokens = self._read_tokens = 0
         self._hindsight = Hindsight()
+        self._kinship = Kinship() if self._reconsiders is not None and objective == "makespan" else None
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
         self.forecaster.handle(event)
+        if self._kinship is not None:
+            self._kinship.handle(event)
         life = self._lives.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase):
@@ -134,6 +143,8 @@ class CMLFQ:
     def learn(self) -> None:
         """Have the forecaster do the dear part of its learning; called now and then, off the critical path."""
         self.forecaster.learn()
+        if self._kinship is not None:
+            self._kinship.refresh()
 
     def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
         waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
@@ -151,7 +162,7 @@ class CMLFQ:
             answers.append(
                 SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
             )
-        if not waits_to_begin and skill > UNTRUSTED:
+        if not waits_to_begin and (skill > UNTRUSTED or self._kinship is not None):
             total = length_class(life.generated_tokens + mean)
             if total != life.total_class:
                 life.total_class = total
@@ -193,6 +204,8 @@ class CMLFQ:
         life.level = level
         in_groups = self.objective == "stream" and trusted and life.group
         place = int(self._groups[life.group][0]) if in_groups else life.arrival
+        if level > UNBEGUN and self._kinship is not None:
+            place += life.place << 32  # of groups that are alike, one of each in turn
         return SetPriority(key, Priority(life.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
@@ -224,6 +237,11 @@ class CMLFQ:
         if self.objective == "stream" and trusted:
             level = length_class(self._groups[life.group][1] if life.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
+        if not begun and self._kinship is not None and life.group:
+            if not life.place:
+                return UNBEGUN, "cmlfq: probe of its group"
+            octaves = min(max(round(CLASSES_PER_E * self._kinship.longer(life.group)), -HALF), HALF)
+            return UNBEGUN + 1 + HALF - octaves, f"cmlfq: class {octaves} of its group among all"
         if not trusted:
             level = length_class(life.generated_tokens)
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
@@ -240,10 +258,12 @@ class CMLFQ:
         if life.group:
             group = self._groups.get(life.group)
             if group is None:
-                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0]
+                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0, 0.0]
             if not life.counted:
                 life.counted = True
                 group[2] += 1
+                life.place = int(group[3])
+                group[3] += 1
             group[1] += mean_tokens - before
 
     def _ended(self, life: Life) -> None:
@@ -281,6 +301,7 @@ class CMLFQ:
             "told": dict(sorted(self._told.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
+            "kinship": self._kinship.snapshot() if self._kinship is not None else None,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -295,6 +316,10 @@ class CMLFQ:
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self._hindsight = Hindsight()
         self.forecaster.restore(snapshot["forecaster"])
+        self._kinship = None
+        if snapshot["kinship"] is not None:
+            self._kinship = Kinship()
+            self._kinship.restore(snapshot["kinship"])
 
 
 class Predictor(CMLFQ):
