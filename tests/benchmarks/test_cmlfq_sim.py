@@ -69,9 +69,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Jobs that were simulated; each takes as many seconds as its smallest engines have GPUs, and its seed more."""
     jobs: list[Job] = []
 
-    def simulate(job: Job) -> tuple[str, float, float]:
+    def simulate(job: Job) -> tuple[float, float]:
         jobs.append(job)
-        return job.name, float(job.layout[0][0] + job.seed), 1.0
+        return float(job.layout[0][0] + job.seed), 1.0
 
     monkeypatch.setattr(cmlfq_sim, "simulate", simulate)
     return jobs
@@ -84,7 +84,7 @@ def test_a_later_call_goes_on_where_the_first_one_ended(
     assert Runs(out, 1).of([JOB]) == [(2.0, 1.0)]
     assert Runs(out, 1).of([JOB, JOB._replace(seed=3), JOB]) == [(2.0, 1.0), (5.0, 1.0), (2.0, 1.0)]
     assert ran == [JOB, JOB._replace(seed=3)]
-    monkeypatch.setattr(cmlfq_sim, "fingerprint", lambda: "other code")
+    monkeypatch.setattr(cmlfq_sim, "fingerprint", lambda policy: "other code")
     Runs(out, 1).of([JOB])
     assert ran[2:] == [JOB]
 
