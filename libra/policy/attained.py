@@ -17,7 +17,8 @@ from libra.policy.messages import Event, Priority, QuantumStarted, SetPriority, 
 from libra.policy.patience import OVERDUE, Patience
 
 PATIENCE = 200_000
-"""Default of ``patience``, in parkings: a few hundred trajectories of forty turns."""
+"""Default of ``patience``, in parkings: five thousand trajectories of forty turns, more than one iteration as a rule. (At 20,000,
+those of a large iteration that had not begun were overdue after minutes, and the order was that of arrival.)"""
 
 
 class Mlfq:

@@ -117,8 +117,6 @@ class CMLFQ:
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
         self.forecaster.handle(event)
-        if self._kinship is not None:
-            self._kinship.handle(event)
         life = self._lives.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase):
@@ -127,15 +125,19 @@ class CMLFQ:
             case QuantumStarted(key=key):
                 self._patience.left(key)
                 self._begun(key)
-            case QuantumFinished(tokens=tokens, payload_tokens=payload):
+            case QuantumFinished(key=key, tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
+                if tokens and life is not None and life.counted and self._kinship is not None:
+                    self._kinship.generated(life.group, key, life.generated_tokens)
             case TrajectoryEnded(key=key, completed=completed):
                 self._patience.left(key)
                 self._hindsight.ended(key, life.generated_tokens if life is not None else 0, completed=completed)
                 self._told.pop(key, None)
                 if life is not None:
                     self._begun(key, life.group)
+                    if life.counted and self._kinship is not None:
+                        self._kinship.end(life.group, key, completed=completed)
                     self._ended(life)
                     return self._anew(list(dict.fromkeys([*self._unbegun.get(life.group, ()), *self._next_anew()])))
         return ()
@@ -264,6 +266,8 @@ class CMLFQ:
                 group[2] += 1
                 life.place = int(group[3])
                 group[3] += 1
+                if self._kinship is not None:
+                    self._kinship.join(life.group)
             group[1] += mean_tokens - before
 
     def _ended(self, life: Life) -> None:

@@ -167,7 +167,8 @@ class Dispatcher:
                     self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
                 self.stopped(key)
                 self._loads.generated(key, tokens)
-            case TrajectoryParked(key=key, phase=phase):
+            case TrajectoryParked(key=key, phase=phase, group=group):
+                self._loads.join(key, group)
                 self.stopped(key)
                 for queue in self._queues:
                     queue.leave(key)
@@ -391,9 +392,11 @@ class Dispatcher:
         return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
 
     def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+        """Of engines that are as good, one with few of its siblings: their lengths go together, and add up."""
         best, least = None, None
+        loads = self._loads
         for worker in workers:
-            rank = (self._loads.finish_s(key, worker), -queue.free[worker], worker)
+            rank = (loads.finish_s(key, worker), loads.siblings(key, worker), -queue.free[worker], worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best

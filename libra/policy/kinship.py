@@ -8,7 +8,7 @@ with themselves: where finished siblings turn out as different as strangers, all
 
 Promises
 --------
-1. Deterministic in the sequence of events and of calls of `refresh`.
+1. Deterministic in the sequence of calls.
 2. ``restore(snapshot())`` changes no later answer.
 3. What is kept is bounded by what is live: a group goes with its last member.
 
@@ -21,8 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
-
-from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
 
 SAMPLE = 256
 """Most members of each kind, finished and running, that `refresh` looks at."""
@@ -61,30 +59,23 @@ class Kinship:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, str] = {}
         self._recent: list[float] = []  # logarithms of the latest totals
         self._mean, self._variance = math.log(1000.0), 1.0
         self._pairs, self._within = 0.0, 0.0
 
-    def handle(self, event: Event) -> None:
-        """Follow one event."""
-        match event:
-            case QuantumFinished(key=key, tokens=tokens):
-                name = self._group_of.get(key)
-                if name is not None and tokens:
-                    running = self._groups[name].running
-                    running[key] = running.get(key, 0) + tokens
-            case TrajectoryParked(key=key, group=name):
-                if name and key not in self._group_of:
-                    self._group_of[key] = name
-                    self._groups.setdefault(name, _Group()).members += 1
-            case TrajectoryEnded(key=key, completed=completed):
-                self._ended(key, completed)
+    def join(self, name: str) -> None:
+        """One more member lives."""
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group()
+        group.members += 1
 
-    def _ended(self, key: str, completed: bool) -> None:
-        name = self._group_of.pop(key, None)
-        if name is None:
-            return
+    def generated(self, name: str, key: str, tokens: int) -> None:
+        """A member has come to so many tokens in all."""
+        self._groups[name].running[key] = tokens
+
+    def end(self, name: str, key: str, *, completed: bool) -> None:
+        """A member is over; where it failed, its length says nothing."""
         group = self._groups[name]
         tokens = group.running.pop(key, 0)
         if completed and tokens:
@@ -148,7 +139,6 @@ class Kinship:
                 name: [group.members, dict(sorted(group.running.items())), list(group.finished), group.shift]
                 for name, group in sorted(self._groups.items())
             },
-            "group_of": dict(sorted(self._group_of.items())),
             "recent": list(self._recent),
             "all": [self._mean, self._variance, self._pairs, self._within],
         }
@@ -161,6 +151,5 @@ class Kinship:
             group.members, group.shift = int(members), float(shift)
             group.running = {str(key): int(tokens) for key, tokens in running.items()}
             group.finished = [float(value) for value in finished]
-        self._group_of = {str(key): str(name) for key, name in snapshot["group_of"].items()}
         self._recent = [float(value) for value in snapshot["recent"]]
         self._mean, self._variance, self._pairs, self._within = (float(value) for value in snapshot["all"])

@@ -35,6 +35,7 @@ class _Load:
     room: float = 0.0
     work: float = 0.0
     longest: float | None = 0.0  # None: to be looked up
+    groups: dict[str, int] = field(default_factory=dict)  # members of each
 
 
 class Loads:
@@ -44,11 +45,22 @@ class Loads:
         self._fleet = fleet
         self._loads: dict[str, _Load] = {}
         self._home: dict[str, str] = {}
+        self._group: dict[str, str] = {}
         self._left: dict[str, tuple[float, float]] = {}  # tokens left, context at the end
         self._mean_final = 0.0
         self._num_ended = 0
         self._idlest: list[str] = []
         self._changes = 0
+
+    def join(self, key: str, group: str) -> None:
+        """``key`` is one of ``group``, whose lengths go together."""
+        if group:
+            self._group[key] = group
+
+    def siblings(self, key: str, worker: str) -> int:
+        """How many of its group are at home on ``worker``."""
+        load, group = self._loads.get(worker), self._group.get(key)
+        return load.groups.get(group, 0) if load is not None and group is not None else 0
 
     def believe(self, key: str, left_tokens: float, final_tokens: float) -> None:
         """``key`` is believed to generate ``left_tokens`` more and to end with a context of ``final_tokens``."""
@@ -77,6 +89,7 @@ class Loads:
             load.work -= work
             if left == load.longest:
                 load.longest = None
+            self._count(key, load, -1)
         if worker is None or worker not in self._fleet.hosts:
             return
         self._home[key] = worker
@@ -88,6 +101,14 @@ class Loads:
         load.work += work
         if load.longest is not None:
             load.longest = max(load.longest, left)
+        self._count(key, load, 1)
+
+    def _count(self, key: str, load: _Load, more: int) -> None:
+        group = self._group.get(key)
+        if group is not None:
+            count = load.groups[group] = load.groups.get(group, 0) + more
+            if not count:
+                del load.groups[group]
 
     def _change(self, key: str, load: _Load) -> None:
         """``key`` stays where it is, and counts for what it is believed to be now."""
@@ -112,6 +133,7 @@ class Loads:
         """``key`` is over; how far it came is what others are believed to come to."""
         self.settle(key, None)
         self._left.pop(key, None)
+        self._group.pop(key, None)
         final = self._fleet.context_tokens.get(key, 0)
         if final:
             self._num_ended += 1

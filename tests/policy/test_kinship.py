@@ -19,12 +19,8 @@ ROLLOUT = Phase.ROLLOUT
 
 
 def begin(kinship: Kinship, key: str, group: str, tokens: int) -> None:
-    kinship.handle(TrajectoryParked(key, 0, ROLLOUT, 0, group))
-    kinship.handle(QuantumFinished(key, ROLLOUT, tokens, "", "", 1.0))
-
-
-def end(kinship: Kinship, key: str) -> None:
-    kinship.handle(TrajectoryEnded(key))
+    kinship.join(group)
+    kinship.generated(group, key, tokens)
 
 
 def drawn(kin: float, groups: int = 60, members: int = 6, seed: int = 0) -> tuple[Kinship, dict[str, float]]:
@@ -35,14 +31,14 @@ def drawn(kin: float, groups: int = 60, members: int = 6, seed: int = 0) -> tupl
     for group in range(groups):
         means[f"g{group}"] = mean = rng.gauss(0.0, 1.0 if not kin else math.sqrt(kin))
         mean = mean if kin else 0.0
-        kinship.handle(TrajectoryParked(f"{group}-unbegun", 0, ROLLOUT, 0, f"g{group}"))
+        kinship.join(f"g{group}")
         for member in range(members):
             totals[f"{group}-{member}"] = math.exp(9.0 + 0.6 * (mean + rng.gauss(0.0, math.sqrt(1.0 - kin))))
     far = sorted(totals.values())[len(totals) // 2]
     for key, total in sorted(totals.items(), key=lambda item: item[1]):
         begin(kinship, key, f"g{key.split('-')[0]}", int(min(total, far)))
         if total <= far:
-            end(kinship, key)
+            kinship.end(f"g{key.split('-')[0]}", key, completed=True)
     kinship.refresh()
     for _ in range(8):
         said = {name: kinship.longer(name) for name in means}
@@ -71,14 +67,14 @@ def test_a_group_whose_members_run_on_is_longer_than_one_whose_members_ended() -
     kinship = Kinship()
     for number in range(20):
         begin(kinship, f"other-{number}", f"o{number}", 400 + 50 * number)
-        end(kinship, f"other-{number}")
+        kinship.end(f"o{number}", f"other-{number}", completed=True)
     for number in range(3):
         begin(kinship, f"long-{number}", "long", 1500)
         begin(kinship, f"short-{number}", "short", 300)
-    kinship.handle(TrajectoryParked("short-3", 0, ROLLOUT, 0, "short"))
+    kinship.join("short")
     begin(kinship, "one", "one", 1500)
-    end(kinship, "short-0")
-    end(kinship, "short-1")
+    kinship.end("short", "short-0", completed=True)
+    kinship.end("short", "short-1", completed=True)
     kinship.refresh()
     for _ in range(8):
         long, short, one = (kinship.longer(name) for name in ("long", "short", "one"))
@@ -103,9 +99,10 @@ def test_a_snapshot_changes_no_answer_and_nothing_is_kept_of_the_dead() -> None:
         begin(kinship, "3-x", "g3", 50_000)
         twin.refresh()
         kinship.refresh()
-    for key in list(kinship.snapshot()["group_of"]):
-        end(kinship, key)
-    assert not kinship.snapshot()["groups"] and not kinship.snapshot()["group_of"]
+    for name, (members, *_) in kinship.snapshot()["groups"].items():
+        for _ in range(members):
+            kinship.end(name, "whoever", completed=False)
+    assert not kinship.snapshot()["groups"]
 
 
 def first_order(ordering: CMLFQ, groups: int, samples: int) -> list[str]:
