@@ -19,6 +19,7 @@ from benchmarks.cmlfq_sim import (
     homogeneous_layouts,
     interval,
     mixed_layouts,
+    simulate,
 )
 from libra.policy import ORDERINGS
 
@@ -102,3 +103,11 @@ def test_one_simulation_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 def test_the_grid_has_three_sizes_at_three_loads() -> None:
     assert sorted(FULL) == [(gpus, load) for gpus in (16, 48, 96) for load in (4, 12, 32)]
+
+
+def test_what_is_taken_for_alike_is_alike() -> None:
+    data = Path(cmlfq_sim.__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
+    job = JOB._replace(traces=str(data), policy="paper", load=2)
+    assert cmlfq_sim.alike(job).policy == "fifo" and simulate(job) == simulate(cmlfq_sim.alike(job))
+    mixed = job._replace(layout=((2, 4), (8, 1)))
+    assert cmlfq_sim.alike(mixed) == mixed
