@@ -8,7 +8,8 @@ Objectives
 makespan
     The iteration is to be over soon. Whoever is under way goes on, in the order of arrival: its KV cache holds memory until it
     ends, and going round among many that are half done computes contexts again and again. Of those that have not begun, one
-    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them.
+    of each group goes first (the probe, Seer), then those of the groups that turn out longest (`libra.policy.kinship`), one of
+    each in turn where groups are alike. Without groups: the longest expected.
 stream
     Groups are to be complete soon, one after the other: least left in the group first, within it by arrival.
 
