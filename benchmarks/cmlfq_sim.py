@@ -5,13 +5,16 @@ Qwen3-14B on A800 GPUs, and the dispatcher is the same for all: what differs is 
 makespan. The yardstick of each cell (trace set x GPUs x load) is FIFO on the homogeneous layout that is best for FIFO there.
 
 * *Best homogeneous*: of TP 1, 2, 4, 8, by the mean makespan of FIFO on planning seeds, which are not scored.
-* *Planned*: of the homogeneous layouts and some mixed ones, by the mean makespan of C-MLFQ on the planning seeds: a layout is
-  planned without knowing the scored trajectories' lengths, and "none mixed" is an answer.
-* Loads are trajectories per GPU. GPUs are counted so that engines of two GPUs are 8 to 48.
+* *Planned*: of that one and some mixed ones, by the mean makespan of C-MLFQ on the planning seeds: a layout is planned without
+  knowing the scored trajectories' lengths, and "none mixed" is an answer. A layout that is 10 % behind on the first planning
+  seed is not tried on the others.
+* Loads are trajectories per GPU. GPUs are counted so that engines of two GPUs are 8 to 48. The grid is 3 sizes x 3 loads, the
+  cells with fewest trajectories first.
 * Where a set has one sample per task, groups are drawn so that the ranks of their lengths correlate as those of real samples of
   one prompt do (0.55, measured on tau's trials); ``--strangers`` draws them independently, so that siblings tell nothing.
 
-``python -m benchmarks.cmlfq_sim [--data DIR] [--quick] --json``. Figures:
+``python -m benchmarks.cmlfq_sim [--data DIR] [--quick] [--out FILE] [--processes N] --json``. With ``--out`` every simulation is
+kept in FILE as it ends, and is not run again by a later call, unless the code that it ran has changed since. Figures:
 
 * ``makespan_over_fifo_<policy>``: policy on the planned layout over the yardstick, geometric mean over cells;
   ``homogeneous_over_fifo_<policy>``: the same on the best homogeneous layout; ``group_over_fifo_<policy>``: mean completion of
@@ -24,32 +27,42 @@ makespan. The yardstick of each cell (trace set x GPUs x load) is FIFO on the ho
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+import libra
 from benchmarks.report import Figure, emit
 from libra.config.agent_turns import agent_turn_files
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
 from libra.sim.fleet import fleet, slots_of
-from libra.sim.outcome import Outcome
 from libra.sim.simulator import Simulator
 from libra.sim.traces import load_traces
-from libra.sim.workload import Trace, Workload, draw
+from libra.sim.workload import Workload, draw
 
 GPU, MODEL, DEGREES = "a800", "qwen3-14b", (1, 2, 4, 8)
-CROSS = ((16, 4), (16, 12), (16, 32), (48, 4), (96, 4))
 KINSHIP = 0.55
 """Intra-class correlation of lengths within a group, where the traces have one sample per task: as measured on tau's trials."""
-FULL = tuple((gpus, load) for gpus in (16, 48, 96) for load in (4, 12, 32))
+FULL = tuple(
+    sorted(((gpus, load) for gpus in (16, 48, 96) for load in (4, 12, 32)), key=lambda cell: cell[0] * cell[1])
+)
 QUICK = ((16, 4), (16, 12))
 PLANNING_SEEDS = (1001, 1002)
+USED_BY = {"posterior": {"cmlfq"}, "kinship": {"cmlfq"}, "cmlfq": {"cmlfq", "predictor", "oracle"}, "paper": {"paper"}}
+"""Folders and modules that run under these policies only: what changes there voids no kept result of others."""
+BEHIND = 1.10
+"""A layout that takes this much longer than the best on the first planning seed is given up."""
 WORTH_IT = 0.05
 """Gain of the oracle from which on a share of it is scored."""
 BOOTSTRAPS = 2000
@@ -84,29 +97,117 @@ class Cell(NamedTuple):
         return np.array(self.group[policy, layout]) / np.array(self.group["fifo", "homogeneous"])
 
 
-class Bench:
-    """What all cells share: tables of seconds, and the traces of a set."""
+class Job(NamedTuple):
+    """One simulation: one iteration of gpus x load trajectories, drawn by ``seed`` from the file ``traces``."""
 
-    def __init__(self, traces: Sequence[Trace], group_size: int, kinship: float) -> None:
-        self._traces, self._group_size, self._kinship = traces, group_size, kinship
-        self._tables = {tp: EngineTables(engine_seconds(GPU, MODEL, tp)) for tp in DEGREES}
+    traces: str
+    kinship: float
+    gpus: int
+    load: int
+    policy: str
+    layout: tuple[tuple[int, int], ...]
+    seed: int
 
-    def simulate(self, policy: str, layout: Layout, num: int, seed: int) -> Outcome:
-        """One iteration of ``num`` trajectories, drawn by ``seed``."""
-        groups = max(1, num // self._group_size)
-        workload = draw(self._traces, num_groups=groups, group_size=self._group_size, seed=seed, kinship=self._kinship)
-        plans = workload.trajectories
-        mean = sum(plan.final_tokens for plan in plans) // len(plans)
-        slots = {tp: slots_of(self._tables[tp], mean) for tp in layout}
-        engines = fleet(layout, self._tables, slots)
-        return Simulator(workload, engines, POLICIES[policy](workload, seed), seed=seed).run()
+    @property
+    def name(self) -> str:
+        """What its result is kept under; files of one name are taken for one file."""
+        cell = f"{Path(self.traces).stem}, kinship {self.kinship}, {self.gpus} GPUs x {self.load}"
+        return f"{cell}, {layout_text(dict(self.layout))}, {self.policy}, {self.seed}"
 
-    def best(self, policy: str, layouts: Sequence[Layout], num: int) -> Layout:
-        """The layout with the least mean makespan on the planning seeds."""
-        return min(
-            layouts,
-            key=lambda layout: sum(self.simulate(policy, layout, num, seed).makespan_s for seed in PLANNING_SEEDS),
-        )
+
+@cache
+def tables(tp: int) -> EngineTables:
+    """Seconds of engines of ``tp`` GPUs, filled as they are asked for."""
+    return EngineTables(engine_seconds(GPU, MODEL, tp))
+
+
+@cache
+def workload_of(traces: str, kinship: float, num: int, seed: int) -> Workload:
+    """``num`` trajectories, in groups of the set's own size."""
+    found = load_traces(Path(traces))
+    samples = max(sum(trace.task == task for trace in found) for task in {trace.task for trace in found})
+    size = 4 if samples >= 4 else 8
+    return draw(found, num_groups=max(1, num // size), group_size=size, seed=seed, kinship=kinship)
+
+
+def simulate(job: Job) -> tuple[float, float]:
+    """Makespan and mean group completion in seconds."""
+    gc.disable()  # a simulation makes much and throws little away: collected once, after it
+    workload = workload_of(job.traces, job.kinship, job.gpus * job.load, job.seed)
+    plans = workload.trajectories
+    mean = sum(plan.final_tokens for plan in plans) // len(plans)
+    layout = dict(job.layout)
+    engines = fleet(layout, {tp: tables(tp) for tp in layout}, {tp: slots_of(tables(tp), mean) for tp in layout})
+    outcome = Simulator(workload, engines, POLICIES[job.policy](workload, job.seed), seed=job.seed).run()
+    found = outcome.makespan_s, outcome.group_completion_s
+    del outcome
+    gc.collect()
+    return found
+
+
+@cache
+def fingerprint(policy: str) -> str:
+    """Of the code that a simulation of ``policy`` runs."""
+    skipped = {name for name, users in USED_BY.items() if policy not in users}
+    digest = hashlib.sha256()
+    root = Path(libra.__file__).parent
+    for folder in ("policy", "sim", "hardware"):
+        for path in sorted((root / folder).rglob("*.py")):
+            if not skipped.intersection((path.stem, path.parent.name)):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def alike(job: Job) -> Job:
+    """The simulation that has the same outcome as ``job``: with one bucket, `paper` answers what FIFO does."""
+    return job._replace(policy="fifo") if job.policy == "paper" and len(job.layout) == 1 else job
+
+
+class Runs:
+    """Simulations that were run, in memory and, with ``path``, in a file of one JSON line each."""
+
+    def __init__(self, path: Path | None, processes: int) -> None:
+        self._path = path
+        self._done: dict[str, tuple[float, float]] = {}
+        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                if row["code"] == fingerprint(row["policy"]):
+                    self._done[row["name"]] = (row["makespan_s"], row["group_s"])
+
+    def of(self, jobs: Sequence[Job]) -> list[tuple[float, float]]:
+        """Makespan and mean group completion of each."""
+        jobs = [alike(job) for job in jobs]
+        missing = list(dict.fromkeys(job for job in jobs if job.name not in self._done))
+        for job, (makespan_s, group_s) in zip(missing, self._results(missing), strict=True):
+            self._done[job.name] = (makespan_s, group_s)
+            if self._path is not None:
+                row = {
+                    "policy": job.policy,
+                    "code": fingerprint(job.policy),
+                    "name": job.name,
+                    "makespan_s": makespan_s,
+                    "group_s": group_s,
+                }
+                with self._path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        return [self._done[job.name] for job in jobs]
+
+    def _results(self, jobs: Sequence[Job]) -> Iterator[tuple[float, float]]:
+        return map(simulate, jobs) if self._pool is None else self._pool.map(simulate, jobs)
+
+
+def best(runs: Runs, job: Job, layouts: Iterable[Layout]) -> Layout:
+    """The layout with the least mean makespan on the planning seeds."""
+    left = {tuple(sorted(layout.items())): 0.0 for layout in layouts}
+    for seed in PLANNING_SEEDS:
+        if len(left) == 1:
+            break
+        took = runs.of([job._replace(layout=layout, seed=seed) for layout in left])
+        left = {layout: left[layout] + makespan_s for layout, (makespan_s, _) in zip(left, took, strict=True)}
+        left = {layout: total for layout, total in left.items() if total <= BEHIND * min(left.values())}
+    return dict(min(left, key=left.__getitem__))
 
 
 def homogeneous_layouts(gpus: int) -> list[Layout]:
@@ -124,24 +225,27 @@ def mixed_layouts(gpus: int) -> list[Layout]:
     return found
 
 
-def score(bench: Bench, name: str, gpus: int, load: int, seeds: int) -> Cell:
-    """All policies on both layouts of a cell."""
-    num = gpus * load
-    homogeneous = bench.best("fifo", homogeneous_layouts(gpus), num)
-    planned = bench.best("cmlfq", [homogeneous, *mixed_layouts(gpus)], num)
+def score(runs: Runs, job: Job, seeds: int) -> Cell:
+    """All policies on both layouts of a cell; ``job`` says which cell."""
+    homogeneous = best(runs, job._replace(policy="fifo"), homogeneous_layouts(job.gpus))
+    planned = best(runs, job._replace(policy="cmlfq"), [homogeneous, *mixed_layouts(job.gpus)])
     makespan: dict[tuple[str, str], list[float]] = {}
     group: dict[tuple[str, str], list[float]] = {}
-    for policy in POLICIES:
-        for kind, layout in (("homogeneous", homogeneous), ("planned", planned)):
-            if kind == "planned" and layout == homogeneous:
-                outcomes = None
-            else:
-                outcomes = [bench.simulate(policy, layout, num, seed) for seed in range(seeds)]
-            of = "homogeneous" if outcomes is None else kind
-            if outcomes is not None:
-                makespan[policy, kind] = [outcome.makespan_s for outcome in outcomes]
-                group[policy, kind] = [outcome.group_completion_s for outcome in outcomes]
-            makespan[policy, kind], group[policy, kind] = makespan[policy, of], group[policy, of]
+    places = [
+        (policy, kind, tuple(sorted(layout.items())))
+        for policy in POLICIES
+        for kind, layout in (("homogeneous", homogeneous), ("planned", planned))
+    ]
+    found = iter(
+        runs.of(
+            [job._replace(policy=policy, layout=at, seed=seed) for policy, _, at in places for seed in range(seeds)]
+        )
+    )
+    for policy, kind, _ in places:
+        results = [next(found) for _ in range(seeds)]
+        makespan[policy, kind] = [makespan_s for makespan_s, _ in results]
+        group[policy, kind] = [group_s for _, group_s in results]
+    name = f"{Path(job.traces).stem}, {job.gpus} GPUs, {job.load} per GPU"
     return Cell(name, homogeneous, planned, makespan, group)
 
 
@@ -203,24 +307,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--sets", nargs="*", help="file names without .csv; default: all in DIR/agent_turns")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="two cells of each set, three seeds")
-    size.add_argument("--full", action="store_true", help="all sizes at all loads")
+    parser.add_argument("--quick", action="store_true", help="two cells of each set, three seeds")
+    parser.add_argument("--out", type=Path, help="file to keep results in, and to go on from")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--strangers", action="store_true", help="groups of unrelated trajectories")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    grid = QUICK if options.quick else FULL if options.full else CROSS
     seeds = min(3, options.seeds) if options.quick else options.seeds
+    runs = Runs(options.out, options.processes)
     cells = []
-    for path in agent_turn_files(options.data):
-        if options.sets and path.stem not in options.sets:
-            continue
-        traces = load_traces(path)
-        samples = max(sum(trace.task == task for trace in traces) for task in {trace.task for trace in traces})
-        bench = Bench(traces, 4 if samples >= 4 else 8, 0.0 if options.strangers else KINSHIP)
-        for gpus, load in grid:
+    for gpus, load in QUICK if options.quick else FULL:
+        for path in agent_turn_files(options.data):
+            if options.sets and path.stem not in options.sets:
+                continue
             began = time.perf_counter()
-            cells.append(score(bench, f"{path.stem}, {gpus} GPUs, {load} per GPU", gpus, load, seeds))
+            job = Job(str(path), 0.0 if options.strangers else KINSHIP, gpus, load, "fifo", (), 0)
+            cells.append(score(runs, job, seeds))
             print(shown(cells[-1], time.perf_counter() - began), flush=True)
     emit("cmlfq_sim", figures_of(cells), arguments=arguments, as_json=options.json)
 

@@ -282,9 +282,9 @@ class PolicySection(Section):
     objective: Literal["makespan", "stream"] = "makespan"
     """Of cmlfq. makespan: longest expected first, so that the iteration is over soon. stream: groups are completed one after the
     other, so that a step can begin while others generate (`run.eta` of 1 or more)."""
-    patience: AtLeastOne = 20_000
+    patience: AtLeastOne = 200_000
     """Times that others park for the same kind of slot, after which a trajectory that waits goes first,
-    beside one for each that waited when it came. The default is a few hundred trajectories of forty turns: a bound for what
+    beside one for each that waited when it came. The default is five thousand trajectories of forty turns: a bound for what
     would never run otherwise. With a small number everything is overdue, and the order is first come, first served. Not for
     fifo and paper."""
 

@@ -16,8 +16,9 @@ from libra.policy.lives import Life, Lives, length_class
 from libra.policy.messages import Event, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.patience import OVERDUE, Patience
 
-PATIENCE = 20_000
-"""Default of ``patience``, in parkings: a few hundred trajectories of forty turns."""
+PATIENCE = 200_000
+"""Default of ``patience``, in parkings: five thousand trajectories of forty turns, more than one iteration as a rule. (At 20,000,
+those of a large iteration that had not begun were overdue after minutes, and the order was that of arrival.)"""
 
 
 class Mlfq:

@@ -8,7 +8,8 @@ Objectives
 makespan
     The iteration is to be over soon. Whoever is under way goes on, in the order of arrival: its KV cache holds memory until it
     ends, and going round among many that are half done computes contexts again and again. Of those that have not begun, one
-    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them.
+    of each group goes first (the probe, Seer), then those of the groups that turn out longest (`libra.policy.kinship`), one of
+    each in turn where groups are alike. Without groups: the longest expected.
 stream
     Groups are to be complete soon, one after the other: least left in the group first, within it by arrival.
 
@@ -27,12 +28,13 @@ decided by fixed lengths; moves are priced; waiting is bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from libra.policy.attained import PATIENCE
-from libra.policy.fleet import Fleet
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.hindsight import Hindsight
+from libra.policy.kinship import Kinship
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
@@ -54,6 +56,10 @@ UNTRUSTED = 0.0
 """Skill up to which a forecast orders nothing."""
 ANEW_AT_AN_END = 16
 """Trajectories that have not begun and are looked at anew, beside the siblings, whenever one ends."""
+HALF = 18
+"""Classes of groups above and below the mean of all."""
+CLASSES_PER_E = 4.0 / log(2.0)
+"""Classes of groups are quarter octaves."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 """Levels of those under way (with skill), and the first level of those that have not begun."""
 
@@ -102,16 +108,15 @@ class CMLFQ:
         self.objective: Objective = objective
         self._lives = Lives()
         self._patience = Patience(patience)
-        self._fleet = Fleet()
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._sampled_tokens = self._read_tokens = 0
         self._hindsight = Hindsight()
+        self._kinship = Kinship() if self._reconsiders is not None and objective == "makespan" else None
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
-        self._fleet.handle(event)
         self.forecaster.handle(event)
         life = self._lives.handle(event)
         match event:
@@ -121,15 +126,19 @@ class CMLFQ:
             case QuantumStarted(key=key):
                 self._patience.left(key)
                 self._begun(key)
-            case QuantumFinished(tokens=tokens, payload_tokens=payload):
+            case QuantumFinished(key=key, tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
+                if tokens and life is not None and life.counted and self._kinship is not None:
+                    self._kinship.generated(life.group, key, life.generated_tokens)
             case TrajectoryEnded(key=key, completed=completed):
                 self._patience.left(key)
                 self._hindsight.ended(key, life.generated_tokens if life is not None else 0, completed=completed)
                 self._told.pop(key, None)
                 if life is not None:
                     self._begun(key, life.group)
+                    if life.counted and self._kinship is not None:
+                        self._kinship.end(life.group, key, completed=completed)
                     self._ended(life)
                     return self._anew(list(dict.fromkeys([*self._unbegun.get(life.group, ()), *self._next_anew()])))
         return ()
@@ -137,6 +146,8 @@ class CMLFQ:
     def learn(self) -> None:
         """Have the forecaster do the dear part of its learning; called now and then, off the critical path."""
         self.forecaster.learn()
+        if self._kinship is not None:
+            self._kinship.refresh()
 
     def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
         waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
@@ -148,14 +159,14 @@ class CMLFQ:
         level, reason = self._level(key, life, order, skill > UNTRUSTED)
         answers: list[SetPriority | Prefer] = [self._placed(key, life, level, reason, skill > UNTRUSTED)]
         if life.phase is Phase.ROLLOUT:
-            answers += self._prefer(key, mean)
+            answers += self._prefer(key, life, mean)
         for late, number in overdue:
             other = self._lives.by_key[late]
             other.level = OVERDUE
             answers.append(
                 SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
             )
-        if not waits_to_begin and skill > UNTRUSTED:
+        if not waits_to_begin and (skill > UNTRUSTED or self._kinship is not None):
             total = length_class(life.generated_tokens + mean)
             if total != life.total_class:
                 life.total_class = total
@@ -188,13 +199,16 @@ class CMLFQ:
             self._believe(other, mean)
             level, reason = self._level(key, other, order, skill > UNTRUSTED)
             if level != other.level:
-                answers += [self._placed(key, other, level, reason, skill > UNTRUSTED), *self._prefer(key, mean)]
+                trusted = skill > UNTRUSTED
+                answers += [self._placed(key, other, level, reason, trusted), *self._prefer(key, other, mean)]
         return tuple(answers)
 
     def _placed(self, key: str, life: Life, level: int, reason: str, trusted: bool) -> SetPriority:
         life.level = level
         in_groups = self.objective == "stream" and trusted and life.group
         place = int(self._groups[life.group][0]) if in_groups else life.arrival
+        if level > UNBEGUN and self._kinship is not None:
+            place += life.place << 32  # of groups that are alike, one of each in turn
         return SetPriority(key, Priority(life.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
@@ -210,13 +224,13 @@ class CMLFQ:
             if not waiting:
                 del self._unbegun[group]
 
-    def _prefer(self, key: str, mean_tokens: float) -> list[Prefer]:
+    def _prefer(self, key: str, life: Life, mean_tokens: float) -> list[Prefer]:
         """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
         length = length_class(mean_tokens)
-        growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
-        final = self._fleet.context_tokens.get(key, 0) + int(mean_tokens * growth)
         if self._told.get(key) == length:
             return []
+        growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
+        final = life.context_tokens + int(mean_tokens * growth)
         self._told[key] = length
         left = int(mean_tokens) if self.objective == "makespan" else 0
         return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left", left, final)]
@@ -226,6 +240,11 @@ class CMLFQ:
         if self.objective == "stream" and trusted:
             level = length_class(self._groups[life.group][1] if life.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
+        if not begun and self._kinship is not None and life.group:
+            if not life.place:
+                return UNBEGUN, "cmlfq: probe of its group"
+            octaves = min(max(round(CLASSES_PER_E * self._kinship.longer(life.group)), -HALF), HALF)
+            return UNBEGUN + 1 + HALF - octaves, f"cmlfq: class {octaves} of its group among all"
         if not trusted:
             level = length_class(life.generated_tokens)
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
@@ -242,10 +261,14 @@ class CMLFQ:
         if life.group:
             group = self._groups.get(life.group)
             if group is None:
-                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0]
+                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0, 0.0]
             if not life.counted:
                 life.counted = True
                 group[2] += 1
+                life.place = int(group[3])
+                group[3] += 1
+                if self._kinship is not None:
+                    self._kinship.join(life.group)
             group[1] += mean_tokens - before
 
     def _ended(self, life: Life) -> None:
@@ -278,12 +301,12 @@ class CMLFQ:
             "patience": self._patience.patience,
             "lives": self._lives.snapshot(),
             "waiting": self._patience.snapshot(),
-            "fleet": self._fleet.snapshot(),
             "groups": {group: list(state) for group, state in sorted(self._groups.items())},
             "unbegun": [[group, list(waiting)] for group, waiting in self._unbegun.items()],
             "told": dict(sorted(self._told.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
+            "kinship": self._kinship.snapshot() if self._kinship is not None else None,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -292,13 +315,16 @@ class CMLFQ:
         self._patience = Patience(int(snapshot["patience"]))
         self._patience.restore(snapshot["waiting"])
         self._lives.restore(snapshot["lives"])
-        self._fleet.restore(snapshot["fleet"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
         self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
         self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self._hindsight = Hindsight()
         self.forecaster.restore(snapshot["forecaster"])
+        self._kinship = None
+        if snapshot["kinship"] is not None:
+            self._kinship = Kinship()
+            self._kinship.restore(snapshot["kinship"])
 
 
 class Predictor(CMLFQ):

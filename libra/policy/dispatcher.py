@@ -146,6 +146,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._fleet = Fleet()
         self._phases = {phase: _Phase() for phase in Phase}
+        self._queues = tuple(self._phases.values())
         self._phase_of: dict[str, Phase] = {}
         self._unplaced: set[str] = set()  # parked, and not given a place yet
         self._tool_home: dict[str, str] = {}
@@ -159,14 +160,6 @@ class Dispatcher:
     def handle(self, event: Event) -> None:
         """Follow one event; tell it before asking an ordering, whose commands go to `apply`."""
         match event:
-            case TrajectoryParked(key=key, phase=phase):
-                self.stopped(key)
-                for queue in self._phases.values():
-                    if key in queue.serials:
-                        queue.leave(key)
-                self._phase_of[key] = phase
-                self._unplaced.add(key)
-                self._buckets.pop(key, None)
             case QuantumFinished(key=key, phase=phase, tokens=tokens, latency_s=latency_s):
                 worker = self._phases[phase].running.get(key)
                 if phase is Phase.ROLLOUT and worker is not None:
@@ -174,6 +167,14 @@ class Dispatcher:
                     self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
                 self.stopped(key)
                 self._loads.generated(key, tokens)
+            case TrajectoryParked(key=key, phase=phase, group=group):
+                self._loads.join(key, group)
+                self.stopped(key)
+                for queue in self._queues:
+                    queue.leave(key)
+                self._phase_of[key] = phase
+                self._unplaced.add(key)
+                self._buckets.pop(key, None)
             case QuantumStarted(key=key, phase=phase, worker=worker):
                 queue = self._phases[phase]
                 if key not in queue.running and worker in queue.slots:  # it goes on in the slot it has
@@ -215,13 +216,13 @@ class Dispatcher:
 
     def stopped(self, key: str) -> None:
         """What ``key`` ran is over, one way or another; its slot is free."""
-        for phase in self._phases.values():
-            if key in phase.running:
-                phase.give_back(key)
+        for queue in self._queues:
+            if key in queue.running:
+                queue.give_back(key)
 
     def _ended(self, key: str) -> None:
         self.stopped(key)
-        for queue in self._phases.values():
+        for queue in self._queues:
             queue.leave(key)
         self._loads.end(key)
         self._unplaced.discard(key)
@@ -310,7 +311,10 @@ class Dispatcher:
 
     def dispatch(self, phase: Phase) -> tuple[Place, ...]:
         """Who goes where now, in this order; they hold their slots from now on."""
-        queue, places = self._phases[phase], []
+        queue = self._phases[phase]
+        if not queue.waiting or not queue.free:
+            return ()
+        places = []
         while queue.free and queue.waiting:
             place = self._next_tool(queue) if phase is Phase.TOOL else (self._next(queue) or self._move(queue))
             if place is None:
@@ -388,9 +392,11 @@ class Dispatcher:
         return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
 
     def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+        """Of engines that are as good, one with few of its siblings: their lengths go together, and add up."""
         best, least = None, None
+        loads = self._loads
         for worker in workers:
-            rank = (self._loads.finish_s(key, worker), -queue.free[worker], worker)
+            rank = (loads.finish_s(key, worker), loads.siblings(key, worker), -queue.free[worker], worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best

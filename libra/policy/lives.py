@@ -35,6 +35,10 @@ class Life:
         Whether it is among its group's members; for orderings that count them.
     level, total_class : int
         The level it was last given, and the class of its total length as last believed; -1: none.
+    context_tokens : int
+        What an engine would have to compute to go on with it, as far as it is known.
+    place : int
+        How many of its group came before it; for orderings that count them.
     """
 
     arrival: int
@@ -47,6 +51,8 @@ class Life:
     counted: bool = False
     level: int = -1
     total_class: int = -1
+    context_tokens: int = 0
+    place: int = 0
 
 
 class Lives:
@@ -59,17 +65,20 @@ class Lives:
     def handle(self, event: Event) -> Life | None:
         """Follow one event; answers the trajectory it is about, or was about. None: none that is known."""
         match event:
-            case TrajectoryParked(key=key, iteration=iteration, phase=phase, group=group):
+            case TrajectoryParked(key=key, iteration=iteration, phase=phase, group=group, context_tokens=context):
                 life = self.by_key.get(key)
                 if life is None:
                     life = self.by_key[key] = Life(self._arrivals, iteration, group, phase)
                     self._arrivals += 1
                 life.iteration, life.phase = iteration, phase
+                if context:
+                    life.context_tokens = context
                 return life
-            case QuantumFinished(key=key, tokens=tokens, tool=tool):
+            case QuantumFinished(key=key, tokens=tokens, tool=tool, payload_tokens=payload):
                 life = self.by_key.get(key)
                 if life is not None:
                     life.generated_tokens += tokens
+                    life.context_tokens += tokens + payload
                     life.calls += bool(tool)
                 return life
             case TrajectoryEnded(key=key):

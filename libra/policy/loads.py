@@ -35,6 +35,7 @@ class _Load:
     room: float = 0.0
     work: float = 0.0
     longest: float | None = 0.0  # None: to be looked up
+    groups: dict[str, int] = field(default_factory=dict)  # members of each
 
 
 class Loads:
@@ -44,11 +45,22 @@ class Loads:
         self._fleet = fleet
         self._loads: dict[str, _Load] = {}
         self._home: dict[str, str] = {}
+        self._group: dict[str, str] = {}
         self._left: dict[str, tuple[float, float]] = {}  # tokens left, context at the end
         self._mean_final = 0.0
         self._num_ended = 0
         self._idlest: list[str] = []
         self._changes = 0
+
+    def join(self, key: str, group: str) -> None:
+        """``key`` is one of ``group``, whose lengths go together."""
+        if group:
+            self._group[key] = group
+
+    def siblings(self, key: str, worker: str) -> int:
+        """How many of its group are at home on ``worker``."""
+        load, group = self._loads.get(worker), self._group.get(key)
+        return load.groups.get(group, 0) if load is not None and group is not None else 0
 
     def believe(self, key: str, left_tokens: float, final_tokens: float) -> None:
         """``key`` is believed to generate ``left_tokens`` more and to end with a context of ``final_tokens``."""
@@ -65,13 +77,19 @@ class Loads:
 
     def settle(self, key: str, worker: str | None) -> None:
         """``key`` is at home on ``worker`` (None: nowhere)."""
-        home = self._home.pop(key, None)
-        if home is not None and (load := self._loads.get(home)) is not None:
+        home = self._home.get(key)
+        if home is not None:
+            load = self._loads[home]
+            if home == worker:
+                self._change(key, load)
+                return
+            del self._home[key]
             room, left, work = load.members.pop(key)
             load.room -= room
             load.work -= work
             if left == load.longest:
                 load.longest = None
+            self._count(key, load, -1)
         if worker is None or worker not in self._fleet.hosts:
             return
         self._home[key] = worker
@@ -83,6 +101,28 @@ class Loads:
         load.work += work
         if load.longest is not None:
             load.longest = max(load.longest, left)
+        self._count(key, load, 1)
+
+    def _count(self, key: str, load: _Load, more: int) -> None:
+        group = self._group.get(key)
+        if group is not None:
+            count = load.groups[group] = load.groups.get(group, 0) + more
+            if not count:
+                del load.groups[group]
+
+    def _change(self, key: str, load: _Load) -> None:
+        """``key`` stays where it is, and counts for what it is believed to be now."""
+        old_room, old_left, old_work = load.members[key]
+        left, work = self._work(key)
+        room = self._room(key)
+        load.members[key] = (room, left, work)
+        load.room += room - old_room
+        load.work += work - old_work
+        if load.longest is not None:
+            if left >= load.longest:
+                load.longest = left
+            elif old_left == load.longest:
+                load.longest = None
 
     def lose(self, worker: str) -> None:
         """The engine of ``worker`` is gone."""
@@ -93,6 +133,7 @@ class Loads:
         """``key`` is over; how far it came is what others are believed to come to."""
         self.settle(key, None)
         self._left.pop(key, None)
+        self._group.pop(key, None)
         final = self._fleet.context_tokens.get(key, 0)
         if final:
             self._num_ended += 1
@@ -137,18 +178,23 @@ class Loads:
         if home is None or not left or len(self._fleet.hosts) < 2:
             return None
         load = self._loads[home]
-        here_s = self._end_s(home, self._longest(load), load.work)
-        for worker in self._first_over():
-            if worker == home or worker not in free or worker not in self._fleet.hosts or not self.fits(key, worker):
+        longest = self._longest(load)
+        here_s = self._end_s(home, longest, load.work)
+        targets = self._first_over()
+        _, own_left, own_work = load.members[key]
+        if own_left == longest:
+            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
+        without_s = self._end_s(home, longest, load.work - own_work)
+        if without_s > SOONER_FACTOR * here_s:
+            return None
+        for worker in targets:
+            if worker == home or worker not in free or worker not in self._fleet.hosts:
                 continue
-            host = self._fleet.hosts[worker]
-            price_s = self._fleet.context_tokens.get(key, 0) * host.spec.prefill_token_s
-            after_s = self.finish_s(key, worker) + price_s
+            price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_token_s
+            after_s = max(without_s, self.finish_s(key, worker) + price_s)
             if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
                 continue
-            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
-            after_s = max(after_s, self._end_s(home, longest, load.work - load.members[key][2]))
-            if after_s <= SOONER_FACTOR * here_s and here_s - after_s >= PAYS_FACTOR * price_s:
+            if self.fits(key, worker):
                 return worker, here_s - after_s
         return None
 

@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -146,7 +146,8 @@ class Simulator:
         if len(sizes) != 1 or sorted(self._plans) != list(range(len(self._plans))):
             raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
         self._admission = Admission(around.eta, sizes.pop())
-        self._agenda: list[tuple[float, int, str, tuple[object, ...]]] = []
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._phases = tuple(Phase) if around.tool_slots is not None else (Phase.ROLLOUT,)
         self._serial = 0
         self._now = 0.0
         self._oldest: dict[tuple[int, int], int] = {}
@@ -163,7 +164,7 @@ class Simulator:
         for loss in self._around.losses:
             if loss.worker not in self._specs:
                 raise ConfigError(f"losses: no engine is named {loss.worker!r}; there are {', '.join(self._specs)}")
-            self._at(loss.at_s, "lost", loss)
+            self._at(loss.at_s, self._lose, loss)
         self._carry_out(self._admission.version_published(0))
         for iteration in range(len(self._plans)):
             self._carry_out(self._admission.gate_parked(iteration))
@@ -171,11 +172,12 @@ class Simulator:
         self._dispatch()
         agenda = self._agenda
         while agenda and not self._over():
-            self._now, _, kind, what = heapq.heappop(agenda)
-            self._happen(kind, what)
-            while agenda and agenda[0][0] == self._now:
-                _, _, kind, what = heapq.heappop(agenda)
-                self._happen(kind, what)
+            now, _, happens, what = heapq.heappop(agenda)
+            self._now = now
+            happens(*what)
+            while agenda and agenda[0][0] == now:
+                _, _, happens, what = heapq.heappop(agenda)
+                happens(*what)
             self._dispatch()
         missing = len(self._workload.trajectories) - len(self.record.ended_s)
         if missing:
@@ -192,28 +194,15 @@ class Simulator:
 
     # ---------------------------------------------------------------- what happens
 
-    def _at(self, at_s: float, kind: str, *what: object) -> None:
+    def _at(self, at_s: float, happens: Callable[..., None], *what: object) -> None:
         self._serial += 1
-        heapq.heappush(self._agenda, (at_s, self._serial, kind, what))
-
-    def _happen(self, kind: str, what: tuple[object, ...]) -> None:
-        match kind, what:
-            case "engine", (str(name), int(changes)):
-                engine = self._engines.get(name)
-                if engine is not None and engine.changes == changes:
-                    self._generated(engine)
-            case "tool", (str(key), int(attempt)):
-                self._returned(key, attempt)
-            case "trained", (int(batch),):
-                self._trained(batch)
-            case "lost", (Loss() as loss,):
-                self._lose(loss)
-            case "back", (str(name),):
-                self._join(self._specs[name])
+        heapq.heappush(self._agenda, (at_s, self._serial, happens, what))
 
     def _tell(self, event: Event) -> None:
         self._dispatcher.handle(event)
-        self._dispatcher.apply(self._ordering.handle(event))
+        answers = self._ordering.handle(event)
+        if answers:
+            self._dispatcher.apply(answers)
 
     def _join(self, spec: EngineSpec) -> None:
         self._engines[spec.name] = VirtualEngine(
@@ -232,7 +221,7 @@ class Simulator:
             self.record.lost_quanta += 1
             self._park(self._runs[key])
         if loss.away_s is not None:
-            self._at(self._now + loss.away_s, "back", loss.worker)
+            self._at(self._now + loss.away_s, self._join, self._specs[loss.worker])
 
     def _carry_out(self, commands: Sequence[object]) -> None:
         for command in commands:
@@ -244,7 +233,7 @@ class Simulator:
                         run = self._runs[key] = _Run(key, plan, group, plan.prompt_tokens)
                         self._park(run)
                 case OpenBatch(batch=batch):
-                    self._at(self._now + self._around.train_s, "trained", batch)
+                    self._at(self._now + self._around.train_s, self._trained, batch)
 
     def _trained(self, batch: int) -> None:
         self.record.iteration_s[batch] = self._now
@@ -266,13 +255,15 @@ class Simulator:
 
     def _dispatch(self) -> None:
         touched: dict[str, VirtualEngine] = {}
-        for phase in Phase:
+        for phase in self._phases:
             for place in self._dispatcher.dispatch(phase):
                 key, worker = place.key, place.worker
                 run = self._runs[key]
                 run.started_s = self._now
                 self.record.dispatched.append(Dispatched(self._now, phase, key, run.quanta, worker, place.reason))
-                self._dispatcher.apply(self._ordering.handle(QuantumStarted(key, phase, worker)))
+                answers = self._ordering.handle(QuantumStarted(key, phase, worker))
+                if answers:
+                    self._dispatcher.apply(answers)
                 if phase is Phase.TOOL:
                     self._call(run)
                 else:
@@ -301,9 +292,11 @@ class Simulator:
     def _next_of(self, engine: VirtualEngine) -> None:
         at_s = engine.next_finish_s()
         if at_s is not None:
-            self._at(at_s, "engine", engine.name, engine.changes)
+            self._at(at_s, self._generated, engine, engine.changes)
 
-    def _generated(self, engine: VirtualEngine) -> None:
+    def _generated(self, engine: VirtualEngine, changes: int) -> None:
+        if engine.changes != changes:  # what was foreseen is void, the engine's batch has changed or it is gone
+            return
         for request in engine.finished(self._now):
             run = self._runs[request.key]
             turn = run.plan.turns[run.turn]
@@ -324,10 +317,9 @@ class Simulator:
 
     def _call(self, run: _Run) -> None:
         run.attempt += 1
-        self._at(self._now + run.plan.turns[run.turn].tool_s, "tool", run.key, run.attempt)
+        self._at(self._now + run.plan.turns[run.turn].tool_s, self._returned, run, run.attempt)
 
-    def _returned(self, key: str, attempt: int) -> None:
-        run = self._runs[key]
+    def _returned(self, run: _Run, attempt: int) -> None:
         if run.attempt != attempt:
             return
         turn: TurnPlan = run.plan.turns[run.turn]
@@ -335,7 +327,7 @@ class Simulator:
         run.quanta += 1
         run.turn += 1
         latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
-        self._tell(QuantumFinished(key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
+        self._tell(QuantumFinished(run.key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
         if run.turn == len(run.plan.turns):
             self._end(run)
             return

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from benchmarks.cmlfq_sim import POLICIES, Cell, figures_of, homogeneous_layouts, interval, mixed_layouts
+from benchmarks import cmlfq_sim
+from benchmarks.cmlfq_sim import (
+    FULL,
+    POLICIES,
+    Cell,
+    Job,
+    Runs,
+    best,
+    figures_of,
+    homogeneous_layouts,
+    interval,
+    mixed_layouts,
+    simulate,
+)
 from libra.policy import ORDERINGS
 
 
@@ -45,3 +60,54 @@ def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:
     values = np.random.default_rng(0).normal(1.0, 0.1, 10)
     low, high = interval(values)
     assert low < values.mean() < high and (low, high) == interval(values)
+
+
+JOB = Job("tau_airline_gpt4o.csv", 0.55, 16, 4, "fifo", ((2, 8),), 0)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Jobs that were simulated; each takes as many seconds as its smallest engines have GPUs, and its seed more."""
+    jobs: list[Job] = []
+
+    def simulate(job: Job) -> tuple[float, float]:
+        jobs.append(job)
+        return float(job.layout[0][0] + job.seed), 1.0
+
+    monkeypatch.setattr(cmlfq_sim, "simulate", simulate)
+    return jobs
+
+
+def test_a_later_call_goes_on_where_the_first_one_ended(
+    ran: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "runs.jsonl"
+    assert Runs(out, 1).of([JOB]) == [(2.0, 1.0)]
+    assert Runs(out, 1).of([JOB, JOB._replace(seed=3), JOB]) == [(2.0, 1.0), (5.0, 1.0), (2.0, 1.0)]
+    assert ran == [JOB, JOB._replace(seed=3)]
+    monkeypatch.setattr(cmlfq_sim, "fingerprint", lambda policy: "other code")
+    Runs(out, 1).of([JOB])
+    assert ran[2:] == [JOB]
+
+
+def test_a_layout_that_is_far_behind_is_not_tried_on_every_planning_seed(ran: list[Job]) -> None:
+    assert best(Runs(None, 1), JOB, [{2: 8}, {1: 16}, {500: 1}]) == {1: 16}
+    assert [dict(job.layout) for job in ran] == [{2: 8}, {1: 16}, {500: 1}, {2: 8}, {1: 16}]
+
+
+def test_one_simulation_is_the_same_in_every_process(tmp_path: Path) -> None:
+    data = Path(cmlfq_sim.__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
+    jobs = [JOB._replace(traces=str(data), policy=policy, load=1) for policy in ("fifo", "cmlfq")]
+    assert Runs(None, 2).of(jobs) == Runs(None, 1).of(jobs)
+
+
+def test_the_grid_has_three_sizes_at_three_loads() -> None:
+    assert sorted(FULL) == [(gpus, load) for gpus in (16, 48, 96) for load in (4, 12, 32)]
+
+
+def test_what_is_taken_for_alike_is_alike() -> None:
+    data = Path(cmlfq_sim.__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
+    job = JOB._replace(traces=str(data), policy="paper", load=2)
+    assert cmlfq_sim.alike(job).policy == "fifo" and simulate(job) == simulate(cmlfq_sim.alike(job))
+    mixed = job._replace(layout=((2, 4), (8, 1)))
+    assert cmlfq_sim.alike(mixed) == mixed

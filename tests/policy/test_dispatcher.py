@@ -210,3 +210,19 @@ def test_the_only_engine_with_room_is_found_among_many() -> None:
     (place,) = dispatcher.dispatch(ROLLOUT)
     assert place.reason == "first home"
     assert dispatcher.running_on(place.worker, ROLLOUT) == 1
+
+
+def test_siblings_begin_on_different_engines_whoever_is_first_in_order() -> None:
+    """One of each group in turn, as many groups as engines: by number of residents alone a whole group would share an engine."""
+    dispatcher = Dispatcher()
+    for name in ("a", "b"):
+        dispatcher.handle(WorkerJoined(name, "tp1", rollout_slots=8, kv_tokens=10**6, token_s=0.01, token_full_s=0.03))
+    for order, (sample, group) in enumerate((s, g) for s in range(4) for g in ("g", "h")):
+        key = f"{group}{sample}"
+        dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0, group))
+        dispatcher.apply([SetPriority(key, Priority(0, 0, order), "test"), Prefer(key, (), "test", 1000, 2000)])
+    where: dict[tuple[str, str], int] = {}
+    for place in dispatcher.dispatch(ROLLOUT):
+        at = (place.key[0], place.worker)
+        where[at] = where.get(at, 0) + 1
+    assert where == {("g", "a"): 2, ("g", "b"): 2, ("h", "a"): 2, ("h", "b"): 2}

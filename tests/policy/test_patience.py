@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.config.models import PolicySection
 from libra.policy import (
     CMLFQ,
     CompletedCalls,
@@ -18,6 +19,7 @@ from libra.policy import (
     SetPriority,
     TrajectoryParked,
 )
+from libra.policy.attained import PATIENCE as DEFAULT
 from libra.policy.patience import Patience
 from libra.types import Phase
 
@@ -96,3 +98,12 @@ def test_phases_are_counted_apart() -> None:
         assert "a" not in [key for key, _ in told]
     found = [told for i in range(5) for told in patience.parked(f"r{i}", Phase.ROLLOUT)]
     assert found == [("a", 1)]
+
+
+def test_by_default_nobody_is_overdue_within_one_large_iteration() -> None:
+    """3,000 trajectories of 42 turns; those that have not begun wait while the others park again and again."""
+    patience = Patience(DEFAULT)
+    patience.parked("unbegun", Phase.ROLLOUT)
+    for turn in range(3_000 * 42):
+        assert not patience.parked(f"k{turn % 3_000}", Phase.ROLLOUT)
+    assert PolicySection().patience == DEFAULT
