@@ -335,13 +335,13 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
         if host.paused is not None and batch["batch"] > host.paused[0]:
             raise MismatchAlarm(host.paused[1])
         catch_up(host, batch["batch"], or_next=True)  # a worker that was lost took its replica along
-        if host.gang is not None and host.checkpoints.replica.steps_done > batch["batch"] + 1:
+        if host.checkpoints.replica.steps_done > batch["batch"] + 1:
             return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
         result = host.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
         if (reason := pause_reason(host.spec, result.as_dict())) is not None:
             host.paused = batch["batch"], reason
         numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
-        if host.gang is not None and rank == 0:
+        if rank == 0:
             write_step_record(host.spec, batch["batch"], numbers)
     return numbers
 
