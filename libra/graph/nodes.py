@@ -341,7 +341,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
         if host.paused is not None and batch["batch"] > host.paused[0]:
             raise MismatchAlarm(host.paused[1])
         catch_up(host, batch["batch"], or_next=True)  # a worker that was lost took its replica along
-        if host.gang is not None and host.checkpoints.replica.steps_done > batch["batch"] + 1:
+        if host.checkpoints.replica.steps_done > batch["batch"] + 1:
             return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
         fetcher = None
         if host.spec.config.trainer.dispatch == "peer":
@@ -353,7 +353,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
             host.paused = batch["batch"], reason
         numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
         numbers |= fetcher.numbers if fetcher is not None else {}
-        if host.gang is not None and rank == 0:
+        if rank == 0:
             write_step_record(host.spec, batch["batch"], numbers)
     return numbers
 

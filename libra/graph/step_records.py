@@ -1,7 +1,8 @@
-"""What each step of a group came to, as a file of the run: a rank that is asked for a step long taken answers from it.
+"""What each step came to, as a file of the run: a replica that is asked for a step long taken answers from it.
 
-Dask asks again for a step when something that was made of it is lost with a worker; the ranks of a group, which keep each other's
-state, may be further by then. Rank 0 writes the record before its task is done, so no later step is without one.
+Dask asks again for a step when something that was made of it is lost with a worker. Ranks of a group, which keep each other's
+state, may be further by then, and so may a replica that was restarted and given the next step first. Rank 0 writes the record
+before its task is done, so no later step is without one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,6 @@ def read_step_record(spec: RunSpec, step: int) -> dict[str, Any]:
         numbers: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as fault:
         raise TrainError(
-            f"step {step}: the group is further and {path} cannot be read: {fault}; resume the run"
+            f"step {step}: training is further and {path} cannot be read: {fault}; resume the run"
         ) from fault
     return numbers
