@@ -19,9 +19,18 @@ class RoleControl:
     ----------
     client : distributed.Client
     spec : RunSpec
+
+    Raises
+    ------
+    ClusterError
+        Where no worker of the run can change its role.
     """
 
     def __init__(self, client: Client, spec: RunSpec) -> None:
+        if not spec.config.cluster.hybrid_workers:
+            raise ClusterError(
+                f"roles: no worker of run {spec.run!r} can change its role; type cluster.hybrid_workers=1 or more"
+            )
         self._client, self._of = client, {"run": spec.run, "epoch": spec.epoch}
 
     def rows(self) -> list[dict[str, Any]]:

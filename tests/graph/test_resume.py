@@ -191,6 +191,18 @@ def test_committed_batches_taken_again_give_the_same_weights_bit_for_bit(committ
     assert after[0] == after[1]
 
 
+def test_a_step_whose_result_was_lost_is_answered_from_the_checkpoint_after_it(committed: RunSpec) -> None:
+    first = host_of(committed)
+    taken = [step_of_batch(first, batch) for batch in range(2)]
+    path = first.checkpoints.save(2)
+    for group in committed.groups_dir.glob("*.group"):
+        group.unlink()  # as when they are older than the oldest checkpoint kept
+    again = host_of(committed)
+    assert catch_up(again, 1, or_next=True) == []
+    assert step_of_batch(again, 1).digest == taken[1].digest
+    assert again.checkpoints.save(2) == path  # and so is its checkpoint
+
+
 def test_a_replica_that_is_there_is_left_alone(committed: RunSpec) -> None:
     host = host_of(committed)
     catch_up(host, 2)

@@ -50,7 +50,7 @@ class Stage:
         self.plugin.add_worker(self, address)  # type: ignore[arg-type]
         self.supplied_when_it_came = self.slots(name)
         if name != "plain":
-            self.say("role_member", name=name, address=address, tp=self.tp or 1, slots=8)
+            self.say("role_member", name=name, address=address, tp=self.tp or 1, slots=8, share={"cores": name})
 
     def leave(self, name: str) -> None:
         address = self.address(name)
@@ -119,6 +119,7 @@ def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp: int) -> None:
         stage.done("a", "b")
     assert (stage.slots("a"), stage.slots("b")) == (16, 0)
     assert stage.told("a")["slots"] == 16
+    assert stage.told("a")["shares"] == [{"cores": "a"}, {"cores": "b"}]
     assert stage.workers[stage.address("a")].resources[keys.TP] == 2
     change(stage, a={"role": "rollout"}, b={"role": "rollout"})
     for _ in range(3):

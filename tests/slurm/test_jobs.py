@@ -28,6 +28,7 @@ def test_every_worker_has_the_resources_of_its_role_and_one_commits() -> None:
     workers = worker_resources(config())
     assert set(workers) == {"rollout-0", "rollout-1", "train-0", "tool-0"}
     assert workers["rollout-1"] == {"ROLLOUT": 32}
+    assert worker_resources(config(cluster={"hybrid_workers": 1}))["rollout-0"] == {"ROLLOUT": 32, "HYBRID": 1}
     assert sum(resources.get("COMMIT", 0) for resources in workers.values()) == 1
 
 

@@ -42,13 +42,16 @@ def role_of(worker: str) -> str:
 
 
 def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
-    """Resources of each worker, by name; the first tool worker is the committer."""
+    """Resources of each worker, by name; the first tool worker is the committer, the first rollout workers may be hybrid."""
     supply = {
         "rollout": {keys.ROLLOUT: config.rollout.slots},
         "train": {keys.TRAIN: 1},
         "tool": {keys.TOOL: config.cluster.tool_slots, keys.GRADE: 4},
     }
     workers = {f"{role}-{i}": dict(supply[role]) for role, jobs in role_jobs(config).items() for i in range(jobs.jobs)}
+    for i in range(config.cluster.hybrid_workers):
+        if f"rollout-{i}" in workers:
+            workers[f"rollout-{i}"][keys.HYBRID] = 1
     if "tool-0" in workers:
         workers["tool-0"][keys.COMMIT] = 1
     return workers
