@@ -22,6 +22,8 @@ from libra.store.event_log import read_events
 from libra.testing import FixedTurns
 from libra.types import Phase
 
+pytestmark = pytest.mark.timeout(600)  # each cluster is four or five processes that load torch
+
 Config = Callable[..., RunConfig]
 Until = Callable[[Any, Callable[[Scheduler], bool]], None]
 RUN = "demo"
