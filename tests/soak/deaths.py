@@ -94,7 +94,7 @@ def in_fetch(run: str, marker: str, fraction: float, dask_worker: Any) -> None:
                 return _Line(socket.create_connection(*args, **kwargs), at_fraction)
 
         def at_fraction(got: int, size: int) -> None:
-            if got >= fraction * size and size > 4 * CHUNK_BYTES:
+            if got >= fraction * size and size > 64 * CHUNK_BYTES:
                 part = path.stat().st_size
                 die(marker, worker=str(dask_worker.name), version=version, file=name, got=got, size=size, written=part)
 
