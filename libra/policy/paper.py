@@ -2,8 +2,8 @@
 
 Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with what its released code (NetX-lab/Libra @c51bf84) adds: one root per prompt and a
 global one; an unknown state falls back to the deepest known ancestor. Deviations, beside those of
-`libra.policy.prefix_tree`: placement goes through `libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are
-forgotten with their last trajectory.
+`libra.policy.prefix_tree`: placement goes through `libra.policy.dispatcher`, which is work conserving, instead of a router that
+queues at one server; prompts are forgotten with their last trajectory.
 """
 
 from __future__ import annotations
