@@ -1,11 +1,9 @@
 """The published rule, for comparison: a prefix tree of tool returns, and a move where mean and P90 fall into one bucket.
 
-Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with what its released code (NetX-lab/Libra @c51bf84) adds: payload classes at 500 and
-5,000 characters, one root per prompt and a global one, P90 of the last 200 visits; an unknown state falls back to the deepest
-known ancestor. Deviations: payloads are measured in tokens as everywhere here, so the classes are at 125 and 1,250 (four
-characters each); a tool failed where its status says so, not where its text contains "error"; placement goes through
-`libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are forgotten with
-their last trajectory.
+Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with what its released code (NetX-lab/Libra @c51bf84) adds: one root per prompt and a
+global one; an unknown state falls back to the deepest known ancestor. Deviations, beside those of
+`libra.policy.prefix_tree`: placement goes through `libra.policy.dispatcher`, which is work conserving, instead of a router that
+queues at one server; prompts are forgotten with their last trajectory.
 """
 
 from __future__ import annotations
@@ -24,56 +22,11 @@ from libra.policy.messages import (
     TrajectoryEnded,
     TrajectoryParked,
 )
+from libra.policy.prefix_tree import Node, dump, load, state_name
 from libra.types import Phase
 
-PAYLOAD_EDGES = (125, 1250)
-WINDOW = 200
 THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
 """Longest remaining output of each bucket but the last, by number of buckets; its defaults and its production settings."""
-
-
-class _Node:
-    """Remaining lengths seen at one prefix of tool returns: all-time mean, and the last ``WINDOW`` of them for P90."""
-
-    __slots__ = ("children", "count", "last", "mean")
-
-    def __init__(self) -> None:
-        self.children: dict[str, _Node] = {}
-        self.count = 0
-        self.mean = 0.0
-        self.last: list[int] = []
-
-    def visit(self, remaining: int) -> None:
-        self.count += 1
-        self.mean += (remaining - self.mean) / self.count
-        self.last.append(remaining)
-        del self.last[:-WINDOW]
-
-    def p90(self) -> float:
-        ordered = sorted(self.last)
-        at = 0.9 * (len(ordered) - 1)
-        low = int(at)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-    def deepest(self, path: list[str]) -> _Node:
-        node = self
-        for state in path:
-            child = node.children.get(state)
-            if child is None:
-                break
-            node = child
-        return node
-
-    def to_list(self) -> list[Any]:
-        return [self.count, self.mean, self.last, {state: node.to_list() for state, node in self.children.items()}]
-
-    @classmethod
-    def from_list(cls, values: list[Any]) -> _Node:
-        node = cls()
-        node.count, node.mean, node.last = int(values[0]), float(values[1]), [int(value) for value in values[2]]
-        node.children = {state: cls.from_list(child) for state, child in values[3].items()}
-        return node
 
 
 class PaperRule:
@@ -84,8 +37,8 @@ class PaperRule:
     def __init__(self) -> None:
         self._fifo = Fifo()
         self._fleet = Fleet()
-        self._root = _Node()
-        self._prompts: dict[str, _Node] = {}
+        self._root = Node()
+        self._prompts: dict[str, Node] = {}
         self._alive: dict[str, int] = {}
         self._paths: dict[str, tuple[str, list[str], list[int]]] = {}  # group, states, tokens generated before each
 
@@ -110,8 +63,7 @@ class PaperRule:
         _, states, generated = self._paths[event.key]
         generated[-1] += event.tokens
         if event.tool:
-            payload = sum(event.payload_tokens > edge for edge in PAYLOAD_EDGES)
-            states.append(f"{event.tool}:{payload}:{'success' if event.status in ('ok', 'success') else 'failure'}")
+            states.append(state_name(event.tool, event.status, event.payload_tokens))
             generated.append(generated[-1])
 
     def _ended(self, key: str, completed: bool) -> None:
@@ -119,11 +71,9 @@ class PaperRule:
         if completed and states:
             trees = [self._root]
             if group:
-                trees.append(self._prompts.setdefault(group, _Node()))
+                trees.append(self._prompts.setdefault(group, Node()))
             for node in trees:
-                for state, before in zip(states, generated, strict=False):
-                    node = node.children.setdefault(state, _Node())
-                    node.visit(generated[-1] - before)
+                node.enter(states, (generated[-1] - before for before in generated[: len(states)]))
         self._alive[group] -= 1
         if not self._alive[group]:
             del self._alive[group]
@@ -155,8 +105,8 @@ class PaperRule:
         return {
             "fifo": self._fifo.snapshot(),
             "fleet": self._fleet.snapshot(),
-            "root": self._root.to_list(),
-            "prompts": {group: node.to_list() for group, node in sorted(self._prompts.items())},
+            "root": dump(self._root),
+            "prompts": {group: dump(node) for group, node in sorted(self._prompts.items())},
             "alive": dict(sorted(self._alive.items())),
             "paths": {key: [group, states, tokens] for key, (group, states, tokens) in sorted(self._paths.items())},
         }
@@ -165,8 +115,8 @@ class PaperRule:
         """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
         self._fifo.restore(snapshot["fifo"])
         self._fleet.restore(snapshot["fleet"])
-        self._root = _Node.from_list(snapshot["root"])
-        self._prompts = {group: _Node.from_list(node) for group, node in snapshot["prompts"].items()}
+        self._root = load(snapshot["root"])
+        self._prompts = {group: load(node) for group, node in snapshot["prompts"].items()}
         self._alive = {str(group): int(count) for group, count in snapshot["alive"].items()}
         self._paths = {
             str(key): (str(group), [str(s) for s in states], [int(t) for t in tokens])

@@ -124,10 +124,13 @@ class Posterior:
         counts *= _DECAY32
         counts += _ADDS32[state]
         live.returns += 1
-        live.node = node = child(live.node, state)
-        said = None if live.missed else learner.tree.says(node, live.tree, learner.unit)
+        said = None
+        if not live.missed:
+            live.node = node = child(live.node, state)
+            said = learner.tree.says(node, live.tree, learner.unit)
         if said is None:
             live.missed += 1
+            live.node = 0  # where it is beyond what the tree knows, nobody asks
             log, tokens = live.tree
             live.tree = (log * BACK_OFF, tokens * BACK_OFF)
         else:
