@@ -43,6 +43,7 @@ import numpy as np
 import libra
 from benchmarks.report import Figure, emit
 from libra.config.agent_turns import agent_turn_files
+from libra.errors import ConfigError
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
@@ -301,12 +302,22 @@ def figures_of(cells: Sequence[Cell]) -> dict[str, Figure]:
     return found
 
 
+def chosen(cells: Sequence[str]) -> list[tuple[int, int]]:
+    """Cells of the grid by name; ConfigError for one that is not in it."""
+    names = {f"{gpus}x{load}": (gpus, load) for gpus, load in FULL}
+    unknown = sorted(set(cells) - set(names))
+    if unknown:
+        raise ConfigError(f"--cells {' '.join(unknown)}: not in the grid; it has {' '.join(names)}")
+    return [names[cell] for cell in cells]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cmlfq_sim", description="C-MLFQ in virtual time.")
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--sets", nargs="*", help="file names without .csv; default: all in DIR/agent_turns")
+    parser.add_argument("--cells", nargs="*", help="GPUSxLOAD, e.g. 16x4 96x32; default: the whole grid")
     parser.add_argument("--quick", action="store_true", help="two cells of each set, three seeds")
     parser.add_argument("--out", type=Path, help="file to keep results in, and to go on from")
     parser.add_argument("--processes", type=int, default=1)
@@ -316,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seeds = min(3, options.seeds) if options.quick else options.seeds
     runs = Runs(options.out, options.processes)
     cells = []
-    for gpus, load in QUICK if options.quick else FULL:
+    for gpus, load in chosen(options.cells) if options.cells else QUICK if options.quick else FULL:
         for path in agent_turn_files(options.data):
             if options.sets and path.stem not in options.sets:
                 continue

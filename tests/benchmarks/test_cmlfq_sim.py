@@ -21,6 +21,7 @@ from benchmarks.cmlfq_sim import (
     mixed_layouts,
     simulate,
 )
+from libra.errors import ConfigError
 from libra.policy import ORDERINGS
 
 
@@ -103,6 +104,9 @@ def test_one_simulation_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 def test_the_grid_has_three_sizes_at_three_loads() -> None:
     assert sorted(FULL) == [(gpus, load) for gpus in (16, 48, 96) for load in (4, 12, 32)]
+    assert cmlfq_sim.chosen(["96x4", "16x32"]) == [(96, 4), (16, 32)]
+    with pytest.raises(ConfigError, match="16x5"):
+        cmlfq_sim.chosen(["16x4", "16x5"])
 
 
 def test_what_is_taken_for_alike_is_alike() -> None:
