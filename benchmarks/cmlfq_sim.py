@@ -60,7 +60,7 @@ FULL = tuple(
 )
 QUICK = ((16, 4), (16, 12))
 PLANNING_SEEDS = (1001, 1002)
-USED_BY = {"posterior": {"cmlfq"}, "kinship": {"cmlfq"}, "cmlfq": {"cmlfq", "predictor", "oracle"}, "paper": {"paper"}}
+USED_BY = {"posterior": {"cmlfq"}, "cmlfq": {"cmlfq", "predictor", "oracle"}, "paper": {"paper"}}
 """Folders and modules that run under these policies only: what changes there voids no kept result of others."""
 BEHIND = 1.10
 """A layout that takes this much longer than the best on the first planning seed is given up."""

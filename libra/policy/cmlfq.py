@@ -8,8 +8,7 @@ Objectives
 makespan
     The iteration is to be over soon. Whoever is under way goes on, in the order of arrival: its KV cache holds memory until it
     ends, and going round among many that are half done computes contexts again and again. Of those that have not begun, one
-    of each group goes first (the probe, Seer), then those of the groups that turn out longest (`libra.policy.kinship`), one of
-    each in turn where groups are alike. Without groups: the longest expected.
+    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them.
 stream
     Groups are to be complete soon, one after the other: least left in the group first, within it by arrival.
 
@@ -28,13 +27,11 @@ decided by fixed lengths; moves are priced; waiting is bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from libra.policy.attained import PATIENCE
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.hindsight import Hindsight
-from libra.policy.kinship import Kinship
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
@@ -56,10 +53,6 @@ UNTRUSTED = 0.0
 """Skill up to which a forecast orders nothing."""
 ANEW_AT_AN_END = 16
 """Trajectories that have not begun and are looked at anew, beside the siblings, whenever one ends."""
-HALF = 18
-"""Classes of groups above and below the mean of all."""
-CLASSES_PER_E = 4.0 / log(2.0)
-"""Classes of groups are quarter octaves."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 """Levels of those under way (with skill), and the first level of those that have not begun."""
 
@@ -113,7 +106,6 @@ class CMLFQ:
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._sampled_tokens = self._read_tokens = 0
         self._hindsight = Hindsight()
-        self._kinship = Kinship() if self._reconsiders is not None and objective == "makespan" else None
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
@@ -126,19 +118,15 @@ class CMLFQ:
             case QuantumStarted(key=key):
                 self._patience.left(key)
                 self._begun(key)
-            case QuantumFinished(key=key, tokens=tokens, payload_tokens=payload):
+            case QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
-                if tokens and life is not None and life.counted and self._kinship is not None:
-                    self._kinship.generated(life.group, key, life.generated_tokens)
             case TrajectoryEnded(key=key, completed=completed):
                 self._patience.left(key)
                 self._hindsight.ended(key, life.generated_tokens if life is not None else 0, completed=completed)
                 self._told.pop(key, None)
                 if life is not None:
                     self._begun(key, life.group)
-                    if life.counted and self._kinship is not None:
-                        self._kinship.end(life.group, key, completed=completed)
                     self._ended(life)
                     return self._anew(list(dict.fromkeys([*self._unbegun.get(life.group, ()), *self._next_anew()])))
         return ()
@@ -146,8 +134,6 @@ class CMLFQ:
     def learn(self) -> None:
         """Have the forecaster do the dear part of its learning; called now and then, off the critical path."""
         self.forecaster.learn()
-        if self._kinship is not None:
-            self._kinship.refresh()
 
     def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
         waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
@@ -166,7 +152,7 @@ class CMLFQ:
             answers.append(
                 SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
             )
-        if not waits_to_begin and (skill > UNTRUSTED or self._kinship is not None):
+        if not waits_to_begin and skill > UNTRUSTED:
             total = length_class(life.generated_tokens + mean)
             if total != life.total_class:
                 life.total_class = total
@@ -207,8 +193,6 @@ class CMLFQ:
         life.level = level
         in_groups = self.objective == "stream" and trusted and life.group
         place = int(self._groups[life.group][0]) if in_groups else life.arrival
-        if level > UNBEGUN and self._kinship is not None:
-            place += life.place << 32  # of groups that are alike, one of each in turn
         return SetPriority(key, Priority(life.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
@@ -240,11 +224,6 @@ class CMLFQ:
         if self.objective == "stream" and trusted:
             level = length_class(self._groups[life.group][1] if life.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
-        if not begun and self._kinship is not None and life.group:
-            if not life.place:
-                return UNBEGUN, "cmlfq: probe of its group"
-            octaves = min(max(round(CLASSES_PER_E * self._kinship.longer(life.group)), -HALF), HALF)
-            return UNBEGUN + 1 + HALF - octaves, f"cmlfq: class {octaves} of its group among all"
         if not trusted:
             level = length_class(life.generated_tokens)
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
@@ -261,14 +240,10 @@ class CMLFQ:
         if life.group:
             group = self._groups.get(life.group)
             if group is None:
-                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0, 0.0]
+                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0]
             if not life.counted:
                 life.counted = True
                 group[2] += 1
-                life.place = int(group[3])
-                group[3] += 1
-                if self._kinship is not None:
-                    self._kinship.join(life.group)
             group[1] += mean_tokens - before
 
     def _ended(self, life: Life) -> None:
@@ -306,7 +281,6 @@ class CMLFQ:
             "told": dict(sorted(self._told.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
-            "kinship": self._kinship.snapshot() if self._kinship is not None else None,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -321,10 +295,6 @@ class CMLFQ:
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self._hindsight = Hindsight()
         self.forecaster.restore(snapshot["forecaster"])
-        self._kinship = None
-        if snapshot["kinship"] is not None:
-            self._kinship = Kinship()
-            self._kinship.restore(snapshot["kinship"])
 
 
 class Predictor(CMLFQ):

@@ -37,8 +37,6 @@ class Life:
         The level it was last given, and the class of its total length as last believed; -1: none.
     context_tokens : int
         What an engine would have to compute to go on with it, as far as it is known.
-    place : int
-        How many of its group came before it; for orderings that count them.
     """
 
     arrival: int
@@ -52,7 +50,6 @@ class Life:
     level: int = -1
     total_class: int = -1
     context_tokens: int = 0
-    place: int = 0
 
 
 class Lives:
