@@ -27,6 +27,8 @@ from libra.planner.replan import Considered, Replanner, Rules
 
 PRIOR_TOKENS = 0.25
 """How surely training's seconds are proportional to a replica's tokens: as surely as from steps at tokens off by a half."""
+NOISE_FROM = 2
+"""Steps that a prediction rests on before its error counts as noise: a run's first has allocations and first calls in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class SplitLoop:
         ``forecast`` is what was known before it: what it is off by, told the batch's tokens, is the noise of this model.
         """
         before = self.expected(forecast, fleet, batch, fleet.training, overlap)
-        if before is not None and before.step_s > 0 and self.trainings.num_steps:
+        if before is not None and before.step_s > 0 and self.trainings.num_steps >= NOISE_FROM:
             self.errors = self.errors.after(before.step_s, step_s)
         self.trainings = self.trainings.after(batch.trained_tokens, replicas, train_s)
 

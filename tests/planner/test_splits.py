@@ -120,3 +120,12 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches: list[Bat
     changes = sum(a != b for a, b in zip(run.history, run.history[1:], strict=False))
     assert changes <= 1 + len(batches) / 3
     assert all(0 <= training <= 2 for training in run.history)
+
+
+def test_the_start_of_a_run_is_no_noise() -> None:
+    """What its first, slow iteration makes the second one be mispredicted by would forbid every change for long."""
+    loop, forecast, now = SplitLoop(QUICK), StepForecast(), fleet(0)
+    for step_s, rollout_s in ((40.0, 30.0), (13.0, 10.0), (13.0, 10.0)):
+        forecast = forecast.after(Taken(rollout_s, 3.0, 0.0, step_s, {"e": 3000}, []), {"e": 3})
+        loop.learn(forecast, now, LONG, 1, 3.0, step_s, overlap=False)
+    assert loop.errors.num_steps == 1
