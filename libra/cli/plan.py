@@ -23,7 +23,7 @@ from libra.planner.trace import COLUMNS, workload_of_turns
 
 def read_trace(path: Path, tool_s: float) -> Workload:
     """The trajectories of a CSV of turns; ConfigError where it cannot be read, PlanError where it does not say enough."""
-    return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace"), tool_s)
+    return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace (--trace FILE)"), tool_s)
 
 
 def fixed_by(snapshot: Snapshot, choice: str) -> Snapshot:

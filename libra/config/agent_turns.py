@@ -70,7 +70,9 @@ def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces")
         with path.open(newline="", encoding="utf-8") as file:
             return agent_turns(file, required, f"{where} {path}")
     except OSError as error:
-        raise ConfigError(f"{where} {path}: it cannot be read: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{where} {path}: it cannot be read: {error.strerror or error}; give a CSV with a row for each turn"
+        ) from error
 
 
 def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> list[Recorded]:

@@ -18,10 +18,8 @@ from typing import Any
 from libra.errors import ContextOverflow, EngineError
 from libra.types import TurnRequest
 
-PRIORITY_PARTS = 3
-"""Entries of a priority that fit into one number."""
-PRIORITY_BITS = 20
-"""Bits of each entry: up to 1,048,574 iterations, levels, or groups."""
+PRIORITY_BITS = (20, 10, 30)
+"""Bits of each entry of a priority in one number: up to a million iterations, a thousand levels, a thousand million places."""
 
 
 def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: int) -> None:
@@ -51,16 +49,16 @@ def packed_priority(priority: tuple[int, ...]) -> int:
     Raises
     ------
     EngineError
-        More than `PRIORITY_PARTS` entries, or one that is negative or does not fit into `PRIORITY_BITS`.
+        More entries than `PRIORITY_BITS` has, or one below -1 (a level of those that are overdue) or too large for its bits.
     """
-    top = 2**PRIORITY_BITS - 2
-    if len(priority) > PRIORITY_PARTS or any(not 0 <= part <= top for part in priority):
-        raise EngineError(
-            f"priority: got {priority}; allowed are at most {PRIORITY_PARTS} entries of 0 to {top}, which one number can hold"
-        )
+    if len(priority) > len(PRIORITY_BITS) or any(
+        not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)
+    ):
+        allowed = ", ".join(f"-1 to {2**bits - 3}" for bits in PRIORITY_BITS)
+        raise EngineError(f"priority: got {priority}; allowed are at most {len(PRIORITY_BITS)} entries of {allowed}")
     packed = 0
-    for position in range(PRIORITY_PARTS):  # an entry that is missing sorts before 0, as in tuples
-        packed = packed << PRIORITY_BITS | (priority[position] + 1 if position < len(priority) else 0)
+    for position, bits in enumerate(PRIORITY_BITS):  # an entry that is missing sorts before any, as in tuples
+        packed = packed << bits | (priority[position] + 2 if position < len(priority) else 0)
     return packed
 
 

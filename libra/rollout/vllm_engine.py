@@ -159,9 +159,9 @@ class VLLMEngine:
         """Fail what is pending, end the process, and join the thread; may be called twice."""
         if self._thread is None:
             return
-        self._closing = True
         with self._entry:
-            if not self._ended:
+            first, self._closing = not self._closing, True
+            if first and not self._ended:  # stopped a second time, the loop would leave its end undone
                 self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
 

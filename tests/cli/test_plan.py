@@ -120,7 +120,7 @@ def test_choices_that_cannot_be_say_what_to_type(repository: Path) -> None:
     for wrong in ("train", "train=x", "dp=4", "engines=3"):
         with pytest.raises(ConfigError, match="--why train=16"):
             fixed_by(snapshot, wrong)
-    with pytest.raises(PlanError, match="--trace FILE"):
+    with pytest.raises(ConfigError, match="--trace FILE"):
         read_trace(Path("missing.csv"), 1.0)
     with pytest.raises(ConfigError, match=r"planner\.generated_p99_tokens=4000"):
         load_config(

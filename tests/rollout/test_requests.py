@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ContextOverflow, EngineError
+from libra.policy.patience import OVERDUE
 from libra.rollout.requests import QueuedJob, RequestQueue, check_request, packed_priority
 from libra.types import TurnRequest
 
-PRIORITIES = st.lists(st.integers(0, 2**20 - 2), max_size=3).map(tuple)
+PARTS = (st.integers(-1, 2**20 - 3), st.integers(-1, 2**10 - 3), st.integers(-1, 2**30 - 3))
+PRIORITIES = st.tuples(*PARTS).flatmap(lambda whole: st.integers(0, 3).map(lambda size: whole[:size]))
 
 
 def request(name: str = "a", priority: tuple[int, ...] = (0,), **fields) -> TurnRequest:
@@ -24,10 +26,14 @@ def test_one_number_orders_priorities_as_the_tuples_do(one, other) -> None:
     assert 0 <= packed_priority(one) < 2**60
 
 
-@pytest.mark.parametrize("priority", [(1, 2, 3, 4), (-1,), (0, 2**20 - 1)])
+@pytest.mark.parametrize("priority", [(1, 2, 3, 4), (-2,), (0, 2**10), (2**20,), (0, 0, 2**30)])
 def test_a_priority_that_one_number_cannot_hold_is_refused(priority) -> None:
     with pytest.raises(EngineError, match="at most 3 entries"):
         packed_priority(priority)
+
+
+def test_whoever_is_overdue_goes_first_in_the_engine_too() -> None:
+    assert packed_priority((3, OVERDUE, 7)) < packed_priority((3, 0, 0)) < packed_priority((4, OVERDUE, 0))
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=40), st.randoms())
