@@ -76,7 +76,8 @@ def changed_by_hand(directory: str, changes: int) -> Ran:
 def drifted(directory: str, iterations: int, stretch: int) -> Ran:
     """A run whose planner changes roles."""
     rows = []
-    apply = ("planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0")
+    # Few slots, or one engine of so small a model would generate for everybody as fast as two.
+    apply = ("planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0", "rollout.slots=8")
     with session(directory, "drift", iterations, stretch, *apply) as run:
         for values in run.iterations():
             rows.append(values)
