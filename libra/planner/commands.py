@@ -1,4 +1,4 @@
-"""What an accepted plan asks for, as values. Applying them to live workers is the elastic pool's part."""
+"""What an accepted plan asks for, as values. A run carries out the split (`libra.planner.splits`); the rest is logged."""
 
 from __future__ import annotations
 
