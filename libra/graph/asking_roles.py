@@ -34,7 +34,7 @@ class RoleControl:
         self._client, self._of = client, {"run": spec.run, "epoch": spec.epoch}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each worker that can change, with ``role``, ``tp``, ``stage`` and ``generation`` of its last change."""
+        """Each worker that can change, with ``role``, ``tp``, ``stage``, ``generation`` and ``seconds`` of its last change."""
         return list(self._call("libra_roles"))
 
     def change(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:

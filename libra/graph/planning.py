@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,11 +71,8 @@ class Planning:
         self._first: int | None = None
         self._replanning: Replanning | None = None
         if roles is not None:
-            config, log = spec.config, Path(spec.directory) / "events.jsonl"
-            self._replanning = Replanning(
-                roles, config.cluster.train_workers, log if config.observe.event_log else None, tell,
-                Rules(first_cost_s=config.planner.change_cost_s),
-            )  # fmt: skip
+            rules = Rules(first_cost_s=spec.config.planner.change_cost_s)
+            self._replanning = Replanning(roles, spec.config.cluster.train_workers, tell, rules)
 
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
         """Hear the numbers of an iteration: compare them, predict the next one, and hand in what the last call's thread has found.

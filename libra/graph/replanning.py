@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from libra.errors import ClusterError
@@ -22,7 +21,6 @@ from libra.planner.measured import StepForecast
 from libra.planner.replan import Rules
 from libra.planner.splits import Batch, Fleet, Hybrid, SplitLoop, Weighed
 from libra.planner.telling import considered_events
-from libra.store.event_log import read_events
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ class RoleCalls(Protocol):
     """What is asked of the scheduler about roles; `libra.graph.asking_roles.RoleControl` in a run."""
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Of each worker that can change: worker, role, tp, stage, generation."""
+        """Of each worker that can change: worker, role, tp, stage, generation, and seconds of its last change (None: none yet)."""
 
     def change(self, assignments: Mapping[str, str]) -> int:
         """Begin a change to these roles; its generation, or ClusterError."""
@@ -55,8 +53,6 @@ class Replanning:
     ----------
     calls : RoleCalls
     core_trainers : int
-    event_log : Path or None
-        Where `role_changed` events say what a change cost; None: there is no log, and costs stay as assumed.
     tell : callable
         Takes (name, fields) of an event for the run's log.
     rules : Rules
@@ -66,11 +62,10 @@ class Replanning:
         self,
         calls: RoleCalls,
         core_trainers: int,
-        event_log: Path | None,
         tell: Callable[[str, Mapping[str, Any]], None],
         rules: Rules | None = None,
     ) -> None:
-        self._calls, self._core, self._log, self._tell = calls, core_trainers, event_log, tell
+        self._calls, self._core, self._tell = calls, core_trainers, tell
         self.loop = SplitLoop(rules or Rules())
         self._change: Change | None = None
         self._began_with: Fleet | None = None  # what the iteration that is under way began with
@@ -169,7 +164,7 @@ class Replanning:
         if not whole:
             return  # it was carried out in the middle of this iteration
         before = self.loop.expected(forecast, fleet, batch, change.training_before, overlap)
-        cost_s = change_cost_s(self._log, change.generation)
+        cost_s = change_cost_s(rows, change.generation)
         self._change = None
         if cost_s is not None and self.loop.replanner is not None:
             self.loop.replanner.changed(cost_s)
@@ -192,16 +187,10 @@ def batch_of(values: Mapping[str, Any]) -> Batch:
     return Batch(float(values["generated_tokens"]), float(values.get("forwarded_tokens", values["generated_tokens"])))
 
 
-def change_cost_s(log: Path | None, generation: int) -> float | None:
-    """Seconds of a change until its slowest worker was in its new role, as ``role_changed`` says; None where nothing does."""
-    if log is None or not log.is_file():
-        return None
-    spent = [
-        float(event["seconds"])
-        for event in read_events(log).events
-        if event["name"] == "role_changed" and event["generation"] == generation
-    ]
-    return max(spent, default=None)
+def change_cost_s(rows: Iterable[Mapping[str, Any]], generation: int) -> float | None:
+    """Seconds of a change until its slowest worker was in its new role; None where no worker's last change was this one."""
+    spent = (row["seconds"] for row in rows if row["generation"] == generation)
+    return max((float(seconds) for seconds in spent if seconds is not None), default=None)
 
 
 def fields_of(event: Any) -> dict[str, Any]:

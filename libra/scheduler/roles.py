@@ -5,7 +5,7 @@
 
     libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3} or {"error": "..."}
     libra_cancel_roles(run, epoch, generation)                                 ->  {"generation": 4} of the way back, or an error
-    libra_roles(run, epoch)                                                    ->  [{worker, role, tp, stage, generation}, ...]
+    libra_roles(run, epoch)                            ->  [{worker, role, tp, stage, generation, seconds}, ...]
     libra_wait_roles(run, epoch, generation)                                   ->  {"changed": bool}, once the change has ended
 
 Invariants
@@ -77,6 +77,7 @@ class _Run:
     pool_of: str = ""  # address of the worker that opened it
     begun_s: dict[int, float] = field(default_factory=dict)  # monotonic, by generation of a change that goes on
     stage_s: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)
+    took_s: dict[str, float] = field(default_factory=dict)  # the last change of each worker that took it somewhere else
     undone: set[int] = field(default_factory=set)
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set, and another one put here, when a change has ended
 
@@ -149,9 +150,12 @@ class RolePlugin(SchedulerPlugin):
         return _unknown(run, epoch) if state is None else self._answer(state, CancelRequested(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Every worker that can change roles, with the role it has or is on its way to; empty where the run is not here."""
+        """Every worker that can change roles, with the role it has or is on its way to; empty where the run is not here.
+
+        ``seconds`` is what its last change took until the slowest of its members was in its new role; None before one.
+        """
         state = self._of(run, epoch)
-        return [] if state is None else state.roles.rows()
+        return [] if state is None else [row | {"seconds": state.took_s.get(row["worker"])} for row in state.roles.rows()]
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
         """Answer when a change has ended, or is undone; ``changed`` is whether its members are where it was to take them."""
@@ -342,6 +346,7 @@ class RolePlugin(SchedulerPlugin):
                     if before == to:
                         self._emit(state, "role_restored", **who, role=str(to.role), tp=to.tp, **took)
                     else:
+                        state.took_s[name] = seconds
                         roles = {"from_role": str(before.role), "to_role": str(to.role)}
                         self._emit(state, "role_changed", **who, **roles, from_tp=before.tp, to_tp=to.tp, **took)
                 self._forget(state, generation)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.row = {"worker": "rollout-0", "role": "rollout", "tp": 1, "stage": "resupplied", "generation": 0}
+        self.row["seconds"] = None
         self.asked: list[Mapping[str, str]] = []
         self.refuses = self.undoes = False
 
@@ -45,20 +44,22 @@ class Scheduler:
     def settle(self) -> None:
         if self.row["stage"] != "resupplied" and self.undoes:
             self.row["role"] = "rollout" if self.row["role"] == "train" else "train"
+        else:
+            self.row["seconds"] = 0.25
         self.row["stage"] = "resupplied"
 
 
 class Run:
     """A run of exact speeds: 100 tokens/s an engine, 1,000 trained tokens/s a replica."""
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self) -> None:
         self.scheduler, self.told, self.forecast, self.k = (
             Scheduler(),
             list[tuple[str, dict[str, Any]]](),
             StepForecast(),
             0,
         )
-        self.replanning = Replanning(self.scheduler, 1, log, lambda name, f: self.told.append((name, dict(f))), RULES)
+        self.replanning = Replanning(self.scheduler, 1, lambda name, f: self.told.append((name, dict(f))), RULES)
 
     def iteration(self, generated: int, trained: int) -> None:
         training = self.scheduler.row["role"] == "train" and self.scheduler.row["stage"] == "resupplied"
@@ -97,7 +98,7 @@ def test_workers_go_both_ways_and_each_change_is_compared_with_what_it_was_to_ga
     assert there["realised_gain_frac"] == pytest.approx(0.45, abs=0.15)  # training is halved, and nearly all there is
     assert back["realised_gain_frac"] > 0.2
     assert there["iteration"] < there["realised_iteration"] < back["iteration"]
-    assert there["cost_s"] is None  # no log said so
+    assert there["cost_s"] == back["cost_s"] == 0.25
     accepted = [fields["iteration"] for fields in run.fields("plan_accepted")]
     assert accepted == [there["iteration"], back["iteration"]]
     assert len(run.fields("plan_considered")) > 20  # those that were not accepted too
@@ -130,17 +131,11 @@ def test_a_change_that_is_undone_or_refused_is_no_gain_and_is_seen_as_it_is() ->
     assert not refused.scheduler.asked
 
 
-def test_the_cost_of_a_change_is_that_of_its_slowest_worker(tmp_path: Path) -> None:
-    log = tmp_path / "events.jsonl"
-    changed = {
-        "schema": 3, "name": "role_changed", "run": "demo", "t_s": 1.0, "generation": 4, "from_role": "rollout",
-        "to_role": "train", "from_tp": 1, "to_tp": 1, "stage_s": {},
-    }  # fmt: skip
-    lines = [{**changed, "worker": name, "seconds": seconds} for name, seconds in (("a", 1.5), ("b", 2.5))]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert change_cost_s(log, 4) == 2.5
-    assert change_cost_s(log, 5) is None
-    assert change_cost_s(None, 4) is None
+def test_the_cost_of_a_change_is_that_of_its_slowest_worker() -> None:
+    rows = [{"worker": f"rollout-{k}", "generation": g, "seconds": s} for k, (g, s) in enumerate([(4, 1.5), (4, 2.5), (3, 9.0)])]
+    assert change_cost_s(rows, 4) == 2.5
+    assert change_cost_s(rows, 5) is None
+    assert change_cost_s([{"worker": "rollout-0", "generation": 0, "seconds": None}], 0) is None
 
 
 @pytest.mark.timeout(300)
