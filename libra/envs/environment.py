@@ -33,6 +33,13 @@ class Environment(ABC):
         thread.
         """
 
+    def prompt_id(self, split: str, index: int) -> str:
+        """``prompt_id`` of question ``index``, told without making it, where the same question comes again at another index.
+
+        Empty (here): none ever does. What is known of a question's length from one pass is used in the next.
+        """
+        return ""
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         """The calls in a generated turn, in order; none means that the turn is the answer. Here: as ``tool_format`` says."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)

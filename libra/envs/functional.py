@@ -80,8 +80,7 @@ class FunctionEnvironment(Environment):
 
     def prompt(self, split: str, index: int) -> Prompt:
         if split == "train":
-            turn, position = divmod(index, len(self._train))
-            row_index = _order(self.seed, turn, len(self._train))[position]
+            row_index = self._row_index(index)
             messages, facts = self._train[row_index]
         elif split == "eval":
             if not self._eval:
@@ -94,6 +93,13 @@ class FunctionEnvironment(Environment):
         else:
             raise ConfigError(f"split {split!r}: the splits are 'train' and 'eval'")
         return Prompt(f"{split}-{row_index}", messages, facts)
+
+    def prompt_id(self, split: str, index: int) -> str:
+        return f"train-{self._row_index(index)}" if split == "train" else ""
+
+    def _row_index(self, index: int) -> int:
+        turn, position = divmod(index, len(self._train))
+        return _order(self.seed, turn, len(self._train))[position]
 
     def grade(self, episode: Episode) -> float:
         return self._reward(episode)

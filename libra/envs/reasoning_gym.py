@@ -108,6 +108,9 @@ class ReasoningGym(Environment):
         )
         return Prompt(f"{split}-{index}", messages, {"dataset": name, "seed": seed, "answer": str(entry["answer"])})
 
+    def prompt_id(self, split: str, index: int) -> str:
+        return f"train-{index % self.size}" if split == "train" and self.size is not None else ""
+
     def grade(self, episode: Episode) -> float:
         name, seed = episode.prompt.facts["dataset"], episode.prompt.facts["seed"]
         dataset, entry = _entry(name, self.datasets[name], seed)

@@ -39,6 +39,7 @@ from libra.events.runs import (
     PlanRealised,
     PolicyLearned,
     PolicySnapshot,
+    PromptsNamed,
     RunStarted,
     StepFinished,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "PolicyLearned",
     "PolicySnapshot",
     "PrioritySet",
+    "PromptsNamed",
     "QuantumContinued",
     "QuantumDispatched",
     "QuantumFinished",
@@ -151,6 +153,7 @@ _KINDS: tuple[type[Event], ...] = (
     GateOpened,
     TrajectoryParked,
     PrioritySet,
+    PromptsNamed,
     BucketsPreferred,
     PlacementVoid,
     HomeForgotten,

@@ -44,6 +44,15 @@ class GateParked(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptsNamed(Event):
+    """Group ``k`` of a training iteration is of ``prompts[k]``, a name that a prompt has whenever it comes again; empty: never."""
+
+    name: ClassVar[str] = "prompts_named"
+    iteration: int
+    prompts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GateOpened(Event):
     """An iteration may generate, for this reason."""
 

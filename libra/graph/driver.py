@@ -38,6 +38,7 @@ from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_grap
 from libra.graph.iteration import restored as restored_weights
 from libra.graph.loading import check_loadable
 from libra.graph.pausing import pause_reason
+from libra.graph.questions import Questions, tell_names
 from libra.graph.registering import end_beside, register_beside
 from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
@@ -148,7 +149,7 @@ class Session:
         self.spec = RunSpec(
             config.run.name or "", 0, self.directory, model_dir, config, environment, start, secret=new_secret()
         )
-        self.spec.make_environment()
+        self._questions = Questions(self.spec.make_environment(), config.trainer.prompts)
         if config.planner.replan:
             from libra.planner.configured import check_runnable
 
@@ -354,6 +355,7 @@ class Session:
             self.kept.tidy()
 
     def _submit(self, k: int) -> None:
+        tell_names(self._client, self.spec, self._questions, k)
         graph: Graph = iteration_graph(self.spec, k, score=self.score, point=self.point)
         wanted = [graph.end, *graph.groups] + ([graph.checkpoint] if graph.checkpoint is not None else [])
         futures: list[Future] = self._client.compute(wanted, optimize_graph=False)
@@ -404,6 +406,7 @@ class Session:
 
     def _submit_left(self, k: int) -> None:
         """Groups of an iteration whose step is taken that no batch has consumed yet."""
+        tell_names(self._client, self.spec, self._questions, k)
         if groups := iteration_groups(self.spec, k, score=self.score, point=self.point):
             futures: list[Future] = self._client.compute(groups, optimize_graph=False)
             for future in futures:

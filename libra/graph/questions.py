@@ -1,11 +1,18 @@
-"""Questions as the planner sees them: how long they are, known before anything is generated."""
+"""Questions as planner and policy see them: how long they are and which come again, known before anything is generated."""
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 from libra.envs import Environment
+from libra.graph.reports import TOPIC
 from libra.types import Prompt
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from libra.graph.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -13,6 +20,15 @@ logger = logging.getLogger(__name__)
 def question_chars(prompt: Prompt) -> int:
     """Characters of all messages before the first generation."""
     return sum(len(message["content"]) for message in prompt.messages)
+
+
+def tell_names(client: Client, spec: RunSpec, questions: Questions, iteration: int) -> None:
+    """Tell the scheduler which questions of an iteration come again in later ones; call it before the iteration is submitted."""
+    names = questions.names(iteration)
+    if names is not None:
+        told = {"kind": "prompts", "run": spec.run, "epoch": spec.epoch, "iteration": iteration, "prompts": names}
+        scheduler: Any = client.scheduler
+        client.sync(scheduler.log_event, topic=TOPIC, msg=told)
 
 
 class Questions:
@@ -24,6 +40,19 @@ class Questions:
     def __init__(self, environment: Environment, per_batch: int) -> None:
         self._environment: Environment | None = environment
         self._per_batch = per_batch
+
+    def names(self, iteration: int) -> list[str] | None:
+        """``prompt_id`` of each question of an iteration, empty for one that never comes again; None where none does."""
+        if self._environment is None:
+            return None
+        first = iteration * self._per_batch
+        try:
+            names = [self._environment.prompt_id("train", index) for index in range(first, first + self._per_batch)]
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's environment, whose faults are data
+            logger.info("nothing is remembered of questions that come again: %s: %s", type(error).__name__, error)
+            self._environment = None
+            return None
+        return names if any(names) else None
 
     def lengths(self, iteration: int) -> list[float] | None:
         """Characters of each question of an iteration."""

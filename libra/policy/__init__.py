@@ -12,6 +12,7 @@ from libra.policy.known_lengths import KnownLengths
 from libra.policy.messages import (
     Command,
     Event,
+    GroupsNamed,
     HomeForgotten,
     OpenBatch,
     OpenGate,
@@ -26,6 +27,7 @@ from libra.policy.messages import (
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
+    groups_named,
 )
 from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, Shows, learns_after, make_ordering
 from libra.policy.paper import PaperRule
@@ -46,6 +48,7 @@ __all__ = [
     "Fifo",
     "Forecast",
     "Forecaster",
+    "GroupsNamed",
     "HomeForgotten",
     "KnownLengths",
     "Learns",
@@ -69,6 +72,7 @@ __all__ = [
     "VersionPublished",
     "WorkerJoined",
     "WorkerLeft",
+    "groups_named",
     "learns_after",
     "make_ordering",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, dataclass_transform
 
@@ -39,6 +40,18 @@ class TrajectoryParked:
     group: str = ""
     family: str = ""
     context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsNamed:
+    """Groups that are to come are of these prompts, as (group, prompt); a prompt has the same name whenever it comes again."""
+
+    groups: tuple[tuple[str, str], ...]
+
+
+def groups_named(split: str, iteration: int, prompts: Sequence[str]) -> GroupsNamed:
+    """`GroupsNamed` of an iteration whose group ``k`` is of ``prompts[k]``, by the names that the scheduler gives to groups."""
+    return GroupsNamed(tuple((f"{split}-{iteration}-{k}", prompt) for k, prompt in enumerate(prompts) if prompt))
 
 
 @_message
@@ -180,6 +193,7 @@ class OpenBatch:
 
 Event = (
     TrajectoryParked
+    | GroupsNamed
     | QuantumStarted
     | QuantumFinished
     | HomeForgotten

@@ -43,6 +43,7 @@ from libra.policy.messages import (
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
+    groups_named,
 )
 from libra.policy.ordering import ORDERINGS, Learns, Ordering
 from libra.types import Phase
@@ -183,6 +184,8 @@ class _Objects:
                 return QuantumStarted(key, _phase(line, phase), worker)
             case events.HomeForgotten(key=key):
                 return HomeForgotten(key)
+            case events.PromptsNamed(iteration=iteration, prompts=prompts):
+                return groups_named("train", iteration, prompts)
             case events.TrajectoryEnded(key=key, completed=completed):
                 return TrajectoryEnded(key, completed)
             case events.WorkerCapacity():

@@ -25,7 +25,7 @@ from tornado.ioloop import PeriodicCallback
 
 from libra import keys
 from libra.observe.page import attach_page
-from libra.policy import Admission, Command, CommittedGroup, Fifo, Shows, VersionPublished, make_ordering
+from libra.policy import Admission, Command, CommittedGroup, Fifo, Shows, VersionPublished, groups_named, make_ordering
 from libra.scheduler import private
 from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
 from libra.scheduler.run_state import RunState
@@ -199,8 +199,8 @@ class LibraPlugin(SchedulerPlugin):
             case "ready":
                 state.joining.discard(msg["address"])
                 self.trajectories.kick()
-            case "plan":
-                state.emit(msg["event"], **msg["fields"])
+            case "plan" | "prompts":
+                self._driver_reported(state, msg)
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
             case "iteration":
@@ -273,6 +273,13 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.applier.apply(state, commands)
 
     # ---------------------------------------------------------------- reports
+
+    def _driver_reported(self, state: RunState, msg: dict[str, Any]) -> None:
+        if msg["kind"] == "plan":
+            state.emit(msg["event"], **msg["fields"])
+            return
+        state.emit("prompts_named", iteration=msg["iteration"], prompts=msg["prompts"])
+        self._apply(state, state.policy.handle(groups_named("train", msg["iteration"], msg["prompts"])))
 
     def _group_reported(self, state: RunState, msg: dict[str, Any]) -> None:
         if msg["split"] == "train":

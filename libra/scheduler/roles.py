@@ -155,7 +155,9 @@ class RolePlugin(SchedulerPlugin):
         ``seconds`` is what its last change took until the slowest of its members was in its new role; None before one.
         """
         state = self._of(run, epoch)
-        return [] if state is None else [row | {"seconds": state.took_s.get(row["worker"])} for row in state.roles.rows()]
+        return (
+            [] if state is None else [row | {"seconds": state.took_s.get(row["worker"])} for row in state.roles.rows()]
+        )
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
         """Answer when a change has ended, or is undone; ``changed`` is whether its members are where it was to take them."""

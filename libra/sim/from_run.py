@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from libra.errors import RunDirectoryError
@@ -13,7 +14,7 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError where it has none.
 
     Iterations and groups are numbered anew, so that all iterations have equally many groups: as many as the first one. Groups
-    of a last, incomplete iteration are left out.
+    of a last, incomplete iteration are left out. Prompts that were asked more than once keep their names.
     """
     path = run_dir / "trajectories.zarr"
     if not path.is_dir():
@@ -30,6 +31,8 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
     first = min(groups)[0]
     per_iteration = sum(iteration == first for iteration, _ in groups)
     plans: list[TrajectoryPlan] = []
+    names = whole["prompt_id"].tolist()
+    asked = Counter(names[members[0][1]] for members in groups.values())
     for index, (_, members) in enumerate(sorted(groups.items())):
         iteration, group = divmod(index, per_iteration)
         if iteration and iteration == len(groups) // per_iteration:
@@ -47,5 +50,8 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
                 )
                 for i in rows
             )
-            plans.append(TrajectoryPlan(iteration, group, sample, int(turns["prompt_tokens"][start]), steps))
+            prompt = str(names[row]) if asked[names[row]] > 1 else ""
+            plans.append(
+                TrajectoryPlan(iteration, group, sample, int(turns["prompt_tokens"][start]), steps, "", prompt)
+            )
     return checked(Workload(name, tuple(plans)), str(path))

@@ -43,7 +43,7 @@ from libra.policy import (
 )
 from libra.sim.fleet import EngineSpec, typical_context
 from libra.sim.outcome import Dispatched, Outcome
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import Phase
 
 TOOLS = "tools"
@@ -228,6 +228,7 @@ class Simulator:
             match command:
                 case OpenGate(iteration=iteration):
                     self.record.gate_s[iteration] = self._now
+                    self._ordering.handle(prompts_of(self._workload, self._plans[iteration]))
                     for plan in self._plans[iteration]:
                         key, group = self._workload.key(plan), self._workload.group_key(plan)
                         run = self._runs[key] = _Run(key, plan, group, plan.prompt_tokens)

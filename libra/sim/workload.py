@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from libra import keys
 from libra.errors import ConfigError
+from libra.policy.messages import GroupsNamed
 
 SCHEMA = 1
 """Layout of a workload file."""
@@ -39,6 +40,7 @@ class TrajectoryPlan(NamedTuple):
     prompt_tokens: int
     turns: tuple[TurnPlan, ...]
     family: str = ""
+    prompt: str = ""  # its name, where it comes in more than one iteration
 
     @property
     def new_tokens(self) -> int:
@@ -76,7 +78,10 @@ class Workload(NamedTuple):
 
     def to_json(self) -> str:
         """One JSON object; see `from_json`."""
-        rows = [[*plan[:4], plan.family, [list(turn) for turn in plan.turns]] for plan in self.trajectories]
+        rows = [
+            [*plan[:4], plan.family, [list(turn) for turn in plan.turns], *([plan.prompt] if plan.prompt else [])]
+            for plan in self.trajectories
+        ]
         return json.dumps({"schema": SCHEMA, "name": self.name, "trajectories": rows}, separators=(",", ":"))
 
     @classmethod
@@ -94,8 +99,9 @@ class Workload(NamedTuple):
                     int(prompt),
                     tuple(TurnPlan(*turn) for turn in turns),
                     str(family),
+                    *map(str, name),
                 )
-                for iteration, group, sample, prompt, family, turns in values["trajectories"]
+                for iteration, group, sample, prompt, family, turns, *name in values["trajectories"]
             )
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -153,6 +159,7 @@ def draw(
     seed: int,
     iterations: int = 1,
     kinship: float = 0.0,
+    earlier: float | None = None,
     name: str = "sim",
 ) -> Workload:
     """A workload of ``iterations`` x ``num_groups`` groups drawn from traces.
@@ -161,6 +168,9 @@ def draw(
     different tasks: its samples tell nothing about each other, which is the worst case for a policy that listens to siblings.
     ``kinship`` (then only) draws them so that the ranks of their lengths have about that intra-class correlation, as samples of
     one prompt have (0.55 measured on tau-bench's airline trials): a stated construction, not a recording.
+
+    ``earlier`` (with ``kinship``) draws what the same prompts came to in a pass before: other samples, and what a prompt's samples
+    have in common correlates with what they have in common in the workload that is drawn without it by this much, in [0, 1].
     """
     import numpy as np
 
@@ -183,6 +193,10 @@ def draw(
             chosen = [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
         elif kinship:
             shared, own = rng.standard_normal(), rng.standard_normal(group_size)
+            if earlier is not None:
+                before = np.random.default_rng([seed, 0xEA71, index])
+                shared = earlier * shared + sqrt(1.0 - earlier * earlier) * before.standard_normal()
+                own = before.standard_normal(group_size)
             ranks = [NormalDist().cdf(x) for x in sqrt(kinship) * shared + sqrt(1.0 - kinship) * own]
             chosen = [ranked[int(rank * len(ranked))] for rank in ranks]
         else:
@@ -227,6 +241,11 @@ def synthetic(
         ]
         plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
     return Workload(name, tuple(plans))
+
+
+def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> GroupsNamed:
+    """Which prompts the groups of ``plans`` are of, where these come again."""
+    return GroupsNamed(tuple({workload.group_key(plan): plan.prompt for plan in plans if plan.prompt}.items()))
 
 
 def by_key(workload: Workload) -> Mapping[str, TrajectoryPlan]:

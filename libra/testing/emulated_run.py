@@ -21,9 +21,11 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
+from libra.graph.reports import TOPIC
 from libra.rollout.emulated_engine import Clock, EmulatedEngine, ScaledClock, Timer, lengths_from
 from libra.scheduler import LibraPlugin
 from libra.sim import EngineSpec, Workload, typical_context
+from libra.sim.workload import prompts_of
 from libra.types import Phase, TurnRequest
 
 TOOLS = "tools"
@@ -185,6 +187,9 @@ async def emulate(
             run=run, epoch=0, directory=str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=True,
             policy=policy, family=family,
         )  # fmt: skip
+        if names := prompts_of(workload, workload.trajectories).groups:
+            told = {"kind": "prompts", "iteration": 0, "prompts": [prompt for _, prompt in names]}
+            plugin.log_event(TOPIC, {"run": run, "epoch": 0, **told})
         order = list(scene.plans)
         graph = client.map(quantum, order, run=run, key=order, resources={keys.PARK: 1}, pure=False)
         gathered = asyncio.ensure_future(client.gather(graph))

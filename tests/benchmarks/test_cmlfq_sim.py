@@ -38,7 +38,7 @@ def cell(oracle: float, cmlfq: float) -> Cell:
 
 
 def test_every_ordering_is_compared() -> None:
-    assert set(POLICIES) == set(ORDERINGS)
+    assert set(POLICIES) == set(ORDERINGS) | {"cmlfq_again"}
 
 
 def test_the_share_counts_only_cells_where_the_oracle_gains() -> None:
@@ -115,3 +115,17 @@ def test_what_is_taken_for_alike_is_alike() -> None:
     assert cmlfq_sim.alike(job).policy == "fifo" and simulate(job) == simulate(cmlfq_sim.alike(job))
     mixed = job._replace(layout=((2, 4), (8, 1)))
     assert cmlfq_sim.alike(mixed) == mixed
+    again = job._replace(policy="cmlfq_again")
+    assert cmlfq_sim.alike(again).policy == "cmlfq"  # tau's four samples of a task are one group
+
+
+def test_a_second_pass_is_scored_on_the_same_trajectories_and_knows_the_first() -> None:
+    data = Path(cmlfq_sim.__file__).parent / "data" / "agent_turns" / "mini_swe_gemini3.csv"
+    job = JOB._replace(traces=str(data), policy="cmlfq_again", layout=((4, 4),))
+    again, cold = cmlfq_sim.alike(job), job._replace(policy="cmlfq")
+    assert again == job
+    scored, before = (cmlfq_sim.workload_of(str(data), 0.55, 64, 0, earlier) for earlier in (None, 1.0))
+    assert {plan.prompt for plan in scored.trajectories} == {plan.prompt for plan in before.trajectories}
+    assert not set(scored.totals()) & set(before.totals())
+    assert simulate(job) != simulate(cold)
+    assert job.name != cold.name != job._replace(survives=1.0).name

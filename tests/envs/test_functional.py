@@ -44,6 +44,14 @@ def test_each_pass_shows_every_training_prompt_once_and_never_a_held_out_one(cou
         assert set(texts(environment, "eval", 2 * len(held_out))) == held_out
 
 
+def test_a_prompt_that_comes_again_has_the_same_name_told_without_making_it():
+    environment = FunctionEnvironment(prompts=[str(i) for i in range(30)], reward=constant)
+    asked = [environment.prompt("train", index) for index in range(81)]
+    assert [environment.prompt_id("train", index) for index in range(81)] == [prompt.prompt_id for prompt in asked]
+    assert len({(prompt.prompt_id, prompt.messages[-1]["content"]) for prompt in asked}) == 27
+    assert environment.prompt_id("eval", 0) == ""
+
+
 def test_passes_and_seeds_have_orders_of_their_own():
     prompts = [str(i) for i in range(30)]
     one, two = (FunctionEnvironment(prompts=prompts, reward=constant, seed=seed) for seed in (1, 2))

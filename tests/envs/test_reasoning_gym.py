@@ -51,6 +51,9 @@ def test_size_is_the_number_of_different_training_questions():
     environment = made(size=5)
     assert len({question(environment.prompt("train", index)) for index in range(15)}) == 5
     assert len({question(environment.prompt("eval", index)) for index in range(15)}) == 15
+    names = [environment.prompt_id("train", index) for index in range(15)]
+    assert names == [environment.prompt("train", index).prompt_id for index in range(15)]
+    assert environment.prompt_id("eval", 0) == made().prompt_id("train", 0) == ""
 
 
 @pytest.mark.parametrize(

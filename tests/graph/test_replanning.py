@@ -132,7 +132,10 @@ def test_a_change_that_is_undone_or_refused_is_no_gain_and_is_seen_as_it_is() ->
 
 
 def test_the_cost_of_a_change_is_that_of_its_slowest_worker() -> None:
-    rows = [{"worker": f"rollout-{k}", "generation": g, "seconds": s} for k, (g, s) in enumerate([(4, 1.5), (4, 2.5), (3, 9.0)])]
+    rows = [
+        {"worker": f"rollout-{k}", "generation": g, "seconds": s}
+        for k, (g, s) in enumerate([(4, 1.5), (4, 2.5), (3, 9.0)])
+    ]
     assert change_cost_s(rows, 4) == 2.5
     assert change_cost_s(rows, 5) is None
     assert change_cost_s([{"worker": "rollout-0", "generation": 0, "seconds": None}], 0) is None

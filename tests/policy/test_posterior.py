@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
-from libra.policy import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecaster
 from libra.policy.posterior import FORECASTERS, Dials, LengthPredictor, Oracle, PaperTree, Posterior
 from libra.types import Phase
@@ -32,6 +32,7 @@ STEPS = st.lists(
         st.tuples(st.just("end"), KEYS, st.booleans()),
         st.tuples(st.just("learn")),
         st.tuples(st.just("version")),
+        st.tuples(st.just("named"), st.sampled_from(["p", "q"])),
     ),
     max_size=120,
 )
@@ -55,6 +56,8 @@ def take(forecaster: Forecaster, step: tuple[Any, ...]) -> Any:
             forecaster.handle(TrajectoryEnded(key, completed))
         case ("learn",):
             forecaster.learn()
+        case ("named", prompt):
+            forecaster.handle(GroupsNamed((("t-0", prompt), ("t-1", "p"))))
         case ("version",):
             forecaster.handle(VersionPublished(1))
     return None

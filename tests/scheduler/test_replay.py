@@ -41,6 +41,7 @@ async def record(emulation: SimpleNamespace, directory: Path, *, snapshots: bool
             return live.client.submit(int, k, key=key, resources=park)
 
         for k in range(ITERATIONS):
+            say("prompts", iteration=k, prompts=["p0", "p1"])
             batch = node("batch", k)
             assert await node("gate", k) == k
             futures = {
@@ -100,6 +101,17 @@ def test_a_log_recorded_live_is_replayed_to_the_same_commands(recorded: Path) ->
     }  # a result that is computed again ends without being completed again
     assert names["policy_snapshot"] == ITERATIONS + 1
     assert [now for step in steps for now in step.now] == commands(steps)
+
+
+def test_what_a_prompt_was_when_it_came_before_is_replayed_too(emulation: SimpleNamespace, tmp_path: Path) -> None:
+    policy = {"name": "cmlfq", "objective": "makespan", "patience": 100}
+    asyncio.run(record(emulation, tmp_path, policy=policy))
+    events = lines_of(tmp_path / "events.jsonl")
+    assert [step.difference for step in told(events) if step.difference] == []
+    known = [event["order"]["forecaster"]["history"] for event in events if event["name"] == "policy_snapshot"]
+    assert {prompt for prompt, *_ in known[-1]["past"]} == {"p0", "p1"}
+    unnamed = [event for event in events if event["name"] != "prompts_named"]
+    assert [step.difference for step in told(unnamed) if step.difference]
 
 
 def test_what_was_applied_is_what_was_logged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from libra.config.agent_turns import agent_turn_files
@@ -60,8 +61,26 @@ def test_kin_have_lengths_like_each_other() -> None:
     assert spread(0.9) < 0.6 * spread(0.3) < 0.6 * spread(0.0)
 
 
+@pytest.mark.parametrize(("survives", "low", "high"), [(1.0, 0.8, 1.0), (0.0, -0.3, 0.3)])
+def test_an_earlier_pass_has_other_samples_of_prompts_that_are_as_much_alike_as_is_said(
+    survives: float, low: float, high: float
+) -> None:
+    from libra.sim.workload import Trace, TurnPlan
+
+    traces = [Trace(f"t{i}", 10, (TurnPlan(i + 1, "", "", 0, 0.0),)) for i in range(1000)]
+    same = {"num_groups": 100, "group_size": 8, "seed": 0, "kinship": 0.55}
+    passes = [draw(traces, **same), draw(traces, **same, earlier=survives)]  # type: ignore[arg-type]
+    lengths = np.array([[plan.new_tokens for plan in work.trajectories] for work in passes]).reshape(2, 100, 8)
+    assert low < np.corrcoef(lengths.mean(2))[0, 1] < high
+    within = lengths - lengths.mean(2, keepdims=True)
+    assert abs(np.corrcoef(within.reshape(2, -1))[0, 1]) < 0.1
+
+
 def test_a_workload_file_reads_back(tmp_path: Path) -> None:
     work = synthetic(12, turns=4, seed=1, iterations=2)
+    plans = (plan._replace(prompt=f"p{plan.group}" if plan.group else "") for plan in work.trajectories)
+    (tmp_path / "named.json").write_text(work._replace(trajectories=tuple(plans)).to_json())
+    assert {plan.prompt for plan in load_workload(tmp_path / "named.json").trajectories} == {"", "p1"}
     (tmp_path / "w.json").write_text(work.to_json())
     assert load_workload(tmp_path / "w.json") == work
     assert work.to_json() == synthetic(12, turns=4, seed=1, iterations=2).to_json()

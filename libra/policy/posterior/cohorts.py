@@ -2,7 +2,8 @@
 
 A finished member counts fully. A running one is right-censored: all that is known is that it lasts longer than it has. It
 counts with the total that its progress lets expect, the more the larger the share of all trajectories that it has outlasted;
-so a group whose members run on is known to be a long one, where the finished ones alone would say it is short.
+so a group whose members run on is known to be a long one, where the finished ones alone would say it is short. What is known of
+its prompt from earlier (`libra.policy.posterior.history`) counts as so many members more.
 
 Differs from Seer (one member runs ahead and its length stands for the group): see `Cohorts.is_probe`; every member counts.
 """
@@ -13,14 +14,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-KEPT = 16_384
-"""Groups without a live member that are remembered, in case the prompt comes again; the longest untouched goes first."""
+KEPT = 1_024
+"""Groups without a live member that are remembered, in case a member is made anew; the longest untouched goes first."""
 
 
 class Cohort:
     """Sums over the members of one group."""
 
-    __slots__ = ("finished", "live", "name", "probe", "running", "running_total", "total", "version", "weight")
+    __slots__ = (
+        "finished", "live", "name", "past", "past_shift", "probe", "prompt", "running", "running_total", "total", "version",
+        "weight",
+    )  # fmt: skip
 
     def __init__(self, version: int, name: str) -> None:
         self.name = name
@@ -31,6 +35,9 @@ class Cohort:
         self.finished = 0
         self.live = 0
         self.probe = ""  # key of the member that should run ahead; empty: none needed any more
+        self.prompt = ""  # of its members, where it may come again
+        self.past = 0.0  # members' worth of what is known from earlier
+        self.past_shift = 0.0  # log tokens by which they are said to be longer than others
         self.version = version
 
 
@@ -64,6 +71,13 @@ class Cohorts:
         self._idle.pop(name, None)
         cohort.live += 1
         return cohort.name
+
+    def recall(self, name: str, prompt: str, past: float, past_shift: float) -> None:
+        """A group that has just come is of ``prompt``, of which this much is known; then it needs no probe."""
+        cohort = self.groups[name]
+        cohort.prompt, cohort.past, cohort.past_shift = prompt, past, past_shift
+        if past:
+            cohort.probe = ""
 
     def leave(self, name: str, key: str, weight: float, value: float, total: float | None) -> None:
         """A member is over: what it counted for as running goes, its true log ``total`` comes, if it is known."""
@@ -100,11 +114,12 @@ class Cohorts:
         """
         cohort = self._fresh(name)
         others = cohort.weight + cohort.running - weight
-        if others < 1e-6:
+        known = others + cohort.past
+        if known < 1e-6:
             return 0.0, 0.0
-        sure = others + self.prior
+        sure = known + self.prior
         total = cohort.total + cohort.running_total - weight * value
-        return (total - centre * others) / sure, others / sure
+        return (total - centre * others + cohort.past * cohort.past_shift) / sure, known / sure
 
     def _fresh(self, name: str) -> Cohort:
         cohort = self.groups[name]
@@ -142,6 +157,9 @@ def dump(cohorts: Cohorts) -> dict[str, Any]:
         "finished": [group.finished for group in groups.values()],
         "live": [group.live for group in groups.values()],
         "probe": [group.probe for group in groups.values()],
+        "prompt": [group.prompt for group in groups.values()],
+        "past": [group.past for group in groups.values()],
+        "past_shift": [group.past_shift for group in groups.values()],
         "versions": [group.version for group in groups.values()],
         "idle": list(cohorts._idle),
     }
@@ -152,7 +170,7 @@ def load(cohorts: Cohorts, dumped: Mapping[str, Any]) -> None:
     cohorts.version = int(dumped["version"])
     cohorts.prior = float(dumped["prior"])
     cohorts.groups = {}
-    parts = ("weight", "total", "running", "running_total", "finished", "live", "probe")
+    parts = ("weight", "total", "running", "running_total", "finished", "live", "probe", "prompt", "past", "past_shift")
     for name, version, *values in zip(dumped["names"], dumped["versions"], *(dumped[p] for p in parts), strict=True):
         cohort = cohorts.groups[name] = Cohort(version, name)
         for part, value in zip(parts, values, strict=True):

@@ -30,6 +30,8 @@ class Dials:
         Learn from running trajectories.
     running_siblings : bool
         Count running siblings; else finished ones only.
+    history : bool
+        Let groups begin with what is known of their prompt from when it came before.
     sample : int
         Running trajectories that a `learn` looks at.
     """
@@ -45,4 +47,5 @@ class Dials:
     guard_sigmas: tuple[float, float] = (0.5, 1.0)
     censored: bool = True
     running_siblings: bool = True
+    history: bool = True
     sample: int = 64

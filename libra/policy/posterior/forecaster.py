@@ -14,8 +14,8 @@ Promises
 2. ``restore(snapshot())`` changes no later answer.
 3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only one.
 4. What is kept is bounded by what is live, and by constants: a group's state goes with its last member (but for the last
-   16,384 groups, kept in case a prompt comes again), the tree has at most 40,000 nodes, and at most 1,024 trajectories wait
-   to be learned from, the latest.
+   1,024), the history has at most 16,384 prompts, the tree at most 40,000 nodes, and at most 1,024 trajectories wait to be
+   learned from, the latest.
 """
 
 from __future__ import annotations
@@ -29,18 +29,28 @@ from typing import Any
 import numpy as np
 
 from libra.policy.forecast import Forecast
-from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.policy.messages import (
+    Event,
+    GroupsNamed,
+    QuantumFinished,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+)
 from libra.policy.posterior import cohorts, packing
 from libra.policy.posterior.cohorts import Cohorts, lognormal_remaining
 from libra.policy.posterior.columns import ADDS, DECAY, NUM_FEW, TOKEN_SCALE, TOOLS, WIDTH, Pool, progress, state_of
 from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.history import History
 from libra.policy.posterior.learner import Learner, Running
 from libra.policy.posterior.residuals import BACK_OFF, SILENT, child
 from libra.policy.posterior.ridge import EXPERTS
 from libra.policy.posterior.rows import MAX_ROWS, START, STRIDE, Live, Rows, log_tokens, stored_log, stored_shift
 
-SCHEMA = 1
+SCHEMA = 2
 """Of snapshots."""
+NAMED = 65_536
+"""Groups whose prompts are known before they have come; more drop the oldest."""
 WAITING = 1024
 """Finished trajectories that wait for `learn`; more drop the oldest."""
 _ADDS32 = ADDS.astype(np.float32)
@@ -68,6 +78,8 @@ class Posterior:
         self._pool = Pool()
         self._groups = Cohorts(dials.sibling_prior, dials.version_forget)
         self._families = Cohorts(dials.family_prior, dials.version_forget)
+        self._history = History()
+        self._named: dict[str, str] = {}  # prompt of groups that have not come yet
         self._waiting: deque[tuple[Rows, int, str]] = deque(maxlen=WAITING)
         self._learner = Learner(dials)
         self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
@@ -101,16 +113,29 @@ class Posterior:
                 live = self._live.pop(key, None)
                 if live is not None:
                     self._ended(key, live, completed)
+            case GroupsNamed(groups=groups):
+                self._named.update(groups)
+                for group in list(self._named)[: max(0, len(self._named) - NAMED)]:
+                    del self._named[group]
             case VersionPublished():
                 self._published()
 
     def _started(self, key: str, group: str, family: str) -> None:
         if group:
             group = self._groups.join(group, key)
+            if prompt := self._named.pop(group, ""):
+                self._recall(group, prompt)
         if family:
             family = self._families.join(family, key)
         live = self._live[key] = Live(group, family, self._pool.take())
         self._forecast(live, START, SILENT)
+
+    def _recall(self, group: str, prompt: str) -> None:
+        """A group has come whose prompt may have come before: as many members' worth is known as belief makes it."""
+        groups, belief = self._groups, self._history.belief
+        shift = self._history.recall(prompt, groups.prior)
+        known = groups.prior * belief / (1.0 - belief) if shift is not None and self.dials.history else 0.0
+        groups.recall(group, prompt, known, shift or 0.0)
 
     def _returned(self, live: Live, tool: str, status: str, payload_tokens: int) -> None:
         number = self._tools.get(tool)
@@ -144,6 +169,7 @@ class Posterior:
                 self._compare(live.group, total)
             counted = live.information if self.dials.running_siblings else 0.0
             self._groups.leave(live.group, key, counted, live.imputed, total)
+            self._remember(live.group)
         if live.family:
             self._families.leave(live.family, key, live.information, live.imputed, total)
         everyone = self._all
@@ -154,6 +180,13 @@ class Posterior:
                 everyone[i] = self.dials.forget * everyone[i] + value
             self._waiting.append((live.rows, live.tokens, live.group))
         self._pool.give(live.slot)
+
+    def _remember(self, group: str) -> None:
+        """Where a group is over, what it came to is kept for when its prompt comes again."""
+        cohort = self._groups.groups.get(group)
+        if cohort is not None and cohort.prompt and not cohort.live and cohort.weight > 0.0:
+            said = cohort.past_shift if cohort.past else None
+            self._history.ended(cohort.prompt, cohort.total / cohort.weight, float(cohort.finished), said)
 
     def _compare(self, group: str, total: float) -> None:
         """How far it ended from its finished siblings tells how much groups have in common."""
@@ -170,6 +203,7 @@ class Posterior:
         self._learner.published()
         for i in range(3):
             self._all[i] *= keep
+        self._history.published()
         self._groups.version += 1
         self._families.version += 1
 
@@ -264,6 +298,8 @@ class Posterior:
             "tools": list(self._tools),
             "groups": cohorts.dump(self._groups),
             "families": cohorts.dump(self._families),
+            "history": self._history.snapshot(),
+            "named": dict(self._named),
             "waiting": packing.dump_rows([rows for rows, _, _ in self._waiting]),
             "totals": [[total, group] for _, total, group in self._waiting],
             "all": list(self._all),
@@ -282,6 +318,8 @@ class Posterior:
         self._tools = {str(tool): number for number, tool in enumerate(snapshot["tools"])}
         cohorts.load(self._groups, snapshot["groups"])
         cohorts.load(self._families, snapshot["families"])
+        self._history.restore(snapshot["history"])
+        self._named = {str(group): str(prompt) for group, prompt in snapshot["named"].items()}
         self._waiting.clear()
         for rows, (total, group) in zip(packing.load_rows(snapshot["waiting"]), snapshot["totals"], strict=True):
             self._waiting.append((rows, int(total), str(group)))
@@ -360,8 +398,10 @@ class Posterior:
     def weights(self) -> dict[str, float]:
         """How far each expert is followed in the order, guard included, 0 to 1.
 
-        "joint" rests on all signals at once, "totals" on what siblings say of the total, where there are any.
+        "joint" rests on all signals at once, "totals" on what siblings say of the total, where there are any. "history" is how
+        much of a prompt's length is believed to survive until it comes again, within what siblings say.
         """
         factor = self._learner.guards[0].factor
         earned = self._learner.mixtures[0].weights.tolist()
-        return {expert: factor * weight for expert, weight in zip((*EXPERTS[1:], "totals"), earned, strict=True)}
+        weights = {expert: factor * weight for expert, weight in zip((*EXPERTS[1:], "totals"), earned, strict=True)}
+        return weights | {"history": self._history.belief}

@@ -1,0 +1,131 @@
+"""What is kept of a prompt until it comes again: who was long is believed long, as far as that has held, whatever else drifts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, groups_named
+from libra.policy.posterior import Dials, Posterior
+from libra.policy.posterior.history import FIRST_BELIEF, KEPT, History
+from libra.types import Phase
+
+PROMPTS, SAMPLES = 40, 4
+
+
+def begin(posterior: Posterior, iteration: int, prompts: list[str]) -> list[list[str]]:
+    """All groups of an iteration are named and parked; their keys."""
+    posterior.handle(groups_named("train", iteration, prompts))
+    groups = [[f"t-{iteration}-{g}-{s}" for s in range(SAMPLES)] for g in range(len(prompts))]
+    for g, keys in enumerate(groups):
+        for key in keys:
+            posterior.handle(TrajectoryParked(key, iteration, Phase.ROLLOUT, 0, f"train-{iteration}-{g}"))
+    return groups
+
+
+def live(posterior: Posterior, iteration: int, prompts: list[str], means: list[float], seed: int) -> None:
+    """A whole iteration: lengths vary around the mean of each prompt, the short ones end first."""
+    rng = np.random.default_rng([seed, iteration])
+    groups = begin(posterior, iteration, prompts)
+    lengths = {
+        key: float(m * np.exp(0.3 * rng.standard_normal()))
+        for m, keys in zip(means, groups, strict=True)
+        for key in keys
+    }
+    for number, key in enumerate(sorted(lengths, key=lengths.__getitem__)):
+        for _ in range(5):
+            posterior.handle(QuantumFinished(key, Phase.ROLLOUT, max(1, int(lengths[key] / 5)), "ls", "success", 1.0))
+        posterior.handle(TrajectoryEnded(key))
+        if number % 16 == 15:
+            posterior.learn()
+    posterior.learn()
+    posterior.handle(VersionPublished(iteration + 1))
+
+
+def said(posterior: Posterior, iteration: int, prompts: list[str]) -> list[float]:
+    return [posterior.remaining(keys[-1]).order_tokens for keys in begin(posterior, iteration, prompts)]
+
+
+def prompts_and_means(seed: int) -> tuple[list[str], list[float]]:
+    rng = np.random.default_rng(seed)
+    return [f"p{k}" for k in range(PROMPTS)], [float(x) for x in np.exp(6.0 + 0.9 * rng.standard_normal(PROMPTS))]
+
+
+def test_who_was_long_is_believed_long_before_anything_of_it_has_run() -> None:
+    prompts, means = prompts_and_means(0)
+    posterior = Posterior()
+    live(posterior, 0, prompts, means, seed=0)
+    order = np.random.default_rng(1).permutation(PROMPTS)  # the next pass is in another order
+    expected = said(posterior, 1, [prompts[k] for k in order])
+    assert np.corrcoef(np.log(expected), np.log([means[k] for k in order]))[0, 1] > 0.9
+    strangers = said(posterior, 2, [f"new{k}" for k in range(PROMPTS)])
+    assert len(set(strangers)) == 1
+    without = Posterior(Dials(history=False))
+    live(without, 0, prompts, means, seed=0)
+    assert len(set(said(without, 1, prompts))) == 1
+
+
+def test_nobody_probes_for_a_prompt_that_is_known() -> None:
+    prompts, means = prompts_and_means(0)
+    posterior = Posterior()
+    live(posterior, 0, prompts, means, seed=0)
+    known, unknown = begin(posterior, 1, [prompts[0], "never seen"])
+    assert not any(posterior.is_probe(key) for key in known)
+    assert [posterior.is_probe(key) for key in unknown] == [True, False, False, False]
+
+
+def test_lengths_may_drift_together() -> None:
+    """All trajectories of the second pass are a quarter as long; who is longer than the others is still known."""
+    prompts, means = prompts_and_means(3)
+    posterior = Posterior()
+    live(posterior, 0, prompts, means, seed=3)
+    live(posterior, 1, [f"other{k}" for k in range(PROMPTS)], [m / 4 for m in means], seed=3)
+    expected = said(posterior, 2, prompts)
+    assert np.corrcoef(np.log(expected), np.log(means))[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(("survives", "low", "high"), [(1.0, 0.8, 1.0), (0.0, 0.0, 0.25)])
+def test_as_much_is_believed_as_has_survived(survives: float, low: float, high: float) -> None:
+    prompts, means = prompts_and_means(5)
+    posterior = Posterior()
+    assert posterior.weights["history"] == FIRST_BELIEF
+    rng = np.random.default_rng(6)
+    for iteration in range(4):
+        live(posterior, iteration, prompts, means, seed=5)
+        means = means if survives else [means[k] for k in rng.permutation(PROMPTS)]
+    assert low <= posterior.weights["history"] <= high
+
+
+def test_a_snapshot_keeps_what_is_known_of_prompts_and_of_groups_to_come() -> None:
+    prompts, means = prompts_and_means(7)
+    one, other = Posterior(), Posterior()
+    live(one, 0, prompts, means, seed=7)
+    one.handle(groups_named("train", 1, prompts))
+    other.restore(json.loads(json.dumps(one.snapshot(), allow_nan=False)))
+    assert said(other, 1, []) == []
+    for posterior in (one, other):
+        posterior.handle(TrajectoryParked("t", 1, Phase.ROLLOUT, 0, "train-1-3"))
+    assert one.remaining("t") == other.remaining("t")
+    live(one, 2, prompts, means, seed=7)
+    live(other, 2, prompts, means, seed=7)
+    assert one.snapshot() == other.snapshot()
+
+
+def test_what_is_kept_is_bounded() -> None:
+    history = History()
+    for k in range(KEPT + 5):
+        history.ended(f"p{k}", 5.0 + k % 3, 4.0, None)
+    history.published()
+    assert len(history.snapshot()["past"]) == KEPT
+    assert history.recall("p0", 1.0) is None
+    assert history.recall(f"p{KEPT}", 1.0) is not None
+    posterior = Posterior()
+    for k in range(3):
+        posterior.handle(GroupsNamed(tuple((f"train-{k}-{g}", f"p{g}") for g in range(40_000))))
+    assert len(posterior.snapshot()["named"]) == 65_536
+
+
+def test_questions_that_never_come_again_are_not_named() -> None:
+    assert groups_named("train", 3, ["a", "", "b"]) == GroupsNamed((("train-3-0", "a"), ("train-3-2", "b")))
