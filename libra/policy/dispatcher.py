@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from libra.policy.fleet import Fleet
-from libra.policy.loads import Loads
+from libra.policy.loads import SURE, UNSURE, Loads
 from libra.policy.messages import (
     Command,
     Event,
@@ -141,9 +141,12 @@ class _Phase:
 
 
 class Dispatcher:
-    """Answers, whenever it is asked, who is to go where now; one per scheduler, for all runs on it."""
+    """Answers, whenever it is asked, who is to go where now; one per scheduler, for all runs on it.
 
-    def __init__(self) -> None:
+    ``sure``: what it is told of lengths is the truth, as an oracle's is.
+    """
+
+    def __init__(self, *, sure: bool = False) -> None:
         self._fleet = Fleet()
         self._phases = {phase: _Phase() for phase in Phase}
         self._queues = tuple(self._phases.values())
@@ -151,7 +154,7 @@ class Dispatcher:
         self._unplaced: set[str] = set()  # parked, and not given a place yet
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
-        self._loads = Loads(self._fleet)
+        self._loads = Loads(self._fleet, SURE if sure else UNSURE)
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
 

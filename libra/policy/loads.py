@@ -2,10 +2,11 @@
 
 An engine gives every running trajectory a token per step, and a step takes a + c x (context of all of them) seconds. So the
 longest of them ends after a x (its tokens) + c x (sum over all of tokens left x context meanwhile): `finish_s`. Beliefs err, and
-of many that are believed to be short one is long: the longest is taken to be the `PEAK`-norm of what all have left, which is
-the longest where one stands out, and more than it where there are many. A trajectory is put where the end is soonest. That is
-where the boundaries between buckets come from: the longer ones go to the faster engines as far as those have the capacity, and
-the longest ones share their engine with few. Nothing is decided by fixed lengths.
+of many that are believed to be short one is long: where a trajectory goes first, the longest is taken to be the `UNSURE`-norm of
+what all there have left, which is the longest where one stands out, and more than it where there are many. It goes where the end
+is soonest. That is where the boundaries between buckets come from: the longer ones go to the faster engines as far as those have
+the capacity, and the longest ones share their engine with few. Nothing is decided by fixed lengths. A move later must pay for the
+longest itself: by the norm nearly every move would, and most would be mistakes.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ), whose boundaries are fixed lengths and whose moves are free of charge.
 """
@@ -18,9 +19,9 @@ from dataclasses import dataclass, field
 
 from libra.policy.fleet import Fleet
 
-PEAK = 6
-"""Exponent: with 2 too little is left of what an oracle knows, with the longest alone a predictor that sees half is believed too
-much (2 to 4 % of the makespan at 4 and 12 trajectories per GPU of `benchmarks.cmlfq_sim`)."""
+UNSURE, SURE = 3.0, 64.0
+"""Exponents. With the longest alone, a predictor whose forecasts correlate with the truth by 0.6 is believed too much: 2 to 5 % of
+the makespan at 4 and 12 trajectories per GPU of `benchmarks.cmlfq_sim`. For who knows the lengths the longest is right."""
 THOUSANDS = 1e-3
 STANDS_OUT = 0.999
 """Share of the sum from which on the sum without a member is added up anew: too few digits of the difference would be right."""
@@ -43,31 +44,16 @@ class _Load:
     members: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # room, tokens left, work
     room: float = 0.0
     work: float = 0.0
+    longest: float | None = 0.0  # None: to be looked up
     peak: float = 0.0  # sum of powers of tokens left
     groups: dict[str, int] = field(default_factory=dict)  # members of each
-
-
-def _power(left: float) -> float:
-    return (left * THOUSANDS) ** PEAK
-
-
-def _root(peak: float) -> float:
-    return math.pow(peak, 1.0 / PEAK) / THOUSANDS
-
-
-def _without(load: _Load, left: float, key: str = "") -> float:
-    """Sum of powers but for a member that has ``left``: ``key``, or one that is out already."""
-    power = _power(left)
-    if not power or power < STANDS_OUT * load.peak:
-        return load.peak - power
-    return sum(_power(member[1]) for other, member in load.members.items() if other != key)
 
 
 class Loads:
     """Believed lengths of trajectories, and the loads of engines that follow."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, exponent: float = UNSURE) -> None:
+        self._fleet, self._exponent = fleet, exponent
         self._loads: dict[str, _Load] = {}
         self._home: dict[str, str] = {}
         self._group: dict[str, str] = {}
@@ -112,7 +98,9 @@ class Loads:
             room, left, work = load.members.pop(key)
             load.room -= room
             load.work -= work
-            load.peak = _without(load, left)
+            load.peak = self._without(load, left)
+            if left == load.longest:
+                load.longest = None
             self._count(key, load, -1)
         if worker is None or worker not in self._fleet.hosts:
             return
@@ -123,7 +111,9 @@ class Loads:
         load.members[key] = (room, left, work)
         load.room += room
         load.work += work
-        load.peak += _power(left)
+        load.peak += self._power(left)
+        if load.longest is not None:
+            load.longest = max(load.longest, left)
         self._count(key, load, 1)
 
     def _count(self, key: str, load: _Load, more: int) -> None:
@@ -141,7 +131,12 @@ class Loads:
         load.members[key] = (room, left, work)
         load.room += room - old_room
         load.work += work - old_work
-        load.peak = _without(load, old_left, key) + _power(left)
+        load.peak = self._without(load, old_left, key) + self._power(left)
+        if load.longest is not None:
+            if left >= load.longest:
+                load.longest = left
+            elif old_left == load.longest:
+                load.longest = None
 
     def lose(self, worker: str) -> None:
         """The engine of ``worker`` is gone."""
@@ -167,7 +162,7 @@ class Loads:
         return load.room + self._room(key) <= capacity
 
     def finish_s(self, key: str, worker: str) -> float:
-        """Seconds until the longest trajectory of ``worker`` ends, were ``key`` at home there too.
+        """Seconds until ``worker`` is over, were ``key`` at home there too.
 
         Where nothing is believed of ``key``: seconds per token there, by what it holds.
         """
@@ -180,7 +175,8 @@ class Loads:
             return self._end_s(worker, left, work)
         return self._end_s(
             worker,
-            _root(load.peak if key in load.members else load.peak + _power(left)),
+            math.pow(load.peak if key in load.members else load.peak + self._power(left), 1.0 / self._exponent)
+            / THOUSANDS,
             load.work if key in load.members else load.work + work,
         )
 
@@ -199,10 +195,13 @@ class Loads:
         if home is None or not left or len(self._fleet.hosts) < 2:
             return None
         load = self._loads[home]
-        here_s = self._end_s(home, _root(load.peak), load.work)
+        longest = self._longest(load)
+        here_s = self._end_s(home, longest, load.work)
         targets = self._first_over()
         _, own_left, own_work = load.members[key]
-        without_s = self._end_s(home, _root(_without(load, own_left, key)), load.work - own_work)
+        if own_left == longest:
+            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
+        without_s = self._end_s(home, longest, load.work - own_work)
         if without_s > SOONER_FACTOR * here_s:
             return None
         for worker in targets:
@@ -223,7 +222,7 @@ class Loads:
             ends = []
             for worker in self._fleet.hosts:
                 load = self._loads.get(worker)
-                ends.append((self._end_s(worker, _root(load.peak), load.work) if load is not None else 0.0, worker))
+                ends.append((self._end_s(worker, self._longest(load), load.work) if load is not None else 0.0, worker))
             self._idlest = [worker for _, worker in sorted(ends)[:LOOKED_AT]]
         return self._idlest
 
@@ -232,6 +231,21 @@ class Loads:
         if not spec.kv_tokens:
             return spec.token_s * longest
         return spec.token_s * longest + (spec.token_full_s - spec.token_s) / spec.kv_tokens * work
+
+    def _power(self, left: float) -> float:
+        return math.pow(left * THOUSANDS, self._exponent)
+
+    def _without(self, load: _Load, left: float, key: str = "") -> float:
+        """Sum of powers but for a member that has ``left``: ``key``, or one that is out already."""
+        power = self._power(left)
+        if not power or power < STANDS_OUT * load.peak:
+            return load.peak - power
+        return sum(self._power(member[1]) for other, member in load.members.items() if other != key)
+
+    def _longest(self, load: _Load) -> float:
+        if load.longest is None:
+            load.longest = max((member[1] for member in load.members.values()), default=0.0)
+        return load.longest
 
     def _work(self, key: str) -> tuple[float, float]:
         left, final = self._left.get(key, (0.0, 0.0))

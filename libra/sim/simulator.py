@@ -31,6 +31,7 @@ from libra.policy import (
     Learns,
     OpenBatch,
     OpenGate,
+    Oracle,
     Ordering,
     QuantumFinished,
     QuantumStarted,
@@ -126,7 +127,7 @@ class Simulator:
     ) -> None:
         around = self._around = Surroundings() if surroundings is None else surroundings
         self._workload, self._ordering = workload, ordering
-        self._dispatcher = Dispatcher()
+        self._dispatcher = Dispatcher(sure=isinstance(ordering, Oracle))
         self._specs = {spec.name: spec for spec in engines}
         if len(self._specs) != len(engines):
             raise ConfigError("engines: two have the same name; name them apart")

@@ -121,7 +121,7 @@ def test_what_is_taken_for_alike_is_alike() -> None:
 
 def test_a_second_pass_is_scored_on_the_same_trajectories_and_knows_the_first() -> None:
     data = Path(cmlfq_sim.__file__).parent / "data" / "agent_turns" / "mini_swe_gemini3.csv"
-    job = JOB._replace(traces=str(data), policy="cmlfq_again", layout=((4, 4),))
+    job = JOB._replace(traces=str(data), policy="cmlfq_again", gpus=4, load=40, layout=((1, 4),))
     again, cold = cmlfq_sim.alike(job), job._replace(policy="cmlfq")
     assert again == job
     scored, before = (cmlfq_sim.workload_of(str(data), 0.55, 64, 0, earlier) for earlier in (None, 1.0))

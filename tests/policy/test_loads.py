@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined
 from libra.policy.fleet import Fleet
-from libra.policy.loads import PEAK, Loads
+from libra.policy.loads import UNSURE, Loads
 from libra.types import Phase
 
 KEYS = [f"t{k}" for k in range(6)]
@@ -46,25 +46,25 @@ def take(fleet: Fleet, loads: Loads, step: tuple[Any, ...]) -> None:
             loads.end(key)
 
 
-def brute_s(loads: Loads, worker: str) -> float:
-    """When an engine is over, from its members as they are."""
-    members = loads._loads[worker].members.values() if worker in loads._loads else ()
-    longest = sum((left / 1000) ** PEAK for _, left, _ in members) ** (1 / PEAK) * 1000
-    return 0.01 * longest + 0.02 / 100_000 * sum(work for _, _, work in members)
+def brute_s(loads: Loads, worker: str, more: tuple[float, float]) -> float:
+    """When an engine is over with one more, from its members as they are."""
+    load = loads._loads.get(worker)
+    members = [(left, work) for _, left, work in load.members.values()] if load is not None else []
+    members.append(more)
+    peak = sum((left / 1000) ** UNSURE for left, _ in members) ** (1 / UNSURE) * 1000
+    return 0.01 * peak + 0.02 / 100_000 * sum(work for _, work in members)
 
 
 @settings(max_examples=300, deadline=None)
 @given(steps=STEPS)
 def test_sums_are_those_of_all_members_after_any_events(steps: list[tuple[Any, ...]]) -> None:
     fleet, loads = engines()
+    loads.believe("new", 100.0, 300.0)
     for step in steps:
         take(fleet, loads, step)
         for worker in WORKERS:
-            load = loads._loads.get(worker)
-            if load is not None:
-                said = loads._end_s(worker, max(0.0, load.peak) ** (1 / PEAK) * 1000, load.work)
-                assert load.peak >= 0.0
-                assert said == pytest.approx(brute_s(loads, worker), rel=1e-3, abs=1e-6)
+            expected = brute_s(loads, worker, (100.0, 100.0 * 0.5 * 300.0))
+            assert loads.finish_s("new", worker) == pytest.approx(expected, rel=1e-3)
 
 
 def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one() -> None:
@@ -75,9 +75,9 @@ def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one()
         loads.believe(key, 1000.0, 1000.0)
         loads.settle(key, "a")
     work_s = 0.02 / 100_000 * loads._loads["a"].work
-    assert loads.finish_s(KEYS[0], "a") - work_s == pytest.approx(0.01 * 1000 * 5 ** (1 / PEAK))
+    assert loads.finish_s(KEYS[0], "a") - work_s == pytest.approx(0.01 * 1000 * 5 ** (1 / UNSURE))
     loads.believe("long", 50_000.0, 50_000.0)
     alone_s = loads.finish_s("long", "b")
     beside_s = loads.finish_s("long", "a")
     assert alone_s < beside_s
-    assert beside_s - alone_s == pytest.approx(work_s, rel=1e-3)  # the others do not make the longest any longer
+    assert beside_s - alone_s == pytest.approx(work_s, rel=0.02)  # the others do not make the longest any longer
