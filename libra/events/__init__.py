@@ -69,6 +69,7 @@ from libra.events.workers import (
     WorkerCapacity,
     WorkerJoined,
     WorkerLost,
+    WorkerSetupFailed,
     WorkerWithdrawn,
 )
 
@@ -119,6 +120,7 @@ __all__ = [
     "WorkerCapacity",
     "WorkerJoined",
     "WorkerLost",
+    "WorkerSetupFailed",
     "WorkerWithdrawn",
     "from_dict",
     "from_json",
@@ -172,6 +174,7 @@ _KINDS: tuple[type[Event], ...] = (
     EngineQuarantined,
     IterationFinished,
     WorkerJoined,
+    WorkerSetupFailed,
     WorkerCapacity,
     WorkerWithdrawn,
     WorkerLost,

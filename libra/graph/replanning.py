@@ -125,7 +125,7 @@ class Replanning:
         hybrids = tuple(
             Hybrid(str(row["worker"]), kinds[row["worker"]], row["role"] == "train", int(row.get("residents", 0)))
             for row in rows
-            if row["worker"] in kinds and row["stage"] != "lost" and row["role"] != "lent"
+            if row["worker"] in kinds and row["stage"] not in ("lost", "failed") and row["role"] != "lent"
         )
         others = set(present) - {str(row["worker"]) for row in rows}
         return Fleet(dict(Counter(kinds[worker] for worker in others)), hybrids, self._core)
