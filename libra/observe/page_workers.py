@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 SETTLED: Final = ("resupplied", "lost", "failed")
 """Stages in which no change is under way."""
-_ROLE_HEAD: Final = ("Worker", "Role", "Stage", "For", "Under way", "Change", "Last change took", "Reason")
+_ROLE_HEAD: Final = ("Worker", "Role", "Stage", "For", "Under way", "Generation", "Last change took", "Reason")
 _NOT_READY_HEAD: Final = ("Worker", "Not ready", "For", "What failed")
 
 
