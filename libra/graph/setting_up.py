@@ -1,4 +1,4 @@
-"""A worker whose part of a run cannot be made: it says so, and gives back what it is sent.
+"""A worker whose part of a run cannot be made says so; and what tasks find where it was made.
 
 Dask writes such an error into the log of that worker, and calls the worker running all the same. `libra.scheduler.not_ready` is
 told here, so that a worker that joins in mid-run is not idle without anybody knowing.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from distributed import Reschedule, get_worker
+from distributed import get_worker
 
 from libra.errors import EnvironmentFault
 from libra.graph.reports import report
@@ -53,10 +53,8 @@ def host_here(run: str) -> LibraHost:
     Raises
     ------
     EnvironmentFault
-        Where the worker never got one.
+        Where the worker never got one, or it could not be set up.
     FencedOff
-    Reschedule
-        Where its setup failed: the task was on its way before the scheduler knew, and belongs to another worker.
     """
     from libra.graph.host import LibraHost, host_name
 
@@ -68,7 +66,6 @@ def host_here(run: str) -> LibraHost:
             f"(is another cluster answering? is the run over?)"
         )
     if host.unfit:
-        logger.info("worker %s: a task is given back, for its setup failed: %s", worker.name, host.unfit)
-        raise Reschedule
+        raise EnvironmentFault(f"worker {worker.name}: its part of run {run!r} could not be set up: {host.unfit}")
     host.epoch.check()
     return host

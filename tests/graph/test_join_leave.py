@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import zarr
-from distributed import Scheduler
+from distributed import Client, Scheduler
 
+from libra.cluster.local import local_cluster
 from libra.config import RunConfig
 from libra.graph.driver import Session
 from libra.scheduler import LibraPlugin
@@ -198,13 +199,19 @@ async def stand_still(run: str, dask_worker: Any) -> int:
 stand_still.__module__ = "__main__"
 
 
+def check_scratch(broken: Path) -> None:
+    if broken.exists():
+        raise OSError(f"no space left for {broken.name}")
+
+
+check_scratch.__module__ = "__main__"
+
+
 class NotEverywhere(FixedTurns):
     """Cannot be set up in a process where a file of this name is there."""
 
     async def setup(self) -> None:
-        broken = os.environ.get("LIBRA_TEST_BROKEN", "")
-        if broken and Path(broken).exists():
-            raise OSError(f"no space left for {Path(broken).name}")
+        check_scratch(Path(os.environ.get("LIBRA_TEST_BROKEN", "not/set")))
 
 
 NotEverywhere.__module__ = "__main__"
@@ -243,7 +250,8 @@ def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_men
         at = workers(session)[joiner]
         for words in (f"run {RUN}: worker {joiner} ({at})", "OSError: no space left for scratch", "type kill -9"):
             assert words in line
-        # It supplies as much as the other one, and is asked for nothing: the run goes on.
+        assert "the run goes on without it" in line
+        # It is asked for nothing, by Dask neither: the run goes on.
         assert [next(iterations)["iteration"] for _ in range(2)] == [1, 2]
 
         broken.unlink()
@@ -259,3 +267,27 @@ def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_men
     assert failed["detail"] == "OSError: no space left for scratch"
     lost = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == at)
     assert not [e for e in events[:lost] if e.get("worker") == joiner and e["name"].startswith(("quantum", "version"))]
+
+
+def test_a_run_ends_well_beside_a_worker_that_could_not_be_set_up_which_then_supplies_again(
+    make_config: Config, until: Until, tmp_path: Path
+) -> None:
+    config = make_config(run={"iterations": 2})
+    broken = tmp_path / "scratch"
+    broken.touch()
+    with local_cluster(config) as cluster, Client(cluster) as client:
+        session = Session(config, environment=NotEverywhere(), client=client)
+        with session:
+            session._cluster = cluster
+            add_broken_worker(session, "tool-1", "tool-0", broken)
+            until(cluster, lambda it: not_ready(it) == {"tool-1": "failed"})
+            session._cluster = None  # it is the caller's, who goes on with it
+            at = workers(session)["tool-1"]
+            assert at not in cluster.scheduler.resources["GRADE"]
+            assert [values["iteration"] for values in session.iterations()] == [0, 1]
+        assert cluster.scheduler.resources["GRADE"][at] == 4 == cluster.scheduler.workers[at].resources["GRADE"]
+        broken.unlink()
+        with Session(
+            make_config(run={"iterations": 1, "name": "next"}), environment=NotEverywhere(), client=client
+        ) as session:
+            assert [values["iteration"] for values in session.iterations()] == [0]
