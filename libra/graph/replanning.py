@@ -155,9 +155,12 @@ class Replanning:
         overlap: bool,
     ) -> None:
         now = {str(row["worker"]): row for row in rows}
-        if any(now[name]["stage"] != "resupplied" for name in change.roles if name in now):
+        stages = {now[name]["stage"] for name in change.roles if name in now}
+        if not stages <= {"resupplied", "failed"}:
             return
-        if any(name not in now or now[name]["role"] != role for name, role in change.roles.items()):
+        if "failed" in stages or any(
+            name not in now or now[name]["role"] != role for name, role in change.roles.items()
+        ):
             logger.warning("change %d was not carried out, or undone; see role_change_failed", change.generation)
             self._change = None
             return
