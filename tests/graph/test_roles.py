@@ -292,6 +292,8 @@ def test_who_cannot_train_generates_again_and_it_is_said_why(start: Callable[...
         rows = [next(iterations) for _ in range(2)]
         settled(session, "rollout", there)
         (row,) = session.roles.rows()
+        workers = session._client.scheduler_info(n_workers=-1)["workers"]
+        assert workers[where[0]]["resources"]["ROLLOUT"] == 8, "it is given turns again"
         rows += iterations
     assert "RuntimeError: no memory is left" in row["reason"]
     assert (row["role"], row["stage"]) == ("rollout", "resupplied") and row["for_s"] >= 0
@@ -300,9 +302,6 @@ def test_who_cannot_train_generates_again_and_it_is_said_why(start: Callable[...
     reasons = [e["reason"] for e in events(session, "role_change_started")]
     assert reasons[0] == "asked for" and "RuntimeError: no memory is left" in reasons[1]
     assert bool(events(session, "role_change_failed")) == (when == "taking up")
-    later = events(session, "role_change_started")[1]["t_s"]
-    again = {e["worker"] for e in events(session, "quantum_dispatched") if e["t_s"] > later and e["phase"] == "ROLLOUT"}
-    assert again == {"rollout-0", "rollout-1"}
 
 
 class Scratch(FixedTurns):
