@@ -70,6 +70,7 @@ from libra.events.workers import (
     WorkerCapacity,
     WorkerJoined,
     WorkerLost,
+    WorkerSetupFailed,
     WorkerWithdrawn,
 )
 
@@ -121,6 +122,7 @@ __all__ = [
     "WorkerCapacity",
     "WorkerJoined",
     "WorkerLost",
+    "WorkerSetupFailed",
     "WorkerWithdrawn",
     "from_dict",
     "from_json",
@@ -175,6 +177,7 @@ _KINDS: tuple[type[Event], ...] = (
     EngineQuarantined,
     IterationFinished,
     WorkerJoined,
+    WorkerSetupFailed,
     WorkerCapacity,
     WorkerWithdrawn,
     WorkerLost,

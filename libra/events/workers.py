@@ -92,6 +92,16 @@ class WorkerJoined(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSetupFailed(Event):
+    """A Dask worker came and takes no part in the run: what is needed there could not be made, because of ``detail``."""
+
+    name: ClassVar[str] = "worker_setup_failed"
+    worker: str
+    address: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCapacity(Event):
     """What the policy knows of a worker from now on; the fields are those of `libra.policy.messages.WorkerJoined`."""
 

@@ -34,7 +34,8 @@ class RoleControl:
         self._client, self._of = client, {"run": spec.run, "epoch": spec.epoch}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each worker that can change, with ``role``, ``tp``, ``stage``, ``generation`` and ``seconds`` of its last change."""
+        """Each worker that can change, with ``role``, ``tp``, ``stage``, ``generation`` and more: see `RolePlugin.roles` of
+        `libra.scheduler.roles`."""
         return list(self._call("libra_roles"))
 
     def change(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:

@@ -46,6 +46,7 @@ from libra.graph.reports import report
 from libra.graph.roles import RoleMember, open_pool
 from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
+from libra.graph.setting_up import close_environment, told_if_it_fails
 from libra.graph.spec import RunSpec
 from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
 from libra.keys import host_name
@@ -93,6 +94,7 @@ class LibraHost(WorkerPlugin):
         self.server: WeightServer | None = None
         self.rows: RowKeeper | None = None
         self.paused: tuple[int, str] | None = None  # step after which none is taken, and why
+        self.unfit = ""  # what went wrong in `setup`
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -102,9 +104,10 @@ class LibraHost(WorkerPlugin):
     # ---------------------------------------------------------------- life
 
     async def setup(self, worker: Worker) -> None:
-        """Build what this worker's resources ask for; an error here reaches the driver, where the run is just starting."""
+        """Build what this worker's resources ask for; an error reaches the driver where the run is just starting, else the
+        scheduler says so (`libra.scheduler.not_ready`)."""
         self.worker = worker
-        with heard_meanwhile(worker):
+        with heard_meanwhile(worker), told_if_it_fails(self):
             await self._build(worker)
         self._tell("ready")
 
@@ -161,8 +164,9 @@ class LibraHost(WorkerPlugin):
             await asyncio.to_thread(self.rows.close)
         if self.store is not None:
             self.store.close()
-        self.journal.close()
-        await self.environment.close()
+        if hasattr(self, "journal"):
+            self.journal.close()
+        await close_environment(self)
 
     async def _start_training(self) -> None:
         """A replica of its own, or a place in a group; one that is to be sharded is made when the group is there."""
@@ -483,14 +487,3 @@ class LibraHost(WorkerPlugin):
             start_s=started_s,
             stop_s=time.time(),
         )
-
-
-def the_host(worker: Worker, run: str) -> LibraHost:
-    """The host of a run on this worker, or a clear error where the worker never got one."""
-    host = worker.plugins.get(host_name(run))
-    if not isinstance(host, LibraHost):
-        raise EnvironmentFault(
-            f"worker {worker.name}: it has no part of run {run!r}; workers get it when the run starts "
-            f"(is another cluster answering? is the run over?)"
-        )
-    return host

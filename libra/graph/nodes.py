@@ -29,12 +29,13 @@ from libra.graph.catching_up import catch_up
 from libra.graph.dispatching import FETCHED, SliceFetcher, batch_elsewhere, lengths
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.gang_member import turn
-from libra.graph.host import LibraHost, the_host
+from libra.graph.host import LibraHost
 from libra.graph.members import members_of
 from libra.graph.pausing import pause_reason
 from libra.graph.publishing import assist, publish_checked
 from libra.graph.questions import question_chars
 from libra.graph.reports import report
+from libra.graph.setting_up import host_here as _host
 from libra.graph.spec import RunSpec
 from libra.graph.step_records import read_step_record, write_step_record
 from libra.store.batches import commit_batch, read_batch, read_batch_facts
@@ -46,12 +47,6 @@ if TYPE_CHECKING:
     from libra.train import GroupRewards
 
 GRADE_TIMEOUT_S = 60.0
-
-
-def _host(run: str) -> LibraHost:
-    host = the_host(get_worker(), run)
-    host.epoch.check()
-    return host
 
 
 def gate(run: str, iteration: int) -> int:

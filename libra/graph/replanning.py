@@ -125,7 +125,7 @@ class Replanning:
         hybrids = tuple(
             Hybrid(str(row["worker"]), kinds[row["worker"]], row["role"] == "train", int(row.get("residents", 0)))
             for row in rows
-            if row["worker"] in kinds and row["stage"] != "lost" and row["role"] != "lent"
+            if row["worker"] in kinds and row["stage"] not in ("lost", "failed") and row["role"] != "lent"
         )
         others = set(present) - {str(row["worker"]) for row in rows}
         return Fleet(dict(Counter(kinds[worker] for worker in others)), hybrids, self._core)
@@ -155,9 +155,12 @@ class Replanning:
         overlap: bool,
     ) -> None:
         now = {str(row["worker"]): row for row in rows}
-        if any(now[name]["stage"] != "resupplied" for name in change.roles if name in now):
+        stages = {now[name]["stage"] for name in change.roles if name in now}
+        if not stages <= {"resupplied", "failed"}:
             return
-        if any(name not in now or now[name]["role"] != role for name, role in change.roles.items()):
+        if "failed" in stages or any(
+            name not in now or now[name]["role"] != role for name, role in change.roles.items()
+        ):
             logger.warning("change %d was not carried out, or undone; see role_change_failed", change.generation)
             self._change = None
             return

@@ -281,6 +281,10 @@ class RoleMember:
         except LibraError as error:
             if not self.leaving:
                 self._failed(self.number, str(error))
+        except Exception as error:  # the boundary of this task: nobody else would ever hear of it
+            logger.exception("%s: training broke", self.host.worker.name)
+            if not self.leaving:
+                self._failed(self.number, f"{type(error).__name__}: {error}")
 
     async def _found_again(self, used: Pool | None) -> HybridReplica | None:
         """The same pool, which had only given this replica up, or the next one that is opened; None: it has to leave first."""

@@ -9,7 +9,8 @@ Both show what ``snapshots()`` returns, one dict per run:
 - ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
 - ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens believed at first, half way, and as
   they were], ...]}, of the orderings that have something to show
-- ``roles``: one row per worker that can change its role, see `libra.policy.roles.Roles.rows`
+- ``roles``: one row per worker that can change its role, see `libra.scheduler.roles.RolePlugin.roles`
+- ``not_ready``: one row per worker that takes no part in the run, see `libra.scheduler.not_ready.NotReady.rows`
 - ``quanta``: {phase: finished}
 - ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count}
 - ``rewards``, ``lag``: [[iteration, mean], ...]
@@ -36,6 +37,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tornado.ioloop import IOLoop
 from tornado.web import RequestHandler
+
+from libra.observe.page_workers import duration
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -245,7 +248,8 @@ STYLESHEET: Final = """
 table { border-collapse: collapse; background: #fff; font-size: 13px; }
 th, td { padding: 4px 14px; border: 1px solid #e0e4e7; text-align: right; font-variant-numeric: tabular-nums; }
 th { color: #607d8b; font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-tr.shown td { background: #eaf1f8; }
+tr.shown td { background: #eaf1f8; } tr.bad td { color: #c62828; }
+.bk-clearfix > h4 { margin: 6px 4px 3px; font-size: 11px; color: #607d8b; text-transform: uppercase; }
 """
 
 
@@ -261,7 +265,7 @@ def summary_html(snapshot: Snapshot) -> str:
         )
     return (
         f'<div class="head"><b data-libra="run">{escape(snapshot["run"])}</b>'
-        f"<span>epoch {snapshot['epoch']}, up {_duration(snapshot['uptime_s'])}</span></div>"
+        f"<span>epoch {snapshot['epoch']}, up {duration(snapshot['uptime_s'])}</span></div>"
         f'<div class="tiles">{"".join(tiles)}</div>'
     )
 
@@ -282,19 +286,10 @@ def overview_html(snapshots: Sequence[Snapshot], shown: str) -> str:
         lines.append(
             f'<tr class="{"shown" if run == shown else ""}"><td>{escape(run)}</td>'
             + "".join(f"<td>{escape(cells[name][0])}</td>" for name in columns)
-            + f"<td>{_duration(snapshot['uptime_s'])}</td></tr>"
+            + f"<td>{duration(snapshot['uptime_s'])}</td></tr>"
         )
     head = "".join(f"<th>{_TITLES[name]}</th>" for name in columns)
     return f"<table><tr><th>Run</th>{head}<th>Up</th></tr>{''.join(lines)}</table>"
-
-
-def _duration(seconds: float) -> str:
-    """Seconds as read by people, e.g. ``1 h 05 min``; whole units only, so that the text seldom changes."""
-    minutes, rest_s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest_s:02d} s" if minutes else f"{rest_s} s"
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The Bokeh document behind ``/libra``: a row of numbers and nine drawings of one run, chosen where there are several.
+"""The Bokeh document behind ``/libra``: a row of numbers, what single workers do, and nine drawings of one run, chosen where
+there are several.
 
 Invariants
 ----------
@@ -22,6 +23,7 @@ from bokeh.transform import dodge
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from libra.observe.page import STYLESHEET, Feed, Snapshot, overview_html, summary_html
+from libra.observe.page_workers import workers_html
 from libra.observe.task_stream import PHASE_COLORS
 from libra.types import Phase
 
@@ -79,6 +81,7 @@ class LibraPage:
         self._last_sample_s = float("-inf")
         self.overview = Div(name="libra_overview", stylesheets=[STYLESHEET], sizing_mode="stretch_width")
         self.summary = Div(name="libra_summary", stylesheets=[STYLESHEET], sizing_mode="stretch_width")
+        self.workers = Div(name="libra_workers", stylesheets=[STYLESHEET], sizing_mode="stretch_width", visible=False)
         self.select = Select(name="libra_run", title="Show", options=[], value="", visible=False, width=240)
         self.select.on_change("value", lambda _attr, _old, _new: self.update())
         self.samples = ColumnDataSource({name: [] for name in _SAMPLE_COLUMNS}, name="libra_samples")
@@ -98,7 +101,7 @@ class LibraPage:
             sizing_mode="stretch_width",
         )
         head = row(self.overview, self.select, sizing_mode="stretch_width")
-        self.root = column(head, self.summary, self.plots, sizing_mode="stretch_width")
+        self.root = column(head, self.summary, self.workers, self.plots, sizing_mode="stretch_width")
 
     def _build_live(self) -> None:
         """Drawings against time: what waits, what runs, what comes out."""
@@ -223,11 +226,16 @@ class LibraPage:
         _set(self.overview, "visible", len(runs) != 1)
         for model in (self.summary, self.plots):
             _set(model, "visible", bool(runs))
-        if runs:
+        if not runs:
+            _set(self.workers, "visible", False)
+        else:
             self._show(snapshots[runs.index(self.select.value)])
 
     def _show(self, snapshot: Snapshot) -> None:
         _set(self.summary, "text", summary_html(snapshot))
+        workers = workers_html(snapshot)
+        _set(self.workers, "text", workers)
+        _set(self.workers, "visible", bool(workers))
         self._show_samples(snapshot)
         self._show_queue(snapshot["queue"])
         self._show_buckets(snapshot["buckets"])

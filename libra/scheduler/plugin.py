@@ -28,6 +28,7 @@ from libra.observe.page import attach_page
 from libra.policy import Admission, Command, CommittedGroup, Fifo, Shows, VersionPublished, groups_named, make_ordering
 from libra.scheduler import private
 from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
+from libra.scheduler.not_ready import NotReady
 from libra.scheduler.run_state import RunState
 from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.watchdog import StallGuard
@@ -71,6 +72,7 @@ class LibraPlugin(SchedulerPlugin):
             },
         )
         attach_page(scheduler, self.snapshots)
+        self.not_ready = NotReady(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._signs)
         sampler = scheduler.periodic_callbacks["libra-sample"] = PeriodicCallback(self._sample, SAMPLE_MS)
         sampler.start()
@@ -143,6 +145,7 @@ class LibraPlugin(SchedulerPlugin):
         """Close a run's event log, stop its watchdog, forget the run."""
         state = self.runs.pop(run, None)
         if state is not None:
+            self.not_ready.ended(run)
             state.close()
 
     def members(self, run: str, batch: int) -> list[list[int]]:
@@ -196,9 +199,8 @@ class LibraPlugin(SchedulerPlugin):
                 if self.trajectories.contended:
                     tell_contention(self._scheduler, msg["address"], True)
                 self.trajectories.kick()
-            case "ready":
-                state.joining.discard(msg["address"])
-                self.trajectories.kick()
+            case "ready" | "not_ready":
+                self._set_up(state, msg)
             case "plan" | "prompts":
                 self._driver_reported(state, msg)
             case "step":
@@ -213,11 +215,13 @@ class LibraPlugin(SchedulerPlugin):
                 state.guard.granted()
             if private.installs(scheduler, keys.host_name(state.run)):
                 state.joining.add(worker)
+                self.not_ready.joined(state.run, worker)
             state.emit("worker_joined", worker=private.worker_name(scheduler, worker), address=worker)
         self.trajectories.kick()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Its slots are gone; its tasks have already left ``processing``."""
+        self.not_ready.left(worker)
         for state in self.runs.values():
             state.holders.lost(worker)
             state.joining.discard(worker)
@@ -281,6 +285,15 @@ class LibraPlugin(SchedulerPlugin):
         state.emit("prompts_named", iteration=msg["iteration"], prompts=msg["prompts"])
         self._apply(state, state.policy.handle(groups_named("train", msg["iteration"], msg["prompts"])))
 
+    def _set_up(self, state: RunState, msg: dict[str, Any]) -> None:
+        """What a worker needs for a run is there, or could not be made; then it goes on counting as one that joins."""
+        if msg["kind"] == "not_ready":
+            self.not_ready.failed(state, msg)
+            return
+        state.joining.discard(msg["address"])
+        self.not_ready.ready(state.run, msg["address"])
+        self.trajectories.kick()
+
     def _group_reported(self, state: RunState, msg: dict[str, Any]) -> None:
         if msg["split"] == "train":
             state.groups += 1
@@ -320,5 +333,6 @@ class LibraPlugin(SchedulerPlugin):
         return [
             state.shown(slots, self.trajectories.levels(state.run), buckets)
             | {"roles": roles.roles(state.run, state.epoch) if roles is not None else []}
+            | {"not_ready": self.not_ready.rows(state.run)}
             for state in self.runs.values()
         ]

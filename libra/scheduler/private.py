@@ -103,6 +103,31 @@ def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) ->
     scheduler.resources.setdefault(resource, {})[address] = count
 
 
+def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> dict[str, int]:
+    """Have a worker supply none of these, not even to a task that asks for 0 of one; what it supplied of each.
+
+    Only in a plugin's ``add_worker``: nothing has been sent to it, so no task that runs there misses the key.
+    """
+    ws, held = scheduler.workers[address], {}
+    for resource in resources:
+        if resource in ws.resources:
+            held[resource] = int(ws.resources.pop(resource))
+            ws.used_resources.pop(resource, None)
+            scheduler.resources[resource].pop(address, None)
+    return held
+
+
+def supply_again(scheduler: Scheduler, address: str, held: Mapping[str, int], stimulus_id: str) -> None:
+    """Undo `hold_back`; tasks that waited for one of these are sent. Nothing where the worker is gone."""
+    ws = scheduler.workers.get(address)
+    if ws is None or not held:
+        return
+    for resource, count in held.items():
+        set_supply(scheduler, address, resource, count)
+    if ws in scheduler.running:
+        scheduler.transitions(scheduler.bulk_schedule_unrunnable_after_adding_worker(ws), stimulus_id)
+
+
 def worker_name(scheduler: Scheduler, address: str) -> str:
     """Name of a worker, its address where it is gone."""
     ws = scheduler.workers.get(address)

@@ -5,7 +5,7 @@
 
     libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3} or {"error": "..."}
     libra_cancel_roles(run, epoch, generation)                                 ->  {"generation": 4} of the way back, or an error
-    libra_roles(run, epoch)                            ->  [{worker, role, tp, stage, generation, seconds}, ...]
+    libra_roles(run, epoch)                    ->  [{worker, role, tp, stage, generation, for_s, seconds, reason, ...}, ...]
     libra_wait_roles(run, epoch, generation)                                   ->  {"changed": bool}, once the change has ended
 
 Invariants
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELLS = frozenset({"role_member", "role_stage", "role_failed", "hybrid_pool"})
+_TELLS = frozenset({"role_member", "role_stage", "role_failed", "hybrid_pool", "not_ready"})
 _STAGES = frozenset(str(stage) for stage in Stage)
 
 
@@ -78,6 +78,9 @@ class _Run:
     begun_s: dict[int, float] = field(default_factory=dict)  # monotonic, by generation of a change that goes on
     stage_s: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)  # the last change of each worker that took it somewhere else
+    since: dict[str, tuple[str, int, float]] = field(default_factory=dict)  # stage, generation, monotonic; by worker
+    reason: dict[str, str] = field(default_factory=dict)  # why each began its last change, or can do nothing more
+    failed: dict[str, str] = field(default_factory=dict)  # address of those that are there and can do nothing
     undone: set[int] = field(default_factory=set)
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set, and another one put here, when a change has ended
 
@@ -152,12 +155,20 @@ class RolePlugin(SchedulerPlugin):
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
         """Every worker that can change roles, with the role it has or is on its way to; empty where the run is not here.
 
-        ``seconds`` is what its last change took until the slowest of its members was in its new role; None before one.
+        Beside what `libra.policy.roles.Roles.rows` has: ``for_s`` are seconds in the present stage; ``seconds`` is what its last
+        change took until the slowest of its members was in its new role, None before one; ``reason`` is why its last change
+        began. Stage ``failed`` is a worker that is in the cluster and can do nothing, ``reason`` then says what went wrong.
         """
         state = self._of(run, epoch)
-        return (
-            [] if state is None else [row | {"seconds": state.took_s.get(row["worker"])} for row in state.roles.rows()]
-        )
+        return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
+
+    @staticmethod
+    def _row(state: _Run, row: dict[str, Any]) -> dict[str, Any]:
+        name = row["worker"]
+        for_s = round(time.monotonic() - state.since[name][2], 3) if name in state.since else None
+        if row["stage"] == "lost" and name in state.failed:
+            row["stage"] = "failed"
+        return row | {"for_s": for_s, "seconds": state.took_s.get(name), "reason": state.reason.get(name, "")}
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
         """Answer when a change has ended, or is undone; ``changed`` is whether its members are where it was to take them."""
@@ -217,6 +228,7 @@ class RolePlugin(SchedulerPlugin):
         for state in self._runs.values():
             if worker == state.pool_of:
                 state.pool = None
+            state.failed = {name: address for name, address in state.failed.items() if address != worker}
             for name in [name for name, address in state.address.items() if address == worker]:
                 del state.address[name]
                 self._handle(state, MemberLost(name))
@@ -235,6 +247,8 @@ class RolePlugin(SchedulerPlugin):
                 state.pool, state.pool_of = (msg["gang"], msg["host"], msg["port"]), msg["worker"]
                 for address in state.address.values():
                     self._tell(state, address, pool=state.pool)
+            case "not_ready" if msg["name"] in state.roles.members:
+                self._is_out(state, msg["name"], msg["address"], msg["detail"])
             case "role_failed":
                 self._handle(state, MemberFailed(msg["name"], msg["generation"], msg["detail"]))
             case "role_stage":
@@ -250,6 +264,7 @@ class RolePlugin(SchedulerPlugin):
         if (ws := self._scheduler.workers.get(address)) is None:
             return
         state.address[name], state.slots[name] = address, msg["slots"]
+        state.failed.pop(name, None)
         state.shares[name] = msg["share"]
         state.says_tp.setdefault(name, int(ws.resources.get(keys.TP, 0)))
         if state.pool is not None:
@@ -257,12 +272,21 @@ class RolePlugin(SchedulerPlugin):
         base = Assignment(Role.ROLLOUT, msg["tp"])
         self._handle(state, MemberAnnounced(name, base, urlsplit(address).hostname or address))
 
+    @staticmethod
+    def _is_out(state: _Run, name: str, address: str, detail: str) -> None:
+        """A worker is there and can do nothing until it is started anew."""
+        state.failed[name], state.reason[name] = address, detail
+
     # ---------------------------------------------------------------- commands
 
     def _handle(self, state: _Run, event: RoleEvent) -> tuple[RoleCommand, ...]:
         commands = state.roles.handle(event)
         for command in commands:
             self._obey(state, command)
+        for row in state.roles.rows():
+            name, at = row["worker"], (row["stage"], row["generation"])
+            if name not in state.since or state.since[name][:2] != at:
+                state.since[name] = (*at, time.monotonic())
         return commands
 
     def _obey(self, state: _Run, command: RoleCommand) -> None:
@@ -292,6 +316,7 @@ class RolePlugin(SchedulerPlugin):
                 )
             case GiveUp(worker=worker, reason=reason):
                 logger.error("run %s: %s is given nothing more until it is started anew: %s", state.run, worker, reason)
+                self._is_out(state, worker, state.address[worker], reason)
                 self._emit(state, "role_member_failed", worker=worker, detail=reason, restarts=False)
             case ReportStarted() | ReportUndone() | ReportEnded():
                 self._write_down(state, command)
@@ -327,6 +352,7 @@ class RolePlugin(SchedulerPlugin):
         match command:
             case ReportStarted(moves=moves, reason=reason, undoes=undoes):
                 state.begun_s[generation] = time.monotonic()
+                state.reason |= dict.fromkeys(moves, reason)
                 wanted = {name: {"role": str(to.role), "tp": to.tp} for name, (_, to) in moves.items()}
                 logger.info("%s: roles change (%d) to %s", reason, generation, wanted)
                 started: dict[str, Any] = {"assignments": wanted, "reason": reason, "undoes": undoes}

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import zarr
-from distributed import Scheduler
+from distributed import Client, Scheduler
 
+from libra.cluster.local import local_cluster
 from libra.config import RunConfig
 from libra.graph.driver import Session
 from libra.scheduler import LibraPlugin
@@ -196,3 +197,97 @@ async def stand_still(run: str, dask_worker: Any) -> int:
 
 
 stand_still.__module__ = "__main__"
+
+
+def check_scratch(broken: Path) -> None:
+    if broken.exists():
+        raise OSError(f"no space left for {broken.name}")
+
+
+check_scratch.__module__ = "__main__"
+
+
+class NotEverywhere(FixedTurns):
+    """Cannot be set up in a process where a file of this name is there."""
+
+    async def setup(self) -> None:
+        check_scratch(Path(os.environ.get("LIBRA_TEST_BROKEN", "not/set")))
+
+
+NotEverywhere.__module__ = "__main__"
+
+
+def add_broken_worker(session: Session, name: str, like: str, broken: Path) -> None:
+    """One more worker process, in which the environment cannot be set up while ``broken`` exists."""
+    cluster = session._cluster
+    assert cluster is not None
+    spec = cluster.worker_spec[name] = copy.deepcopy(cluster.worker_spec[like])
+    spec["options"]["env"] = {**spec["options"]["env"], "LIBRA_TEST_BROKEN": str(broken)}
+    spec["options"]["resources"].pop("COMMIT", None)
+    cluster.sync(cluster._correct_state)
+
+
+def not_ready(scheduler: Scheduler) -> dict[str, str]:
+    """Stage of each worker that takes no part in the run, as the page's JSON has it."""
+    (snapshot,) = libra(scheduler).snapshots()
+    return {row["worker"]: row["stage"] for row in snapshot["not_ready"]}
+
+
+@pytest.mark.parametrize("kind", ["rollout", "tool"])
+def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_mended(
+    make_config: Config, until: Until, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    config = make_config(run={"iterations": 5}, weights={"transfer": "peer"}, store={"keep_journals": True})
+    broken, joiner = tmp_path / "scratch", f"{kind}-1"
+    broken.touch()
+    with Session(config, environment=NotEverywhere()) as session:
+        iterations = session.iterations()
+        next(iterations)
+        with caplog.at_level("ERROR", "libra.scheduler.not_ready"):
+            add_broken_worker(session, joiner, f"{kind}-0", broken)
+            until(session._cluster, lambda it: not_ready(it) == {joiner: "failed"})
+        (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.not_ready")
+        at = workers(session)[joiner]
+        for words in (f"run {RUN}: worker {joiner} ({at})", "OSError: no space left for scratch", "type kill -9"):
+            assert words in line
+        assert "the run goes on without it" in line
+        # It is asked for nothing, by Dask neither: the run goes on.
+        assert [next(iterations)["iteration"] for _ in range(2)] == [1, 2]
+
+        broken.unlink()
+        pid = session._client.run(os.getpid, workers=[at])[at]
+        assert f"kill -9 {pid} on" in line
+        os.kill(pid, signal.SIGKILL)
+        until(session._cluster, lambda it: joiner in libra(it).trajectories.workers.address and not not_ready(it))
+        assert [values["iteration"] for values in iterations] == [3, 4]
+
+    events = check_exactly_once(session.directory, iterations=5, groups=2, samples=2, quanta=5)
+    (failed,) = (e for e in events if e["name"] == "worker_setup_failed")
+    assert (failed["worker"], failed["address"]) == (joiner, at)
+    assert failed["detail"] == "OSError: no space left for scratch"
+    lost = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == at)
+    assert not [e for e in events[:lost] if e.get("worker") == joiner and e["name"].startswith(("quantum", "version"))]
+
+
+def test_a_run_ends_well_beside_a_worker_that_could_not_be_set_up_which_then_supplies_again(
+    make_config: Config, until: Until, tmp_path: Path
+) -> None:
+    config = make_config(run={"iterations": 2})
+    broken = tmp_path / "scratch"
+    broken.touch()
+    with local_cluster(config) as cluster, Client(cluster) as client:
+        session = Session(config, environment=NotEverywhere(), client=client)
+        with session:
+            session._cluster = cluster
+            add_broken_worker(session, "tool-1", "tool-0", broken)
+            until(cluster, lambda it: not_ready(it) == {"tool-1": "failed"})
+            session._cluster = None  # it is the caller's, who goes on with it
+            at = workers(session)["tool-1"]
+            assert at not in cluster.scheduler.resources["GRADE"]
+            assert [values["iteration"] for values in session.iterations()] == [0, 1]
+        assert cluster.scheduler.resources["GRADE"][at] == 4 == cluster.scheduler.workers[at].resources["GRADE"]
+        broken.unlink()
+        with Session(
+            make_config(run={"iterations": 1, "name": "next"}), environment=NotEverywhere(), client=client
+        ) as session:
+            assert [values["iteration"] for values in session.iterations()] == [0]

@@ -184,3 +184,20 @@ def test_a_run_carries_out_what_its_planner_accepts(
     considered = [event for event in events if event["name"] == "plan_considered"]
     assert {event["iteration"]: event["accepted"] for event in considered if event["accepted"]} == {1: True, 4: True}
     assert len(considered) > 2  # those that were not accepted too
+
+
+def test_a_worker_that_failed_is_no_part_of_the_fleet_and_no_plan_waits_for_it() -> None:
+    run = Run()
+    while not run.scheduler.asked:
+        run.iteration(*HEAVY)
+    run.iteration(*HEAVY)
+    considered = len(run.fields("plan_considered"))
+    run.scheduler.row["stage"] = "failed"
+    for _ in range(4):
+        run.iteration(*HEAVY)
+    assert len(run.fields("plan_considered")) > considered  # the change is over, and the others are planned for
+    assert len(run.scheduler.asked) == 1  # of it nothing is asked
+    run.scheduler.row |= {"role": "rollout", "stage": "resupplied"}  # it was started anew
+    for _ in range(4):
+        run.iteration(*HEAVY)
+    assert len(run.scheduler.asked) == 2

@@ -216,6 +216,19 @@ def test_a_core_that_does_not_want_it_is_told(live: Any, how: str) -> None:
     live(test)
 
 
+def test_what_breaks_while_it_trains_is_told_whatever_it_is(live: Any) -> None:
+    async def test(case: Case) -> None:
+        hybrid = await case.to_train()
+        hybrid.ends.put(RuntimeError("out of memory"))
+        assert (await case.hears("role_failed", generation=1))["detail"] == "RuntimeError: out of memory"
+        for stage in ("draining", "sleeping", "taking_up"):  # and it goes back
+            case.tell(stage, 2, "rollout")
+            await case.hears("role_stage", stage=stage, generation=2)
+        assert case.slots() == (8, 8)
+
+    live(test)
+
+
 def test_it_leaves_while_it_waits_for_a_core(live: Any) -> None:
     async def test(case: Case) -> None:
         hybrid = await case.to_train()

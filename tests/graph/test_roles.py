@@ -22,6 +22,7 @@ from libra.errors import ClusterError
 from libra.graph.driver import Session
 from libra.policy.role_messages import Stage
 from libra.store.event_log import read_events
+from libra.testing import FixedTurns
 
 pytestmark = pytest.mark.timeout(600)  # the cluster's five processes load torch, and so does each that is killed
 
@@ -257,3 +258,106 @@ def test_who_trains_gets_its_role_back_by_name_and_finds_a_core_that_was_restart
     assert (restored["worker"], restored["role"]) == ("rollout-0", "train")
     assert "reconnected" in {e["stage"] for e in events(session, "role_stage")}
     assert rows[-1]["hybrids"] == 1
+
+
+def break_training(run: str, when: str, dask_worker: Any) -> None:
+    """On a worker: its next replica cannot be made, or computes nothing; once."""
+    from libra.graph import roles
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        setattr(where, name, works)
+        raise RuntimeError("no memory is left")
+
+    member = dask_worker.plugins[f"libra-{run}"].roles
+    where, name = (roles, "make_replica") if when == "taking up" else (member._replica, "accumulate")
+    works = getattr(where, name)
+    setattr(where, name, fails)
+
+
+break_training.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("when", ["taking up", "training"])
+def test_who_cannot_train_generates_again_and_it_is_said_why(start: Callable[..., Session], when: str) -> None:
+    with start(5) as session:
+        iterations = session.iterations()
+        next(iterations)
+        where = [address_of(session, "rollout-0")]
+        if when == "taking up":
+            session._client.run(break_training, session.spec.run, when, workers=where)
+        there = session.roles.change({"rollout-0": "train"})
+        assert session.roles.wait(there) is (when == "training")
+        if when == "training":
+            session._client.run(break_training, session.spec.run, when, workers=where)
+        rows = [next(iterations) for _ in range(2)]
+        settled(session, "rollout", there)
+        (row,) = session.roles.rows()
+        workers = session._client.scheduler_info(n_workers=-1)["workers"]
+        assert workers[where[0]]["resources"]["ROLLOUT"] == 8, "it is given turns again"
+        rows += iterations
+    assert "RuntimeError: no memory is left" in row["reason"]
+    assert (row["role"], row["stage"]) == ("rollout", "resupplied") and row["for_s"] >= 0
+    assert rows[-1]["hybrids"] == 0
+    each_trajectory_once(session, 5)
+    reasons = [e["reason"] for e in events(session, "role_change_started")]
+    assert reasons[0] == "asked for" and "RuntimeError: no memory is left" in reasons[1]
+    assert bool(events(session, "role_change_failed")) == (when == "taking up")
+
+
+class Scratch(FixedTurns):
+    """Cannot be set up while there is a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    async def setup(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        if self.path.exists():
+            raise OSError("no space is left")
+
+
+Scratch.__module__ = "__main__"
+
+
+def test_who_comes_back_and_cannot_be_set_up_is_failed_until_it_is_mended(
+    make_config: Config, client: Client, tmp_path: Path, until: Callable[..., None]
+) -> None:
+    full = tmp_path / "full"
+
+    def seen(scheduler: Scheduler) -> tuple[list[tuple[str, str, str]], list[str]]:
+        (snapshot,) = scheduler.plugins["libra"].snapshots()  # type: ignore[attr-defined]
+        roles = [(row["role"], row["stage"], row["reason"]) for row in snapshot["roles"]]
+        return roles, [row["worker"] for row in snapshot["not_ready"] if row["stage"] == "failed"]
+
+    def kill() -> None:
+        (pid,) = session._client.run(os.getpid, workers=[address_of(session, "rollout-0")]).values()
+        os.kill(pid, signal.SIGKILL)
+
+    config = make_config(run={"iterations": 4}, cluster={"hybrid_workers": 1}, checkpoint={"every": 1})
+    with Session(config, client=client, environment=Scratch(full)) as session:
+        iterations = session.iterations()
+        next(iterations)
+        there = session.roles.change({"rollout-0": "train"})
+        assert session.roles.wait(there)
+        full.touch()
+        kill()
+        failed = [("train", "failed", "OSError: no space is left")]
+        until(client.cluster, lambda scheduler: seen(scheduler) == (failed, ["rollout-0"]))
+        with pytest.raises(ClusterError, match="not in the cluster now"):
+            session.roles.change({"rollout-0": "rollout"})
+        next(iterations)
+        full.unlink()
+        kill()
+        settled(session, "train", there)
+        assert client.cluster is not None
+        until(
+            client.cluster, lambda scheduler: seen(scheduler) == ([("train", "resupplied", "rollout-0 came back")], [])
+        )
+        rows = list(iterations)
+    assert rows[-1]["hybrids"] <= 1
+    each_trajectory_once(session, 4)
+    (event,) = events(session, "worker_setup_failed")
+    assert (event["worker"], event["detail"]) == ("rollout-0", "OSError: no space is left")

@@ -181,7 +181,7 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
             "quanta": {"ROLLOUT": 1517, "TOOL": 1203}, "tokens": 4403, "groups": 23,
             "failures": {"none": 180, "tool": 3, "worker": 1},
             "rewards": [[0, 0.28125], [1, 0.40625], [2, 0.5625]], "lag": [[0, 0.0], [1, 0.5], [2, 0.75]],
-            "history": history,
+            "history": history, "roles": [], "not_ready": [],
         } | changes  # fmt: skip
 
     return make

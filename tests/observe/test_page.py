@@ -7,7 +7,9 @@ import gc
 import json
 import logging
 import math
+import re
 import weakref
+from html import unescape
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,18 @@ from tornado.httpclient import AsyncHTTPClient
 from libra.observe import page as page_module
 from libra.observe import page_document
 from libra.observe.page import Feed, attach_page, numbers, overview_html, summary_html, tokens_per_s
+from libra.observe.page_workers import workers_html
+
+UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>"}
+SHOWN_ROWS = ("not-ready-tool-1", "role-rollout-0")
+
+
+def role(**changes):
+    """A row of a worker on its way from an engine of two GPUs to training; keyword arguments replace entries."""
+    return {
+        "worker": "rollout-0", "role": "train", "tp": 2, "stage": "taking_up", "generation": 4, "from_role": "rollout",
+        "from_tp": 2, "for_s": 3.2, "seconds": 1.25, "reason": "asked for",
+    } | changes  # fmt: skip
 
 
 async def fetch(scheduler, path):
@@ -100,6 +114,68 @@ def test_overview_appears_with_the_second_run(make_snapshot):
     assert two.count("<tr") == 3
     assert '<tr class="shown"><td>other</td>' in two
     assert "<td>7</td>" in two
+
+
+def cells(html, name):
+    """Text of the cells of one row."""
+    (row,) = re.findall(f'<tr data-libra="{name}"[^>]*>(.*?)</tr>', html)
+    return [unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "under_way"),
+    [
+        ({}, "taking_up", "rollout TP 2 → train"),
+        ({"role": "rollout", "tp": 4}, "taking_up", "rollout TP 2 → rollout TP 4"),
+        ({"role": "rollout", "from_role": "lent"}, "taking_up", "lent → rollout TP 2"),
+        ({"role": "rollout"}, "taking_up", "back to rollout TP 2"),
+        ({"stage": "resupplied"}, "resupplied", ""),
+        ({"stage": "lost"}, "lost", ""),
+        ({"stage": "failed"}, "failed", ""),
+    ],
+)
+def test_a_row_of_roles_says_from_what_to_what_while_a_change_goes_on(changes, stage, under_way):
+    shown = cells(workers_html({"roles": [role(**changes)]}), "role-rollout-0")
+    assert (shown[2], shown[4]) == (stage, under_way)
+
+
+@pytest.mark.parametrize("number", [None, math.nan, math.inf])
+def test_seconds_that_are_not_known_are_a_dash(number):
+    html = workers_html({"roles": [role(for_s=number, seconds=number)], "not_ready": [UNREADY | {"for_s": number}]})
+    shown = cells(html, "role-rollout-0")
+    assert (shown[3], shown[6]) == ("–", "–")
+    assert cells(html, "not-ready-tool-1")[2] == "–"
+
+
+def test_nothing_is_said_of_workers_that_all_take_part_and_keep_their_roles(make_snapshot):
+    without = {name: value for name, value in make_snapshot().items() if name not in ("roles", "not_ready")}
+    for snapshot in (make_snapshot(), without, make_snapshot(roles=None, not_ready=None)):
+        assert workers_html(snapshot) == ""
+        page = page_document.LibraPage(Feed(lambda snapshot=snapshot: [snapshot]))
+        page.update()
+        assert not page.workers.visible
+        assert page.summary.visible
+
+
+def test_what_workers_are_called_and_say_cannot_inject_markup():
+    evil = "<script>'\"x</script>"
+    html = workers_html({
+        "roles": [role(worker=evil, reason=evil, role=evil, stage=evil)],
+        "not_ready": [UNREADY | {"worker": evil, "detail": evil}],
+    })  # fmt: skip
+    assert "<script>" not in html
+    assert html.count("&lt;script&gt;&#x27;&quot;x") == 9  # each cell, both attributes, and where the change leads
+
+
+def test_the_workers_tables_leave_with_the_run(make_snapshot):
+    runs = [make_snapshot(roles=[role()], not_ready=[UNREADY])]
+    page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))
+    page.update()
+    assert page.workers.visible
+    assert page.workers.text.count("<tr") == 4
+    runs.clear()
+    page.update()
+    assert not page.workers.visible
 
 
 # -- feed and documents ----------------------------------------------------------------------------------------------
@@ -353,7 +429,32 @@ def test_browser_draws_the_snapshots_numbers_and_follows_them(make_snapshot, liv
                 assert await page.shown("groups") == "1,024"  # a new run does not take the place of the one looked at
                 await page.evaluate("modelNamed('libra_run').value = 'second'; null")
                 await page.until("deepQuery('[data-libra=groups]')[0].innerText == '5'")
+                runs[1] = make_snapshot(
+                    run="second", groups=6, roles=[role(stage="draining", for_s=75.4)], not_ready=[UNREADY]
+                )
+                await page.until("deepQuery('[data-libra=role-rollout-0]').length == 1")
+                assert await page.shown("role-rollout-0") == "\t".join(
+                    ["rollout-0", "train", "draining", "1 min 15 s", "rollout TP 2 → train", "4", "1.25 s", "asked for"]
+                )
+                assert (await page.shown("not-ready-tool-1")).split("\t") == [
+                    "tool-1",
+                    "failed",
+                    "3 s",
+                    "OSError: no <disk>",
+                ]
+                red, marked = (f"getComputedStyle(deepQuery('[data-libra={name}] td')[0])" for name in SHOWN_ROWS)
+                assert await page.evaluate(f"{red}.color") == "rgb(198, 40, 40)"
+                assert await page.evaluate(f"{marked}.backgroundColor") == "rgb(234, 241, 248)"
+                png = await page.screenshot()
+
+                runs[1] = make_snapshot(run="second", groups=7, roles=[role(stage="resupplied", for_s=0.2)])
+                await page.until("deepQuery('[data-libra=role-rollout-0]')[0].innerText.includes('resupplied')")
+                assert (await page.shown("role-rollout-0")).split("\t")[4] == ""
+                assert await page.evaluate("deepQuery('[data-libra=not-ready-tool-1]').length") == 0
+                runs[1] = make_snapshot(run="second", groups=8)
+                await page.until("deepQuery('[data-libra=groups]')[0].innerText == '8'")
+                await page.until("!modelNamed('libra_workers').visible && deepQuery('[data-libra^=role]').length == 0")
                 assert page.exceptions == []
-                return await page.screenshot()
+                return png
 
     (tmp_path / "libra.png").write_bytes(asyncio.run(main()))  # to look at; pytest keeps the last three

@@ -13,6 +13,7 @@ from distributed import Client, Reschedule, Worker, get_worker
 from libra import keys
 from libra.observe.metrics import read_metrics
 from libra.scheduler import LibraPlugin
+from libra.scheduler.roles import RolePlugin
 from libra.store.event_log import read_events
 from libra.types import Phase
 
@@ -141,6 +142,60 @@ def test_page_of_the_plugin_agrees_with_the_event_log(live_scheduler, chromium, 
     drawn = Counter(row["key"][0] for row in rows if not isinstance(row["key"], str))
     assert drawn == {"generate": generations, "calculator": actions}
     assert not any("trajectory" in row["key"] for row in rows if isinstance(row["key"], str))
+
+
+def test_page_follows_a_change_of_roles_and_a_worker_that_cannot_be_set_up(live_scheduler, chromium, tmp_path):
+    async def cells(page, name, *expected):
+        """The row says this, at these places (None: anything)."""
+        row = f"deepQuery('[data-libra={name}]')[0].innerText.split('\\t')"
+        for place, text in enumerate(expected):
+            if text is not None:
+                await page.until(f"{row}[{place}] == '{text}'")
+
+    async def main():
+        async with emulated_cluster(live_scheduler) as live:
+            assert "error" not in live.plugin.register_run("demo", 0, str(tmp_path), 1, 4, 2, True)
+            await live.client.register_plugin(RolePlugin())
+            roles = live.scheduler.plugins[RolePlugin.name]
+            assert roles.register_roles("demo", 0) == {}
+            supply, told = {keys.ROLLOUT: 2, keys.HYBRID: 1}, asyncio.Queue()
+            async with (
+                Worker(live.scheduler.address, name="rollout-1", resources=supply, dashboard=False) as hybrid,
+                chromium(f"http://127.0.0.1:{live.scheduler.http_server.port}/libra") as page,
+            ):
+                hybrid.stream_handlers["libra-role"] = lambda **message: told.put_nowait(message)
+                assert await page.shown("run") == "demo"
+                assert await page.evaluate("modelNamed('libra_workers').visible") is False
+                address = hybrid.address
+                member = {"kind": "role_member", "run": "demo", "epoch": 0, "name": "rollout-1", "address": address}
+                hybrid.log_event("libra", member | {"tp": 1, "slots": 2, "share": {}})
+                await cells(page, "role-rollout-1", "rollout-1", "rollout TP 1", "resupplied", None, "", "0", "–", "")
+                generation = roles.set_roles("demo", 0, {"rollout-1": {"role": "train"}})["generation"]
+                for stage in ("draining", "sleeping", "taking_up"):
+                    change = ("rollout TP 1 → train", f"{generation}", "–", "asked for")
+                    await cells(page, "role-rollout-1", "rollout-1", "train", stage, None, *change)
+                    message = await asyncio.wait_for(told.get(), 60)
+                    assert (message["stage"], message["generation"]) == (stage, generation)
+                    done = {"kind": "role_stage", "run": "demo", "epoch": 0, "name": "rollout-1", "seconds": 0.25}
+                    hybrid.log_event("libra", done | {"stage": stage, "generation": generation})
+                await cells(page, "role-rollout-1", None, "train", "resupplied", None, "", f"{generation}")
+                took = next(row["seconds"] for row in roles.roles("demo", 0))
+                await cells(page, "role-rollout-1", *[None] * 6, f"{took:,.2f} s")
+
+                live.scheduler.worker_plugins[keys.host_name("demo")] = b""  # as if those that join set up their part
+                live.plugin.add_worker(live.scheduler, address)
+                await cells(page, "not-ready-rollout-1", "rollout-1", "setting_up")
+                said = {"kind": "not_ready", "run": "demo", "epoch": 0, "name": "rollout-1", "address": address}
+                hybrid.log_event("libra", said | {"detail": "OSError: no <b>space</b>"})
+                await cells(page, "not-ready-rollout-1", "rollout-1", "failed", None, "OSError: no <b>space</b>")
+                hybrid.log_event("libra", said | {"kind": "ready"})
+                await page.until("deepQuery('[data-libra=not-ready-rollout-1]').length == 0")
+                roles.end_roles("demo")
+                await page.until("modelNamed('libra_workers').visible === false")
+                assert page.exceptions == []
+                del live.scheduler.worker_plugins[keys.host_name("demo")]
+
+    asyncio.run(main())
 
 
 # -- a whole run: model, engine, tools, trainer, processes -----------------------------------------------------------

@@ -53,6 +53,44 @@ async def state_of(scheduler: Scheduler, key: str, state: str) -> None:
         await asyncio.sleep(0)
 
 
+class HeldBack(SchedulerPlugin):
+    """Holds back what every worker that joins supplies."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, int]] = {}
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        self.held[worker] = private.hold_back(scheduler, worker, [keys.GRADE, keys.TRAIN, keys.COMMIT])
+
+
+def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not_even_for_none_of_it() -> None:
+    async def live() -> None:
+        async with two_workers() as dask:
+            asked = {"one": {keys.GRADE: 1}, "none": {keys.TRAIN: 0}}
+            futures = [dask.client.submit(str, 1, key=key, resources=wants) for key, wants in asked.items()]
+            for key in asked:
+                await state_of(dask.scheduler, key, "no-worker")
+            plugin = HeldBack()
+            dask.scheduler.add_plugin(plugin)
+            supplies = {keys.GRADE: 2, keys.TRAIN: 1, keys.TOOL: 3}
+            async with Worker(dask.scheduler.address, name="c", resources=supplies) as c:
+                assert plugin.held[c.address] == {keys.GRADE: 2, keys.TRAIN: 1}
+                assert dask.scheduler.workers[c.address].resources == {keys.TOOL: 3}
+                assert {dask.scheduler.tasks[key].state for key in asked} == {"no-worker"}
+                private.supply_again(dask.scheduler, c.address, plugin.held[c.address], "test")
+                assert await dask.client.gather(futures) == ["1", "1"]
+                assert dask.scheduler.workers[c.address].resources == supplies
+                assert dask.scheduler.workers[c.address].used_resources[keys.GRADE] == 0
+            private.supply_again(dask.scheduler, c.address, plugin.held[c.address], "test")  # it has left
+            assert not dask.scheduler.resources[keys.GRADE]
+
+            async with Worker(dask.scheduler.address, name="d", resources=supplies):
+                pass  # leaves while it is held back
+            assert not dask.scheduler.resources[keys.TRAIN]
+
+    asyncio.run(live())
+
+
 def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_it_is_sent() -> None:
     async def live() -> None:
         async with two_workers() as dask:

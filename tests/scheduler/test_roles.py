@@ -231,3 +231,59 @@ def test_workers_supply_what_they_were_started_with_when_the_run_ends() -> None:
     assert (stage.slots("a"), stage.slots("b")) == (8, 8)
     assert stage.workers[stage.address("a")].resources[keys.TP] == 0
     assert stage.plugin.register_roles("other", 0) == {}
+
+
+def row(stage: Stage, name: str) -> dict[str, Any]:
+    (found,) = (row for row in stage.plugin.roles("demo", 0) if row["worker"] == name)
+    return found
+
+
+def test_a_row_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("libra.scheduler.roles.time.monotonic", lambda: now_s[0])
+    stage = Stage()
+    now_s[0] = 107.5
+    assert (row(stage, "a")["for_s"], row(stage, "a")["seconds"], row(stage, "a")["reason"]) == (7.5, None, "")
+    generation = change(stage, a={"role": "train"})
+    now_s[0] = 109.0
+    assert (row(stage, "a")["stage"], row(stage, "a")["for_s"], row(stage, "b")["for_s"]) == ("draining", 1.5, 9.0)
+    assert row(stage, "a")["reason"] == "asked for"
+    stage.done("a")
+    assert (row(stage, "a")["stage"], row(stage, "a")["for_s"]) == ("sleeping", 0.0)
+    now_s[0] = 110.0
+    stage.say("role_failed", name="a", generation=generation, detail="no memory")
+    assert (row(stage, "a")["role"], row(stage, "a")["reason"]) == ("rollout", "a: no memory")
+    for _ in range(2):
+        stage.done("a")
+    now_s[0] = 112.0
+    assert (row(stage, "a")["stage"], row(stage, "a")["for_s"], row(stage, "a")["seconds"]) == ("resupplied", 2.0, None)
+
+
+def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back() -> None:
+    stage = Stage()
+    stage.leave("a")
+    assert row(stage, "a")["stage"] == "lost"
+    broken = {"name": "a", "address": "tcp://10.0.0.1:777", "detail": "OSError: no space left"}
+    stage.say("not_ready", **broken)
+    assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "OSError: no space left")
+    stage.plugin.remove_worker(stage, broken["address"])  # type: ignore[arg-type]
+    assert row(stage, "a")["stage"] == "lost"
+    stage.say("not_ready", **broken)
+    stage.join("a")
+    assert row(stage, "a")["stage"] == "taking_up"
+    stage.say("not_ready", **broken | {"name": "plain"})  # cannot change roles: not in this table
+    assert [row["worker"] for row in stage.plugin.roles("demo", 0)] == ["a", "b"]
+
+
+def test_who_is_given_nothing_more_is_failed() -> None:
+    stage = Stage()
+    generation = change(stage, a={"role": "train"})
+    stage.plugin.cancel_roles("demo", 0, generation)
+    stage.say("role_failed", name="a", generation=generation + 1, detail="no memory")
+    stage.leave("a")  # it is restarted
+    stage.join("a")
+    stage.say("role_failed", name="a", generation=stage.told("a")["generation"], detail="still no memory")
+    assert stage.events[-1][0] != "role_member_failed" or not stage.events[-1][1]["restarts"]
+    assert ("role_member_failed", {"worker": "a", "detail": "still no memory", "restarts": False}) in stage.events
+    assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "still no memory")
+    assert stage.slots("a") == 0
