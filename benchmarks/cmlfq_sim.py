@@ -6,8 +6,8 @@ makespan. The yardstick of each cell (trace set x GPUs x load) is FIFO on the ho
 
 * *Best homogeneous*: of TP 1, 2, 4, 8, by the mean makespan of FIFO on planning seeds, which are not scored.
 * *Planned*: of that one and some mixed ones, by the mean makespan of C-MLFQ on the planning seeds: a layout is planned without
-  knowing the scored trajectories' lengths, and "none mixed" is an answer. A layout that is 10 % behind on the first planning
-  seed is not tried on the others.
+  knowing the scored trajectories' lengths, and "none mixed" is the answer unless a mixed one is 2 % faster. A layout that is 10 %
+  behind on the first planning seed is not tried on the others.
 * Loads are trajectories per GPU. GPUs are counted so that engines of two GPUs are 8 to 48. The grid is 3 sizes x 3 loads, the
   cells with fewest trajectories first.
 * ``cmlfq_again`` is C-MLFQ when the same prompts come for the second time: it has lived through a pass of other samples of them, by
@@ -74,6 +74,8 @@ USED_BY = {
 """Folders and modules that run under these policies only: what changes there voids no kept result of others."""
 BEHIND = 1.10
 """A layout that takes this much longer than the best on the first planning seed is given up."""
+WORTH_MIXING = 0.02
+"""A mixed layout is planned where it is faster by this share; two planning seeds do not tell less apart."""
 WORTH_IT = 0.05
 """Gain of the oracle from which on a share of it is scored."""
 BOOTSTRAPS = 2000
@@ -234,16 +236,18 @@ class Runs:
         return map(simulate, jobs) if self._pool is None else self._pool.map(simulate, jobs)
 
 
-def best(runs: Runs, job: Job, layouts: Iterable[Layout]) -> Layout:
-    """The layout with the least mean makespan on the planning seeds."""
+def best(runs: Runs, job: Job, layouts: Iterable[Layout], unless: float = 0.0) -> Layout:
+    """The layout with the least mean makespan on the planning seeds; the first one, unless another is faster by ``unless``."""
     left = {tuple(sorted(layout.items())): 0.0 for layout in layouts}
+    first = next(iter(left))
     for seed in PLANNING_SEEDS:
         if len(left) == 1:
             break
         took = runs.of([job._replace(layout=layout, seed=seed) for layout in left])
         left = {layout: left[layout] + makespan_s for layout, (makespan_s, _) in zip(left, took, strict=True)}
         left = {layout: total for layout, total in left.items() if total <= BEHIND * min(left.values())}
-    return dict(min(left, key=left.__getitem__))
+    fastest = min(left, key=left.__getitem__)
+    return dict(first if first in left and left[fastest] > (1.0 - unless) * left[first] else fastest)
 
 
 def homogeneous_layouts(gpus: int) -> list[Layout]:
@@ -264,7 +268,8 @@ def mixed_layouts(gpus: int) -> list[Layout]:
 def score(runs: Runs, job: Job, seeds: int) -> Cell:
     """All policies on both layouts of a cell; ``job`` says which cell."""
     homogeneous = best(runs, job._replace(policy="fifo"), homogeneous_layouts(job.gpus))
-    planned = best(runs, job._replace(policy="cmlfq"), [homogeneous, *mixed_layouts(job.gpus)])
+    mixed = mixed_layouts(job.gpus)
+    planned = best(runs, job._replace(policy="cmlfq"), [homogeneous, *mixed], WORTH_MIXING)
     makespan: dict[tuple[str, str], list[float]] = {}
     group: dict[tuple[str, str], list[float]] = {}
     places = [

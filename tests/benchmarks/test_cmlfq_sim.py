@@ -96,6 +96,12 @@ def test_a_layout_that_is_far_behind_is_not_tried_on_every_planning_seed(ran: li
     assert [dict(job.layout) for job in ran] == [{2: 8}, {1: 16}, {500: 1}, {2: 8}, {1: 16}]
 
 
+def test_the_first_layout_is_kept_unless_another_is_faster_by_enough(ran: list[Job]) -> None:
+    assert best(Runs(None, 1), JOB, [{100: 1}, {99: 1}], 0.02) == {100: 1}
+    assert best(Runs(None, 1), JOB, [{100: 1}, {99: 1}]) == {99: 1}
+    assert best(Runs(None, 1), JOB, [{100: 1}, {50: 1}], 0.02) == {50: 1}
+
+
 def test_one_simulation_is_the_same_in_every_process(tmp_path: Path) -> None:
     data = Path(cmlfq_sim.__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
     jobs = [JOB._replace(traces=str(data), policy=policy, load=1) for policy in ("fifo", "cmlfq")]
