@@ -316,7 +316,7 @@ class RolePlugin(SchedulerPlugin):
                 )
             case GiveUp(worker=worker, reason=reason):
                 logger.error("run %s: %s is given nothing more until it is started anew: %s", state.run, worker, reason)
-                self._is_out(state, worker, state.address[worker], reason)
+                self._is_out(state, worker, state.address.get(worker, ""), reason)
                 self._emit(state, "role_member_failed", worker=worker, detail=reason, restarts=False)
             case ReportStarted() | ReportUndone() | ReportEnded():
                 self._write_down(state, command)

@@ -176,6 +176,10 @@ def draw(
 
     if not traces:
         raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
+    if earlier is not None and not (kinship and 0.0 <= earlier <= 1.0):
+        raise ConfigError(
+            f"earlier: got {earlier} with kinship {kinship}; it is a correlation from 0 to 1 between what kin have in common"
+        )
     rng = np.random.default_rng([seed, 0x5EED])
     by_task: dict[str, list[Trace]] = {}
     for trace in traces:

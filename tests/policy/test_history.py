@@ -90,7 +90,8 @@ def test_lengths_may_drift_together() -> None:
 def test_as_much_is_believed_as_has_survived(survives: float, low: float, high: float) -> None:
     prompts, means = prompts_and_means(5)
     posterior = Posterior()
-    assert posterior.weights["history"] == FIRST_BELIEF
+    assert History().belief == FIRST_BELIEF
+    assert posterior.weights["history"] == 0.0  # nothing was measured yet
     rng = np.random.default_rng(6)
     for iteration in range(4):
         live(posterior, iteration, prompts, means, seed=5)

@@ -76,6 +76,15 @@ def test_an_earlier_pass_has_other_samples_of_prompts_that_are_as_much_alike_as_
     assert abs(np.corrcoef(within.reshape(2, -1))[0, 1]) < 0.1
 
 
+@pytest.mark.parametrize(("kinship", "earlier"), [(0.5, 1.5), (0.5, -0.1), (0.0, 0.8)])
+def test_an_earlier_pass_that_cannot_be_is_refused(kinship: float, earlier: float) -> None:
+    from libra.sim.workload import Trace, TurnPlan
+
+    traces = [Trace("t", 10, (TurnPlan(1, "", "", 0, 0.0),))]
+    with pytest.raises(ConfigError, match=f"earlier: got {earlier}"):
+        draw(traces, num_groups=1, group_size=2, seed=0, kinship=kinship, earlier=earlier)
+
+
 def test_a_workload_file_reads_back(tmp_path: Path) -> None:
     work = synthetic(12, turns=4, seed=1, iterations=2)
     plans = (plan._replace(prompt=f"p{plan.group}" if plan.group else "") for plan in work.trajectories)

@@ -399,9 +399,9 @@ class Posterior:
         """How far each expert is followed in the order, guard included, 0 to 1.
 
         "joint" rests on all signals at once, "totals" on what siblings say of the total, where there are any. "history" is how
-        much of a prompt's length is believed to survive until it comes again, within what siblings say.
+        much of a prompt's length was found to survive until it comes again, within what siblings say; 0 before any has.
         """
         factor = self._learner.guards[0].factor
         earned = self._learner.mixtures[0].weights.tolist()
         weights = {expert: factor * weight for expert, weight in zip((*EXPERTS[1:], "totals"), earned, strict=True)}
-        return weights | {"history": self._history.belief}
+        return weights | {"history": self._history.measured}

@@ -53,6 +53,11 @@ class History:
         share = (self._products + first * FIRST_BELIEF) / (self._squares + first)
         return min(max(share, 0.0), LARGEST_BELIEF)
 
+    @property
+    def measured(self) -> float:
+        """`belief`, as far as any prompt has come again and been compared; 0 before."""
+        return self.belief if self._squares else 0.0
+
     def recall(self, prompt: str, prior: float) -> float | None:
         """Log tokens by which members of ``prompt`` are expected to depart, if all of it survived; None: it never came.
 
