@@ -9,6 +9,7 @@ from typing import Any
 
 import dask
 from distributed import Nanny, Scheduler, SpecCluster
+from distributed.deploy.cluster import Cluster
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
@@ -18,7 +19,6 @@ from libra.errors import ClusterError
 SPARE_THREADS = 8
 """Threads beside the slots of a worker, for graders, steps and control tasks."""
 LOOPBACK = "127.0.0.1"
-LOST_WORKER_TIMEOUT = "10 minutes"
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -34,6 +34,17 @@ WORKER_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "20000",
 }
 """Environment of every local worker process, set before torch is loaded."""
+
+
+class LocalWorkers(SpecCluster):
+    """Worker processes that are never given up: whoever dies is started again by its nanny, however long that takes.
+
+    ``distributed.deploy.lost-worker-timeout`` after a worker was lost, Dask closes the nanny of that name for good if no worker
+    of it is there just then. It asks for the name only, so a worker that is lost twice, that long apart, never comes back.
+    """
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        Cluster._update_worker_status(self, op, msg)
 
 
 def check_port(port: int) -> None:
@@ -99,8 +110,6 @@ def local_cluster(config: RunConfig) -> SpecCluster:
         {
             **DASK_SETTINGS,
             "distributed.nanny.pre-spawn-environ": environment,
-            # A worker that its nanny starts again loads torch first; the cluster must not give it up for lost meanwhile.
-            "distributed.deploy.lost-worker-timeout": LOST_WORKER_TIMEOUT,
         }
     )
     bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
@@ -122,4 +131,4 @@ def local_cluster(config: RunConfig) -> SpecCluster:
         "cls": Scheduler,
         "options": {"host": LOOPBACK, "dashboard_address": f"{LOOPBACK}:{config.cluster.dashboard_port}"},
     }
-    return SpecCluster(workers=spec, scheduler=scheduler, name="libra", silence_logs=False)
+    return LocalWorkers(workers=spec, scheduler=scheduler, name="libra", silence_logs=False)

@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 5.0
+"""How often the driver looks by itself whether what it waits for is there."""
+
 
 class Session:
     """A started run, stepped by its caller; a context manager.
@@ -434,7 +437,8 @@ class Session:
     def _result(self, future: Future, k: int) -> Any:
         """Result of one future; an error of any other one of ours ends the wait (a batch waits for ever for a lost group)."""
         while not future.done() and self._failed is None:
-            self._wake.wait()
+            # Dask tells of a result once: of one that is lost and computed again, only looking tells.
+            self._wake.wait(LOOK_S)
             self._wake.clear()
         try:
             return (self._failed or future).result()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import logging
 import sys
 import time
@@ -140,6 +141,10 @@ class LibraHost(WorkerPlugin):
             await self._catch_up_engine(self.serving)
         if supply.get(keys.COMMIT):
             self.store = await asyncio.to_thread(self._open_store)
+        # What the first task would import, for seconds and with this event loop stopped, is imported here, while nobody waits.
+        await asyncio.to_thread(importlib.import_module, "libra.graph.nodes")
+        if supply.get(keys.TOOL) and self.environment.tools:
+            await asyncio.to_thread(self._chat)
         if self.roles is not None:
             self.roles.announce()
         # What is loaded by now stays: torch and transformers are half a million objects that a full collection would walk
@@ -433,7 +438,7 @@ class LibraHost(WorkerPlugin):
         self._commit(state, action_record(turn, returns, observation), started_s)
 
     def _chat(self) -> Any:
-        """The chat format; a tool worker loads it at its first action."""
+        """The chat format, which needs the tokenizer."""
         if not hasattr(self, "chat"):
             self.chat = self._load_chat()
         return self.chat

@@ -173,7 +173,10 @@ class StallGuard:
         ws = self._scheduler.workers.get(culprit.address)
         if ws is None:
             return
-        text = await stacks_of(self._scheduler, ws)
+        try:
+            text = await stacks_of(self._scheduler, ws)
+        except OSError as error:  # the process ends while it is asked
+            text = f"(its stacks could not be had: {type(error).__name__}: {error})\n"
         self._write(file, f"{stall.detail}\nworker {ws.name}, process {ws.pid} on {ws.host}\n{text}")
         if not self._restart:
             return
