@@ -10,7 +10,7 @@ from libra.cluster.settings import check_settings
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Scheduler
 
 NEEDED = {
     keys.ROLLOUT: ("an engine's slots", "--nthreads 72 --resources ROLLOUT=64"),
@@ -72,13 +72,21 @@ def resource_problems(
 def check_cluster(client: Client, *, train_workers: int = 1, hybrid_workers: int = 0) -> None:
     """ClusterError naming everything that is missing or set wrongly on the scheduler and the workers ``client`` sees."""
     info = client.scheduler_info(n_workers=-1)
-    problems = resource_problems(
-        info["workers"], info["address"], train_workers=train_workers, hybrid_workers=hybrid_workers
-    )
+    workers, held = info["workers"], client.run_on_scheduler(_held_back)
+    for address in held.keys() & workers.keys():  # set up for another run, or for an earlier start of this one
+        workers[address]["resources"] = {**workers[address]["resources"], **held[address]}
+    problems = resource_problems(workers, info["address"], train_workers=train_workers, hybrid_workers=hybrid_workers)
     in_force = client.run_on_scheduler(_distributed_settings)
     problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
     if problems:
         raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
+
+
+def _held_back(dask_scheduler: Scheduler) -> dict[str, dict[str, int]]:
+    """What workers that are being set up will supply; runs on the scheduler."""
+    plugin: Any = dask_scheduler.plugins.get("libra")
+    held: dict[str, dict[str, int]] = plugin.not_ready.held() if plugin is not None else {}
+    return held
 
 
 def _distributed_settings() -> dict[str, Any]:

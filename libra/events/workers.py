@@ -93,12 +93,16 @@ class WorkerJoined(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetupFailed(Event):
-    """A Dask worker came and takes no part in the run: what is needed there could not be made, because of ``detail``."""
+    """A Dask worker came and takes no part in the run: what is needed there could not be made, because of ``detail``.
+
+    It is started anew ``retry_after_s`` later; None: not by itself.
+    """
 
     name: ClassVar[str] = "worker_setup_failed"
     worker: str
     address: str
     detail: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

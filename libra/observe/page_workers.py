@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 SETTLED: Final = ("resupplied", "lost", "failed")
 """Stages in which no change is under way."""
 _ROLE_HEAD: Final = ("Worker", "Role", "Stage", "For", "Under way", "Generation", "Last change took", "Reason")
-_NOT_READY_HEAD: Final = ("Worker", "Not ready", "For", "What failed")
+_NOT_READY_HEAD: Final = ("Worker", "Not ready", "For", "What failed", "Started anew")
 
 
 def duration(seconds: float) -> str:
@@ -57,7 +57,9 @@ def not_ready_html(rows: Sequence[Row]) -> str:
     """One line per worker that is in the cluster and takes no part: it is being set up, or that failed."""
     lines = []
     for row in rows:
-        cells = (row["worker"], row["stage"], _for(row.get("for_s")), row.get("detail") or "")
+        again_s = row.get("again_in_s")
+        again = "" if again_s is None else f"in {duration(again_s)}"
+        cells = (row["worker"], row["stage"], _for(row.get("for_s")), row.get("detail") or "", again)
         lines.append(_line(f"not-ready-{row['worker']}", "bad" if row["stage"] == "failed" else "", cells))
     return _table("Workers that take no part", _NOT_READY_HEAD, lines)
 

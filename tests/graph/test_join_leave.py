@@ -15,6 +15,7 @@ import pytest
 import zarr
 from distributed import Client, Scheduler
 
+from libra.cluster.checks import check_cluster
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig
 from libra.graph.driver import Session
@@ -235,8 +236,14 @@ def not_ready(scheduler: Scheduler) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["rollout", "tool"])
 def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_mended(
-    make_config: Config, until: Until, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+    make_config: Config,
+    until: Until,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
+    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (3600.0,))
     config = make_config(run={"iterations": 5}, weights={"transfer": "peer"}, store={"keep_journals": True})
     broken, joiner = tmp_path / "scratch", f"{kind}-1"
     broken.touch()
@@ -269,9 +276,33 @@ def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_men
     assert not [e for e in events[:lost] if e.get("worker") == joiner and e["name"].startswith(("quantum", "version"))]
 
 
-def test_a_run_ends_well_beside_a_worker_that_could_not_be_set_up_which_then_supplies_again(
-    make_config: Config, until: Until, tmp_path: Path
+def test_a_worker_that_alone_supplies_something_is_started_anew_until_it_can_be_set_up(
+    make_config: Config, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (0.5, 0.5, 600.0))
+    broken = tmp_path / "scratch"
+    config = make_config(run={"iterations": 3}, store={"keep_journals": True})
+    with Session(config, environment=NotEverywhere()) as session:
+        iterations = session.iterations()
+        next(iterations)
+        assert session._cluster is not None
+        (nanny,) = (nanny for name, nanny in session._cluster.workers.items() if name == "tool-0")
+        nanny.env["LIBRA_TEST_BROKEN"] = str(broken)  # of the process that it starts next
+        broken.touch()
+        os.kill(nanny.pid, signal.SIGKILL)
+        until(session._cluster, lambda it: not_ready(it) == {"tool-0": "failed"})
+        check_cluster(session._client)  # a run that starts now is not told that nobody commits: it waits for it, too
+        broken.unlink()
+        assert [values["iteration"] for values in iterations] == [1, 2]
+    events = check_exactly_once(session.directory, iterations=3, groups=2, samples=2, quanta=5)
+    (failed,) = (e for e in events if e["name"] == "worker_setup_failed")
+    assert (failed["worker"], failed["retry_after_s"]) == ("tool-0", 0.5)
+
+
+def test_a_run_ends_well_beside_a_worker_that_could_not_be_set_up_which_then_supplies_again(
+    make_config: Config, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (3600.0,))
     config = make_config(run={"iterations": 2})
     broken = tmp_path / "scratch"
     broken.touch()

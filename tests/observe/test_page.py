@@ -20,7 +20,8 @@ from libra.observe import page_document
 from libra.observe.page import Feed, attach_page, numbers, overview_html, summary_html, tokens_per_s
 from libra.observe.page_workers import workers_html
 
-UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>"}
+UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>",
+           "again_in_s": 90.2}  # fmt: skip
 SHOWN_ROWS = ("not-ready-tool-1", "role-rollout-0")
 
 
@@ -145,6 +146,7 @@ def test_seconds_that_are_not_known_are_a_dash(number):
     shown = cells(html, "role-rollout-0")
     assert (shown[3], shown[6]) == ("–", "–")
     assert cells(html, "not-ready-tool-1")[2] == "–"
+    assert cells(workers_html({"not_ready": [UNREADY | {"again_in_s": None}]}), "not-ready-tool-1")[4] == ""
 
 
 def test_nothing_is_said_of_workers_that_all_take_part_and_keep_their_roles(make_snapshot):
@@ -441,6 +443,7 @@ def test_browser_draws_the_snapshots_numbers_and_follows_them(make_snapshot, liv
                     "failed",
                     "3 s",
                     "OSError: no <disk>",
+                    "in 1 min 30 s",
                 ]
                 red, marked = (f"getComputedStyle(deepQuery('[data-libra={name}] td')[0])" for name in SHOWN_ROWS)
                 assert await page.evaluate(f"{red}.color") == "rgb(198, 40, 40)"

@@ -14,6 +14,7 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
+from libra.scheduler import not_ready
 from libra.store.event_log import read_events
 
 SUPPLIES = {keys.TOOL: 2, keys.GRADE: 4, keys.TRAIN: 1}
@@ -125,6 +126,51 @@ def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(
     assert f"kill -9 {pid} on 127.0.0.1 and start the worker anew" in line
     (event,) = (e for e in read_events(tmp_path / "events.jsonl").events if e["name"] == "worker_setup_failed")
     assert (event["worker"], event["address"], event["detail"]) == ("late", address, "OSError: no space left")
+
+
+def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_people(
+    emulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    restarted: list[str] = []
+
+    async def restart(scheduler: Any, address: str, stimulus_id: str) -> str:
+        restarted.append(address)
+        return "OK"
+
+    monkeypatch.setattr(not_ready, "RETRY_AFTER_S", (0.0, 3600.0))
+    monkeypatch.setattr(not_ready.private, "restart_worker", restart)
+
+    async def test() -> None:
+        async with emulation.cluster() as live:
+            emulation.register(live, tmp_path)
+            async with joining(live, "demo") as address:
+                live.scheduler.workers[address].nanny = "tcp://127.0.0.1:1"
+                unready = {row["worker"]: row for row in live.plugin.not_ready.rows("demo")}
+                assert unready["late"]["again_in_s"] is None
+                said = {"run": "demo", "epoch": 0, "name": "late", "address": address}
+
+                def fails() -> float | None:
+                    live.plugin.not_ready.joined("demo", address)
+                    live.plugin.log_event("libra", said | {"kind": "not_ready", "detail": "OSError: no space left"})
+                    (row,) = live.plugin.not_ready.rows("demo")
+                    return row["again_in_s"]
+
+                assert fails() == 0
+                await until(lambda: restarted == [address])
+                assert 3590 < (fails() or 0) <= 3600
+                assert fails() is None  # the third time in a row
+                live.plugin.log_event("libra", said | {"kind": "ready"})
+                assert fails() == 0  # it was well meanwhile
+                await until(lambda: restarted == [address] * 2)
+
+    with caplog.at_level("ERROR", "libra.scheduler.not_ready"):
+        asyncio.run(test())
+    lines = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.not_ready"]
+    assert ["started anew in 0 s" in line for line in lines] == [True, False, False, True]
+    assert "started anew in 3600 s; type kill -9" in lines[1]
+    assert "Mend that, then type kill -9" in lines[2] and "its nanny starts it anew" in lines[2]
+    events = [e for e in read_events(tmp_path / "events.jsonl").events if e["name"] == "worker_setup_failed"]
+    assert [e["retry_after_s"] for e in events] == [0.0, 3600.0, None, 0.0]
 
 
 def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_until_that_run_is_over(
