@@ -323,8 +323,9 @@ Scratch.__module__ = "__main__"
 
 
 def test_who_comes_back_and_cannot_be_set_up_is_failed_until_it_is_mended(
-    make_config: Config, client: Client, tmp_path: Path, until: Callable[..., None]
+    make_config: Config, client: Client, tmp_path: Path, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (3600.0,))
     full = tmp_path / "full"
 
     def seen(scheduler: Scheduler) -> tuple[list[tuple[str, str, str]], list[str]]:
