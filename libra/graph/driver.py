@@ -41,7 +41,7 @@ from libra.graph.pausing import pause_reason
 from libra.graph.questions import Questions, tell_names
 from libra.graph.registering import end_beside, register_beside
 from libra.graph.reports import TOPIC
-from libra.graph.resume import GIVEN_FILE, check_resumable, lock_run, prune_groups, read_point
+from libra.graph.resume import GIVEN_FILE, check_resumable, learned_before, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
 from libra.graph.summary import RunSummary
@@ -248,6 +248,7 @@ class Session:
             watchdog_restart=config.watchdog.restart,
             policy=config.policy.model_dump(),
             family=config.environment.name,
+            learned=learned_before(self.directory) if self.resume else None,
         )
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")

@@ -12,21 +12,27 @@ Invariants
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.errors import ConfigError, RunDirectoryError, StoreError
+from libra.events import from_dict
 from libra.graph.spec import RunSpec
 from libra.policy.admission import GroupId
+from libra.policy.replay import learned
 from libra.store.batches import batch_path, read_batch, read_batch_facts
+from libra.store.event_log import from_last_snapshot
 from libra.store.journal import Journal
 from libra.store.lock import CommitterLock
 
 if TYPE_CHECKING:
     from libra.envs import Environment
     from libra.graph.iteration import Score
+
+logger = logging.getLogger(__name__)
 
 GIVEN_FILE = "given.json"
 """In the run directory: which Python objects the run was begun with, besides its configuration."""
@@ -132,3 +138,18 @@ def check_resumable(directory: Path, environment: Environment | None, score: Sco
                 f"{directory}: this run was begun {was} an object as its {name}, and would go on {is_now} one; resume it where "
                 f"it was begun, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
             )
+
+
+def learned_before(directory: Path) -> str | None:
+    """What the ordering of a run had learned when its event log ends, as JSON; None where that is nothing, or cannot be read.
+
+    It is read from the last snapshot and what came after it. Without it a run goes on all the same, and learns it again.
+    """
+    log = directory / "events.jsonl"
+    try:
+        reader = from_last_snapshot(log) if log.exists() else None
+        order = learned((line, from_dict(event)) for line, event in reader) if reader is not None else None
+    except StoreError as error:
+        logger.warning("%s: what its policy had learned is lost, it begins to learn again: %s", directory, error)
+        return None
+    return None if order is None else json.dumps(order)

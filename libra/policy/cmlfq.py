@@ -135,6 +135,11 @@ class CMLFQ:
         """Have the forecaster do the dear part of its learning; called now and then, off the critical path."""
         self.forecaster.learn()
 
+    def forget_live(self) -> None:
+        """Forget who lives, and keep what was learned: its run starts anew, and they come again under other keys."""
+        for key in list(self._lives.by_key):
+            self.handle(TrajectoryEnded(key, completed=False))
+
     def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
         waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
         if waits_to_begin:

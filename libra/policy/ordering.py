@@ -50,6 +50,9 @@ class Learns(Protocol):
     def learn(self) -> None:
         """Do the dear part of learning from what has finished since the last time; deterministic, like `handle`."""
 
+    def forget_live(self) -> None:
+        """Forget who lives, and keep what was learned from those that ended."""
+
 
 @runtime_checkable
 class Shows(Protocol):

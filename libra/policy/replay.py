@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from itertools import zip_longest
 from math import isclose
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from libra import events, keys
 from libra.errors import StoreError
@@ -268,6 +268,30 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
             waiting, fresh = answers, False
     if waiting is not None:
         yield waiting.compared(last=True)
+
+
+def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
+    """What the ordering of a log knows at its end, without those that lived then: what a later start of the run begins from.
+
+    A snapshot for ``Ordering.restore``. None where the log has none, or of an ordering that does not learn. Raises as `replay`.
+    """
+    objects: _Objects | None = None
+    fresh = False
+    for line, event in lines:
+        if isinstance(event, events.RunStarted):
+            objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family), True
+        elif isinstance(event, events.PolicySnapshot):
+            if objects is None:
+                objects = _begun(line, event)
+            elif fresh:
+                objects.restore(line, event)
+            fresh = False
+        elif objects is not None:
+            objects.tell(line, event)
+    if objects is None or not isinstance(objects.ordering, Learns):
+        return None
+    objects.ordering.forget_live()
+    return objects.ordering.snapshot()
 
 
 class _Answers:

@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from pathlib import Path
@@ -93,12 +94,14 @@ class LibraPlugin(SchedulerPlugin):
         watchdog_restart: bool = False,
         policy: dict[str, Any] | None = None,
         family: str = "",
+        learned: str | None = None,
     ) -> dict[str, Any]:
         """Make a run known; a run of the same name and a newer epoch replaces the older one.
 
         ``restored`` is the `Admission.snapshot` that a run which is resumed goes on from. ``watchdog_s`` is
         ``watchdog.timeout_s``, None where nobody looks for stalls. ``policy`` is what `libra.policy.make_ordering` takes, None
-        for first come, first served; ``family`` the name of the environment.
+        for first come, first served; ``family`` the name of the environment. ``learned`` is a snapshot of it as JSON, from which
+        that of a run which is resumed goes on.
         """
         old = self.runs.get(run)
         if old is not None and old.epoch >= epoch:
@@ -110,6 +113,8 @@ class LibraPlugin(SchedulerPlugin):
         if restored is not None:
             admission.restore(restored)
         ordering = make_ordering(**(policy or {"name": Fifo.name}))
+        if learned is not None:
+            ordering.restore(json.loads(learned))
         state = RunState(run, epoch, Path(directory), eta, iterations, admission, ordering, log, family)
         self.runs[run] = state
         state.emit(

@@ -25,12 +25,14 @@ from libra import keys
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.config.resume import load_resumed
 from libra.errors import ConfigError, RunDirectoryError
+from libra.events import from_dict
 from libra.graph.catching_up import catch_up
 from libra.graph.driver import RunSummary, Session, evaluation_is_due, run
-from libra.graph.resume import read_point
+from libra.graph.resume import learned_before, read_point
 from libra.graph.saving import CheckpointWriter
 from libra.graph.spec import RunSpec
 from libra.observe.metrics import read_metrics
+from libra.policy.replay import replay
 from libra.store.batches import commit_batch
 from libra.store.epochs import newest_epoch
 from libra.store.event_log import read_events
@@ -288,6 +290,37 @@ def test_a_stopped_run_goes_on_without_losing_or_repeating_anything(
     assert before.items() <= after.items()
     assert len(after) == (5 * 4 + 4 * 2) * QUANTA
     assert {json.loads(record)["epoch"] for record in after.values()} == {0, 1}
+
+
+def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 4})
+    directory = stopped(config, cluster_client, 2)
+    before = read_events(directory / "events.jsonl").events
+    ended = [event for event in before if event["name"] == "trajectory_ended" and event["completed"]]
+    run(config, client=cluster_client, resume=True)
+    events = read_events(directory / "events.jsonl").events
+    begin = next(event for event in events[len(before) :] if event["name"] == "policy_snapshot")
+    weight, _, _, _, running = begin["order"]["forecaster"]["all"]
+    assert 0.6 * len(ended) < weight <= len(ended)  # a new version lets older ones count a little less
+    assert running == pytest.approx(0, abs=1e-9)
+    assert begin["order"]["lives"]["lives"] == {}
+    told = replay((line, from_dict(event)) for line, event in enumerate(events, start=1))
+    assert [step.difference for step in told if step.difference] == []
+
+
+def test_a_log_that_cannot_be_read_costs_a_run_that_goes_on_only_what_was_learned(
+    make_config: Config, cluster_client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(run={"iterations": 3})
+    directory = stopped(config, cluster_client, 0)
+    log = directory / "events.jsonl"
+    log.write_text(log.read_text().replace('"name":"policy_snapshot"', '"name":"policy_snapshot","made_up":1'))
+    with caplog.at_level(logging.WARNING):
+        assert learned_before(directory) is None
+        assert learned_before(directory / "not there") is None
+    assert "begins to learn again" in caplog.text and "made_up" in caplog.text
+    summary = run(config, client=cluster_client, resume=True)
+    assert summary.iterations[-1]["iteration"] == 2
 
 
 def test_torn_last_lines_of_both_logs_are_cut_and_said(

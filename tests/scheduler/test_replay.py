@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ from distributed import Worker
 
 from libra import keys
 from libra.events import SCHEMA, from_dict
-from libra.policy import Admission, CommittedGroup, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
-from libra.policy.replay import Told, replay
+from libra.policy import CMLFQ, Admission, CommittedGroup, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.policy.replay import Told, learned, replay
 from libra.scheduler import private
 from libra.store.event_log import from_last_snapshot, read_events
 
@@ -112,6 +113,31 @@ def test_what_a_prompt_was_when_it_came_before_is_replayed_too(emulation: Simple
     assert {prompt for prompt, *_ in known[-1]["past"]} == {"p0", "p1"}
     unnamed = [event for event in events if event["name"] != "prompts_named"]
     assert [step.difference for step in told(unnamed) if step.difference]
+
+
+def test_what_was_learned_is_read_from_the_log_and_those_that_lived_are_not(
+    emulation: SimpleNamespace, tmp_path: Path
+) -> None:
+    policy = {"name": "cmlfq", "objective": "makespan", "patience": 100}
+    asyncio.run(record(emulation, tmp_path, policy=policy))
+    reader = from_last_snapshot(tmp_path / "events.jsonl")
+    assert reader is not None
+    tail = [(line, from_dict(event)) for line, event in reader]
+    whole = [(line, from_dict(event)) for line, event in enumerate(lines_of(tmp_path / "events.jsonl"), start=1)]
+    snapshot, of_tail = learned(whole), learned(tail)
+    assert snapshot is not None and of_tail is not None
+    assert of_tail["forecaster"]["all"] == pytest.approx(snapshot["forecaster"]["all"])
+    assert snapshot["forecaster"]["all"][0] > 0
+
+    cut = next(at for at, (_, event) in enumerate(whole) if event.name == "quantum_dispatched")
+    alive = learned(whole[: cut + 1])
+    assert alive is not None
+    assert alive["lives"]["lives"] == {} == alive["groups"] and alive["unbegun"] == []
+    ordering = CMLFQ()
+    ordering.restore(json.loads(json.dumps(snapshot)))
+    assert ordering.snapshot() == snapshot
+    fifo = [(line, replace(event, policy="fifo")) for line, event in whole if event.name == "run_started"]
+    assert learned(fifo) is None is learned([])
 
 
 def test_what_was_applied_is_what_was_logged(
