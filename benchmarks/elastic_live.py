@@ -37,7 +37,7 @@ ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
 
 def session(directory: str, name: str, iterations: int, stretch: int, *changes: str) -> Session:
     """A run with one hybrid worker, not begun; ``stretch`` iterations in a row are alike."""
-    args = f"{{stretch: {stretch * PROMPTS}, long_chars: 930}}"
+    args = f"{{stretch: {stretch * PROMPTS}, long_chars: 970}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
         "cluster.hybrid_workers=1", "cluster.dashboard_port=0", "environment.name=libra.testing:DriftingPrompts",
@@ -76,8 +76,12 @@ def changed_by_hand(directory: str, changes: int) -> Ran:
 def drifted(directory: str, iterations: int, stretch: int) -> Ran:
     """A run whose planner changes roles."""
     rows = []
-    # Few slots, or one engine of so small a model would generate for everybody as fast as two.
-    apply = ("planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0", "rollout.slots=8")
+    # Few slots, or one engine of so small a model would generate for everybody as fast as two. Few turns, or the seconds between
+    # them, which no engine more or less changes, would be most of a stretch of long questions.
+    apply = (
+        "planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0", "rollout.slots=8", "rollout.max_turns=4",
+        "rollout.max_new_tokens=48",
+    )  # fmt: skip
     with session(directory, "drift", iterations, stretch, *apply) as run:
         for values in run.iterations():
             rows.append(values)

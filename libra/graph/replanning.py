@@ -69,6 +69,7 @@ class Replanning:
         self.loop = SplitLoop(rules or Rules())
         self._change: Change | None = None
         self._began_with: Fleet | None = None  # what the iteration that is under way began with
+        self._known = StepForecast()  # before the iteration that is under way
 
     def after(
         self,
@@ -106,8 +107,8 @@ class Replanning:
         if whole:
             replicas = self._core + int(values.get("hybrids", 0))
             train_s = float(values.get("train_s", 0.0))
-            self.loop.learn(forecast, fleet, batch, replicas, train_s, realised_step_s, overlap)
-        self._began_with = fleet
+            self.loop.learn(self._known, fleet, batch, replicas, train_s, realised_step_s, overlap)
+        self._began_with, self._known = fleet, forecast
         if self._change is not None:
             self._follow(self._change, iteration, rows, fleet, whole, batch, realised_step_s, forecast, overlap)
         weighed = (

@@ -108,6 +108,17 @@ class Line:
         return (together + strength * prior) / (spread + strength) if spread + strength > 0 else prior
 
 
+def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, float]]) -> float:
+    """How much engines generate, in engines of the kind that was there first; those that have not generated yet count nothing.
+
+    A ratio: a batch that leaves all of them half empty changes what they generate in a second, and not this.
+    """
+    speeds = {kind: tokens / spent_s for kind, (tokens, spent_s) in engine_s.items() if tokens > 0 < spent_s}
+    if not speeds:
+        return 0.0
+    return sum(number * speeds.get(kind, 0.0) for kind, number in engines.items()) / next(iter(speeds.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class StepForecast:
     """What is known of a run's steps; `after` makes the next one.
@@ -118,6 +129,8 @@ class StepForecast:
         Iterations that it knows.
     engine_s : mapping of kind to (tokens, engine seconds)
         Decayed sums: what engines of a kind generated, and for how long so many of them were there.
+    rollouts : Line
+        Log seconds that one engine of the first kind would have taken, over log tokens.
     """
 
     num_steps: int = 0
@@ -142,8 +155,8 @@ class StepForecast:
         for kind, number in engines.items():
             tokens, spent_s = sums.get(kind, (0.0, 0.0))
             sums[kind] = tokens + weight * taken.tokens.get(kind, 0), spent_s + weight * number * taken.rollout_s
-        total = sum(taken.tokens.values())
-        point = [(math.log(total), math.log(taken.rollout_s))] if total else []
+        total, capacity = sum(taken.tokens.values()), capacity_of(engines, sums)
+        point = [(math.log(total), math.log(taken.rollout_s * capacity))] if total and capacity else []
         return StepForecast(
             self.num_steps + 1,
             keep * self.weight + weight,
@@ -178,16 +191,15 @@ class StepForecast:
         tokens : float or None
             Tokens it generates, where they are known. None: expected of its questions.
         """
-        speeds = self.tokens_per_s()
-        speed = sum(number * speeds.get(kind, 0.0) for kind, number in engines.items())
-        if not (self.rollouts.n and speed > 0):
+        capacity = capacity_of(engines, self.engine_s)
+        if not (self.rollouts.n and capacity > 0):
             return None
-        usual = math.exp(self.rollouts.mean[0])
+        usual, usual_s = (math.exp(value) for value in self.rollouts.mean)
         if tokens is None:
             tokens = self._tokens(questions) if questions else usual
         # Twice the tokens are seldom twice the seconds: they fill the batch, and the longest trajectory is not twice as long.
         power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
-        rollout_s = usual / speed * (max(tokens, 1.0) / usual) ** power
+        rollout_s = usual_s / capacity * (max(tokens, 1.0) / usual) ** power
         train_s, rest_s = self.train_s / self.weight, self.rest_s / self.weight
         step_s = max(rollout_s, train_s + rest_s) if overlap else rollout_s + train_s + rest_s
         return Expected(tokens, rollout_s, train_s, rest_s, step_s)

@@ -15,13 +15,13 @@ Differs from Libra (arXiv:2606.03077 v2), whose planner predicts both sides from
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra.errors import PlanError
 from libra.planner.commands import Deployed
-from libra.planner.correction import Learned
 from libra.planner.measured import FIRST_WEIGHT, HALF_LIFE_STEPS, Expected, Line, StepForecast
 from libra.planner.replan import Considered, Replanner, Rules
 
@@ -29,6 +29,10 @@ PRIOR_TOKENS = 0.25
 """How surely training's seconds are proportional to a replica's tokens: as surely as from steps at tokens off by a half."""
 NOISE_FROM = 2
 """Steps that a prediction rests on before its error counts as noise: a run's first has allocations and first calls in it."""
+WATCHED = 7
+"""Iterations whose errors are the noise: enough that one or two that drift are not taken for it."""
+NORMAL = 1.4826
+"""Standard deviations of a normal distribution per median of its absolute values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +145,33 @@ class Weighed:
     options: Mapping[int, Expected]
 
 
+def gain_off(before: Expected, other: Expected, train_s: float, step_s: float, overlap: bool) -> float:
+    """How wrong the gain of ``other`` over what ran was judged ``before`` an iteration, as a share of its step.
+
+    Known afterwards are the seconds of what ran; those of the other split are taken to be as much longer than judged, phase by
+    phase. So a machine that is slower in all it does changes no gain. Where steps overlap, rollout and training cannot be told
+    apart, and the step's own error stands for it.
+    """
+    if overlap or before.rollout_s <= 0 or before.train_s <= 0:
+        return abs(1.0 - before.step_s / step_s)
+    rollout_s = max(step_s - train_s - before.rest_s, 0.0)
+    there_s = other.rollout_s * rollout_s / before.rollout_s + other.train_s * train_s / before.train_s + before.rest_s
+    return abs((1.0 - other.step_s / before.step_s) - (1.0 - there_s / step_s))
+
+
 @dataclass(slots=True)
 class SplitLoop:
-    """What is known of a run's splits between iterations."""
+    """What is known of a run's splits between iterations.
+
+    Attributes
+    ----------
+    off : list of float
+        By how much the gain of another split, as a share of the step, was judged wrong before each of the last iterations.
+    """
 
     rules: Rules = field(default_factory=Rules)
     trainings: TrainingForecast = field(default_factory=TrainingForecast)
-    errors: Learned = field(default_factory=Learned)
+    off: list[float] = field(default_factory=list)
     replanner: Replanner | None = None
 
     def expected(self, forecast: StepForecast, fleet: Fleet, batch: Batch, num: int, overlap: bool) -> Expected | None:
@@ -173,11 +197,17 @@ class SplitLoop:
     ) -> None:
         """Hear of an iteration that was run by ``fleet``: its step on so many replicas, and from end to end.
 
-        ``forecast`` is what was known before it: what it is off by, told the batch's tokens, is the noise of this model.
+        ``forecast`` is what was known before it, and is judged by what came, told the batch's tokens.
         """
         before = self.expected(forecast, fleet, batch, fleet.training, overlap)
         if before is not None and before.step_s > 0 and self.trainings.num_steps >= NOISE_FROM:
-            self.errors = self.errors.after(before.step_s, step_s)
+            others = [
+                self.expected(forecast, fleet, batch, num, overlap)
+                for num in range(len(fleet.hybrids) + 1)
+                if num != fleet.training
+            ]
+            found = [gain_off(before, other, train_s, step_s, overlap) for other in others if other is not None]
+            self.off = [*self.off, max(found, default=0.0)][-WATCHED:]
         self.trainings = self.trainings.after(batch.trained_tokens, replicas, train_s)
 
     def weigh(
@@ -199,10 +229,18 @@ class SplitLoop:
             self.deployed(fleet, best),
             known[best].step_s,
             remaining,
-            self.errors.noise_frac,
+            self.noise_frac,
         )
         roles = fleet.roles(best) if considered.accepted else {}
         return Weighed(considered, best if considered.accepted else now, roles, known)
+
+    @property
+    def noise_frac(self) -> float:
+        """What judged gains are off by, in most iterations; 0 while nothing is known.
+
+        A median: the iteration in which a workload changes is judged wrong by far, and what comes after it is not.
+        """
+        return NORMAL * statistics.median(self.off) if self.off else 0.0
 
     @staticmethod
     def deployed(fleet: Fleet, num: int) -> Deployed:

@@ -122,10 +122,50 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches: list[Bat
     assert all(0 <= training <= 2 for training in run.history)
 
 
+SECONDS = st.floats(0.8, 1.25)
+
+
+def judged(slower: list[tuple[float, float]], batches: list[Batch] | None = None) -> SplitLoop:
+    """A loop after iterations in which rollout and training took so many times as long as usual."""
+    loop, forecast, now = SplitLoop(QUICK), StepForecast(), fleet(0)
+    for k, (in_rollout, in_training) in enumerate(slower):
+        batch = batches[k] if batches else LONG
+        rollout_s = in_rollout * batch.generated_tokens / 3 / TOKENS_S
+        training_s = in_training * train_s(batch, 1)
+        loop.learn(forecast, now, batch, 1, training_s, rollout_s + training_s, overlap=False)
+        taken = Taken(rollout_s, training_s, 0.0, rollout_s + training_s, {"e": int(batch.generated_tokens)}, [])
+        forecast = forecast.after(taken, {"e": 3})
+    return loop
+
+
 def test_the_start_of_a_run_is_no_noise() -> None:
     """What its first, slow iteration makes the second one be mispredicted by would forbid every change for long."""
+    assert judged([(3.0, 3.0), (1.0, 1.0)]).off == []
+    assert len(judged([(3.0, 3.0), (1.0, 1.0), (1.0, 1.0)]).off) == 1
+
+
+@given(st.lists(SECONDS, min_size=4, max_size=12))
+@settings(deadline=None)
+def test_a_machine_that_is_slower_in_all_it_does_is_no_noise(slower: list[float]) -> None:
+    """Both phases take so many times as long: how much is gained by another split stays what it was."""
+    assert judged([(each, each) for each in slower]).noise_frac < 0.03
+
+
+def test_phases_that_vary_apart_are_noise() -> None:
+    by_turns = [(1.0, 1.0), (1.0, 1.0), *[(1.6, 0.7), (0.7, 1.6)] * 5]
+    assert judged(by_turns).noise_frac > 0.2 > 0.01 > judged([(1.0, 1.0)] * 12).noise_frac
+
+
+def test_one_iteration_that_is_judged_wrong_is_no_noise_and_many_are() -> None:
+    once = judged([*[(1.0, 1.0)] * 8, (3.0, 1.0), (1.0, 1.0)])
+    assert max(once.off) > 0.1 > 0.01 > once.noise_frac
+    often = judged([*[(1.0, 1.0)] * 4, *[(3.0, 1.0), (1.0, 1.0)] * 3])
+    assert often.noise_frac > 0.1
+
+
+def test_where_steps_overlap_the_error_of_the_step_is_the_noise() -> None:
     loop, forecast, now = SplitLoop(QUICK), StepForecast(), fleet(0)
-    for step_s, rollout_s in ((40.0, 30.0), (13.0, 10.0), (13.0, 10.0)):
-        forecast = forecast.after(Taken(rollout_s, 3.0, 0.0, step_s, {"e": 3000}, []), {"e": 3})
-        loop.learn(forecast, now, LONG, 1, 3.0, step_s, overlap=False)
-    assert loop.errors.num_steps == 1
+    for step_s in (10.0, 10.0, 10.0, 12.5):
+        loop.learn(forecast, now, LONG, 1, 3.7, step_s, overlap=True)
+        forecast = forecast.after(Taken(step_s, 3.7, 0.0, step_s, {"e": 3000}, []), {"e": 3})
+    assert loop.off == pytest.approx([0.0, 0.2])
