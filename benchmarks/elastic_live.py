@@ -29,15 +29,17 @@ from libra.store.event_log import read_events
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 HYBRID = "rollout-0"
 PROMPTS, GROUP_SIZE = 16, 4
+DRIFT_CHARS = 970
+"""Characters of the long questions of the drift: little is left to generate, and training outweighs rollout by far."""
 ONE_ENGINE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO_ENGINES = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
 ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
 """Seconds that Libra reports (arXiv:2606.03077 v2), of Qwen3-14B on A800: 3.6 s snapshot and 4.4 s restore; 10.8 s of vLLM."""
 
 
-def session(directory: str, name: str, iterations: int, stretch: int, *changes: str) -> Session:
-    """A run with one hybrid worker, not begun; ``stretch`` iterations in a row are alike."""
-    args = f"{{stretch: {stretch * PROMPTS}, long_chars: 970}}"
+def session(directory: str, name: str, iterations: int, stretch: int, *changes: str, long_chars: int = 930) -> Session:
+    """A run with one hybrid worker, not begun; questions are long in every second stretch of so many iterations."""
+    args = f"{{stretch: {stretch * PROMPTS}, long_chars: {long_chars}}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
         "cluster.hybrid_workers=1", "cluster.dashboard_port=0", "environment.name=libra.testing:DriftingPrompts",
@@ -76,13 +78,12 @@ def changed_by_hand(directory: str, changes: int) -> Ran:
 def drifted(directory: str, iterations: int, stretch: int) -> Ran:
     """A run whose planner changes roles."""
     rows = []
-    # Few slots, or one engine of so small a model would generate for everybody as fast as two. Few turns, or the seconds between
-    # them, which no engine more or less changes, would be most of a stretch of long questions.
+    # Few slots, or one engine of so small a model would generate for everybody as fast as two.
     apply = (
         "planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0", "rollout.slots=8", "rollout.max_turns=4",
         "rollout.max_new_tokens=48",
     )  # fmt: skip
-    with session(directory, "drift", iterations, stretch, *apply) as run:
+    with session(directory, "drift", iterations, stretch, *apply, long_chars=DRIFT_CHARS) as run:
         for values in run.iterations():
             rows.append(values)
             role = run.roles.rows()[0]["role"]

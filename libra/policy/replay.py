@@ -279,7 +279,9 @@ def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
     fresh = False
     for line, event in lines:
         if isinstance(event, events.RunStarted):
-            objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family), True
+            fresh = True  # a start that died before it said what it began from adds nothing, and takes nothing away
+            if objects is None:
+                objects = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family)
         elif isinstance(event, events.PolicySnapshot):
             if objects is None:
                 objects = _begun(line, event)

@@ -128,6 +128,8 @@ def test_what_was_learned_is_read_from_the_log_and_those_that_lived_are_not(
     assert snapshot is not None and of_tail is not None
     assert of_tail["forecaster"]["all"] == pytest.approx(snapshot["forecaster"]["all"])
     assert snapshot["forecaster"]["all"][0] > 0
+    died_at_once = learned([*whole, (len(whole) + 1, replace(whole[0][1], epoch=1))])
+    assert died_at_once is not None and died_at_once["forecaster"]["all"] == snapshot["forecaster"]["all"]
 
     cut = next(at for at, (_, event) in enumerate(whole) if event.name == "quantum_dispatched")
     alive = learned(whole[: cut + 1])
