@@ -217,6 +217,70 @@ class TurnOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Seconds of one forward pass of an engine, fitted by the engine to its own passes.
+
+    A pass takes ``fixed_s + sequence_s x (running sequences) + context_token_s x (sum of their contexts) + prefill_token_s x
+    (context tokens computed in it)``. No coefficient is negative.
+
+    Attributes
+    ----------
+    fixed_s, sequence_s : float
+        Per pass, and per running sequence of it.
+    context_token_s : float
+        Per token of context that the running sequences attend to.
+    prefill_token_s : float
+        Per context token whose KV the pass computes.
+    num_steps : int
+        Passes behind the fit.
+    error_frac : float
+        Mean of abs(predicted / measured - 1) over passes that were not fitted.
+    """
+
+    fixed_s: float
+    sequence_s: float
+    context_token_s: float
+    prefill_token_s: float
+    num_steps: int
+    error_frac: float
+
+    def step_s(self, sequences: float, context_tokens: float, prefill_tokens: float = 0.0) -> float:
+        """Seconds of a pass over ``sequences`` running sequences with ``context_tokens`` in all, and so much prefill."""
+        return (
+            self.fixed_s
+            + self.sequence_s * sequences
+            + self.context_token_s * context_tokens
+            + self.prefill_token_s * prefill_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """What an engine can hold and how fast it is, as the engine itself declares it.
+
+    Attributes
+    ----------
+    kv_tokens : int
+        Tokens of KV that it holds for all its trajectories together.
+    kv_bytes, kv_token_bytes : int
+        Bytes of that memory, and of one token in it, all layers and all tensor-parallel ranks together.
+    slots : int
+        Trajectories that generate at once.
+    tp : int
+        Tensor-parallel degree.
+    steps : StepSeconds or None
+        Measured seconds of its passes; None before enough of them ran.
+    """
+
+    kv_tokens: int
+    kv_bytes: int
+    kv_token_bytes: int
+    slots: int
+    tp: int
+    steps: StepSeconds | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a finished trajectory: the text generated (``num_tokens`` tokens, ``token_ids``), its calls, and what they
     returned.

@@ -60,6 +60,7 @@ from libra.events.trajectories import (
     TrajectoryParked,
 )
 from libra.events.workers import (
+    EngineDeclared,
     EngineQuarantined,
     GangFormed,
     GangLost,
@@ -80,6 +81,7 @@ __all__ = [
     "BatchOpened",
     "BatchParked",
     "BucketsPreferred",
+    "EngineDeclared",
     "EngineQuarantined",
     "Event",
     "FailureClassified",
@@ -178,6 +180,7 @@ _KINDS: tuple[type[Event], ...] = (
     IterationFinished,
     WorkerJoined,
     WorkerSetupFailed,
+    EngineDeclared,
     WorkerCapacity,
     WorkerWithdrawn,
     WorkerLost,

@@ -121,6 +121,33 @@ class WorkerCapacity(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineDeclared(Event):
+    """The engine of ``worker`` says what it is: at its start, after each rebucket, and when its measured seconds have changed.
+
+    The fields are those of `libra.types.EngineCapacity`, its measured seconds (`libra.types.StepSeconds`) flat beside them; they
+    are None before enough passes ran. ``engine`` is its kind (``transformers``, ``vllm``), ``bucket`` its capacity class, and
+    ``model`` names the architecture it serves, so that seconds of one model are never taken for another's.
+    """
+
+    name: ClassVar[str] = "engine_declared"
+    worker: str
+    engine: str
+    bucket: str
+    model: str
+    kv_tokens: int
+    kv_bytes: int
+    kv_token_bytes: int
+    slots: int
+    tp: int
+    fixed_s: float | None = None
+    sequence_s: float | None = None
+    context_token_s: float | None = None
+    prefill_token_s: float | None = None
+    num_steps: int = 0
+    error_frac: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerWithdrawn(Event):
     """A worker takes nothing more: it has left, or is about to."""
 
