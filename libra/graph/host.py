@@ -53,7 +53,17 @@ from libra.graph.trajectory import TrajectoryState, action_record, failure_recor
 from libra.keys import host_name
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
-from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
+from libra.types import (
+    FailureClass,
+    Phase,
+    Prompt,
+    ToolCall,
+    ToolReturn,
+    ToolStatus,
+    TrajectoryId,
+    TurnRequest,
+    turn_outcome,
+)
 from libra.weights import WeightVersion
 
 if TYPE_CHECKING:
@@ -470,7 +480,6 @@ class LibraHost(WorkerPlugin):
         new = state.records[first:]
         generated = [r for r in new if r["kind"] == "generation"]
         returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
-        bad = [r["status"] for r in returned if r["status"] != "ok"]
         failed = next((r for r in new if r["kind"] == "failure"), None)
         report(
             self.worker,
@@ -486,7 +495,7 @@ class LibraHost(WorkerPlugin):
             tokens=sum(len(r["token_ids"]) for r in generated),
             version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
             tool=returned[0]["tool"] if returned else "",
-            status=(bad[0] if bad else "ok") if returned else "",
+            status=str(turn_outcome(ToolStatus(r["status"]) for r in returned)),
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
             context_tokens=len(state.context),
             start_s=started_s,

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.types import (
+    NO_TOOL,
     EndReason,
     Episode,
     FailureClass,
@@ -34,6 +35,7 @@ from libra.types import (
     TrajectoryId,
     Turn,
     TurnOutput,
+    turn_outcome,
 )
 
 
@@ -241,7 +243,7 @@ class TrajectoryState:
                     {
                         "turn": record["turn"],
                         "tool": record["calls"][0]["name"] if record["calls"] else "",
-                        "status": "",
+                        "status": NO_TOOL,
                         "num_calls": len(record["calls"]),
                         "prompt_tokens": context,
                         "generated_tokens": len(record["token_ids"]),
@@ -258,9 +260,8 @@ class TrajectoryState:
                 )
                 context += len(record["token_ids"])
             elif record["kind"] == "action":
-                bad = [r["status"] for r in record["returns"] if r["status"] != ToolStatus.OK]
                 rows[-1] |= {
-                    "status": bad[0] if bad else str(ToolStatus.OK),
+                    "status": str(turn_outcome(ToolStatus(r["status"]) for r in record["returns"])),
                     "observation_tokens": len(record["observation_ids"]),
                     "tool_s": max((r["latency_s"] for r in record["returns"]), default=0.0),
                     "payload_chars": sum(r["payload_chars"] for r in record["returns"]),

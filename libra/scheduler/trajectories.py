@@ -40,7 +40,7 @@ from libra.scheduler.applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
 from libra.scheduler.workers import Workers
-from libra.types import Phase
+from libra.types import Phase, tool_outcome
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -282,7 +282,8 @@ class Trajectories:
         if phase is Phase.ROLLOUT:
             running = self.dispatcher.running_on(tracked.worker, phase)
             self.workers.generated(tracked.worker, running, msg["tokens"], msg["stop_s"] - msg["start_s"])
-        tokens, tool, status, payload = msg["tokens"], msg["tool"], msg["status"], msg["payload_tokens"]
+        tokens, tool, payload = msg["tokens"], msg["tool"], msg["payload_tokens"]
+        status = tool_outcome(msg["status"])
         state.note(
             state.lines.quantum_finished,
             msg["key"],

@@ -68,7 +68,11 @@ TURN = (
     Column("trajectory", "int32", "row in the trajectory level"),
     Column("turn", "int32", "0-based"),
     Column("tool", "string", "name of the last tool called; empty: none"),
-    Column("status", "string", "how that call came back: ok, error, timeout, malformed, truncated; empty: no call"),
+    Column(
+        "status",
+        "string",
+        "how its calls came back: ok, error, timeout, malformed, truncated; empty: no call, or none was made any more",
+    ),
     Column("num_calls", "int32", "tool calls of this turn"),
     Column("prompt_tokens", "int32", "tokens of context before the generation"),
     Column("cached_tokens", "int32", "of these, tokens whose KV cache was there already"),
