@@ -49,21 +49,11 @@ from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
 from libra.graph.setting_up import close_environment, told_if_it_fails
 from libra.graph.spec import RunSpec
-from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record, returned
 from libra.keys import host_name
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
-from libra.types import (
-    FailureClass,
-    Phase,
-    Prompt,
-    ToolCall,
-    ToolReturn,
-    ToolStatus,
-    TrajectoryId,
-    TurnRequest,
-    turn_outcome,
-)
+from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
 from libra.weights import WeightVersion
 
 if TYPE_CHECKING:
@@ -479,7 +469,7 @@ class LibraHost(WorkerPlugin):
         """
         new = state.records[first:]
         generated = [r for r in new if r["kind"] == "generation"]
-        returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
+        tool, status = returned(new)
         failed = next((r for r in new if r["kind"] == "failure"), None)
         report(
             self.worker,
@@ -494,8 +484,8 @@ class LibraHost(WorkerPlugin):
             detail=failed["detail"] if failed else state.detail,
             tokens=sum(len(r["token_ids"]) for r in generated),
             version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
-            tool=returned[0]["tool"] if returned else "",
-            status=str(turn_outcome(ToolStatus(r["status"]) for r in returned)),
+            tool=tool,
+            status=str(status),
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
             context_tokens=len(state.context),
             start_s=started_s,
