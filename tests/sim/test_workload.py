@@ -104,6 +104,15 @@ def test_a_workload_file_reads_back(tmp_path: Path) -> None:
         ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[0,"","",0,0]]]]}', "turn 0 of trajectory"),
         ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[]]]}', "has 0 turns"),
         (
+            '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"t","success",3,1.5],[1,"","",0,0]]]]}',
+            r"w.json: turn 0 of trajectory \(0, 0, 0\): status 'success' is no tool outcome; allowed are ok, .*--save-workload",
+        ),
+        (
+            '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"","",3,1.5],[1,"","",0,0]]]]}',
+            "only the last turn may be without a tool",
+        ),
+        ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"t","",3,1.5]]]]}', "its tool needs a status"),
+        (
             '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
             "number them apart",
         ),
