@@ -221,6 +221,9 @@ class TrainerSection(Section):
     models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
+    logit_chunk_tokens: AtLeastOne = 1024
+    """Generated tokens whose logits the trainer holds at once, times the vocabulary: the others are made and made again in the
+    backward pass. Bounds memory, changes no result but for the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
     """Alarm where the mean |log p(rollout) - log p(trainer)| of a step, over tokens of the very weights being trained, is above
     this many nats. float32 shows about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
