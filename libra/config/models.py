@@ -290,6 +290,10 @@ class PolicySection(Section):
     beside one for each that waited when it came. The default is five thousand trajectories of forty turns: a bound for what
     would never run otherwise. With a small number everything is overdue, and the order is first come, first served. Not for
     fifo and paper."""
+    boundaries_tokens: dict[Literal["tp1", "tp2", "tp4", "tp8"], Annotated[float, Field(gt=0)]] = {}
+    """Of cmlfq: generated tokens up to which a trajectory had best begin on engines of a tensor-parallel degree, e.g. {"tp1": 3000,
+    "tp2": 12000}; longer ones on those of a higher degree. What a plan (`libra plan`) means by its buckets; it is followed where
+    a slot is free there and no other engine would be over sooner by a quarter. Empty: load alone decides."""
 
 
 class EngineGroup(Section):
