@@ -18,11 +18,11 @@ def tell_ignored(
     overrides: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
 ) -> None:
-    """One line for each setting of ``config`` that has no effect in ``command``.
+    """Say which settings of ``config`` have no effect in ``command``.
 
     ``options`` are the command's own, by name; those that are neither None nor false count as given.
     """
-    from libra.config.effects import ignored_settings
+    from libra.config.effects import ignored_settings, warning_lines
     from libra.config.needs import Situation
 
     situation = Situation(
@@ -31,8 +31,8 @@ def tell_ignored(
         options=frozenset(name for name, value in (options or {}).items() if value not in (None, False, ())),
         has_gpu=_machine_has_gpu if command == "run" and config.cluster.scheduler is None else None,
     )
-    for ignored in ignored_settings(config, situation):
-        click.secho(f"libra: warning: {ignored.message}", fg="yellow", err=True)
+    for line in warning_lines(ignored_settings(config, situation)):
+        click.secho(f"libra: warning: {line}", fg="yellow", err=True)
 
 
 def _machine_has_gpu() -> bool:

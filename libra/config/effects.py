@@ -10,8 +10,8 @@ plan` reads it, `simulation` as `libra simulate` does. What is typed for a comma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -251,12 +251,20 @@ class Ignored:
     Attributes
     ----------
     field : str
-    message : str
-        The field, its value, and what would make it effective, in one line.
+    given : str
+        The field with its value, as it would be typed.
+    why : str
+        Where it changes nothing, and what would make it effective.
     """
 
     field: str
-    message: str
+    given: str
+    why: str
+
+    @property
+    def message(self) -> str:
+        """All of it in one line."""
+        return f"{self.given} has no effect {self.why}"
 
 
 def ignored_settings(config: RunConfig, situation: Situation | None = None) -> tuple[Ignored, ...]:
@@ -264,18 +272,31 @@ def ignored_settings(config: RunConfig, situation: Situation | None = None) -> t
     return tuple(_ignored(config, situation or Situation()))
 
 
+def warning_lines(ignored: Iterable[Ignored]) -> list[str]:
+    """A line for each reason, with all settings it is the reason of."""
+    by_why: dict[str, list[str]] = {}
+    for each in ignored:
+        by_why.setdefault(each.why, []).append(each.given)
+    return [
+        f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {why}" for why, given in by_why.items()
+    ]
+
+
 def _ignored(config: RunConfig, situation: Situation) -> Iterator[Ignored]:
     for name in _given(config):
         reading, command = READ[name], situation.command
-        if name in situation.typed and command is not None and command not in reading:
-            readers = _readers(reading)
-            yield Ignored(name, f"{_with_value(config, name)} has no effect in {CALLED[command]}; {readers}")
+        typed = name in situation.typed
+        if typed and command is not None and command not in reading:
+            yield Ignored(name, _with_value(config, name), f"in {CALLED[command]}; {_readers(reading)}")
             continue
-        judges = _judges(name, situation)
-        lacking = [[need for need in reading[judge] if not need.met(config, situation)] for judge in judges]
+        # An option of the command goes over what stands in a file, as it is meant to.
+        around = situation if typed else replace(situation, options=frozenset())
+        lacking = [
+            [need for need in reading[judge] if not need.met(config, around)] for judge in _judges(name, situation)
+        ]
         if all(lacking):
             wanted = " and ".join(need.text for need in lacking[0])
-            yield Ignored(name, f"{_with_value(config, name)} has no effect here; it needs {wanted}")
+            yield Ignored(name, _with_value(config, name), f"here; needed is {wanted}")
 
 
 def _judges(name: str, situation: Situation) -> list[CommandName]:
@@ -292,7 +313,7 @@ def _readers(reading: Reading) -> str:
     for command, needs in reading.items():
         needed = f", which needs {' and '.join(need.text for need in needs)}" if needs else ""
         parts.append(f"{CALLED[command]}{needed}")
-    return f"it is a setting of {' and of '.join(parts)}"
+    return f"only in {' and '.join(parts)}"
 
 
 def _given(config: RunConfig) -> Iterator[str]:

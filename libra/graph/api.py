@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra.config import RunConfig, config_from_dict, load_config
-from libra.config.effects import ignored_settings
+from libra.config.effects import ignored_settings, warning_lines
 from libra.config.needs import Situation
 from libra.envs import Environment, FunctionEnvironment
 from libra.errors import ConfigError
@@ -98,8 +98,8 @@ def train(
         )
     checked = config_from_dict(values) if config is None else load_config(config, values=values)
     typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
-    for ignored in ignored_settings(checked, Situation("run", typed, client=client is not None)):
-        logger.warning("%s", ignored.message)
+    for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
+        logger.warning("%s", line)
     if environment is None and (prompts is not None or reward is not None or tools):
         if prompts is None or reward is None:
             missing = "prompts" if prompts is None else "reward"

@@ -14,7 +14,7 @@ import torch
 
 from libra.cli.main import main
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
-from libra.config.effects import READ, default_of, ignored_settings
+from libra.config.effects import READ, default_of, ignored_settings, warning_lines
 from libra.config.fields import field_references, sections
 from libra.config.needs import Need, Situation, value_of
 from libra.errors import ConfigError
@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "rollout.max_context_tokens": 512,
     "rollout.temperature": 0.5,
     "trainer.clip_low": 0.5,
+    "trainer.correction_low": 0.5,
     "trainer.betas": (0.8, 0.9),
     "trainer.correction": "truncate",
     "cluster.engines": ({"tp": 1, "count": 2},),
@@ -185,7 +186,7 @@ def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told() -> No
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.2"]))
     (found,) = ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.3"]))
     assert found.message == (
-        "trainer.clip_high=0.3 has no effect here; it needs a trainer.loss other than sapo and reinforce"
+        "trainer.clip_high=0.3 has no effect here; needed is a trainer.loss other than sapo and reinforce"
     )
 
 
@@ -219,6 +220,24 @@ def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path: Path) ->
     assert not ignored_settings(config, Situation("plan", frozenset({"planner.num_gpus"})))
 
 
+def test_settings_with_one_reason_share_a_line() -> None:
+    config = config_from_dict({}, ["trainer.loss=sapo", "trainer.clip_low=0.1", "trainer.clip_high=0.3"])
+    assert warning_lines(ignored_settings(config)) == [
+        "trainer.clip_low=0.1, trainer.clip_high=0.3 have no effect here; needed is a trainer.loss other than sapo and reinforce"
+    ]
+
+
+def test_libra_train_tells_it_too_and_refuses_two_environments(caplog: pytest.LogCaptureFixture) -> None:
+    import libra
+
+    typed = {"run__dir": "/proc/no/such", "planner__num_gpus": 3, "cluster__dashboard_port": 0}
+    with pytest.raises(OSError):  # after it was told
+        libra.train(prompts=["x"], reward=lambda completion: 0.0, **typed)
+    assert "planner.num_gpus=3 has no effect in libra run; only in libra plan" in caplog.text
+    with pytest.raises(ConfigError, match="environment__name"):
+        libra.train(prompts=["x"], reward=lambda completion: 0.0, environment__name="jsonl")
+
+
 def test_machine_client_and_options_count() -> None:
     offload = configured({"trainer.layout": "fsdp2", "cluster.train_workers": 2, "trainer.offload": True})
     assert not ignored_settings(offload)
@@ -231,7 +250,9 @@ def test_machine_client_and_options_count() -> None:
         "cluster.rollout_workers"
     ]
     turns = configured({"simulation.turns": 5})
-    assert ignored_settings(turns, Situation("simulate", options=frozenset({"--workload"})))
+    workload = frozenset({"--workload"})
+    assert ignored_settings(turns, Situation("simulate", frozenset({"simulation.turns"}), workload))
+    assert not ignored_settings(turns, Situation("simulate", options=workload))  # an option goes over a file
 
 
 def test_shipped_files_have_no_setting_that_does_nothing(repository: Path) -> None:
@@ -252,11 +273,11 @@ def test_each_command_says_it_in_one_line_and_goes_on(capsys: pytest.CaptureFixt
         main(["config", "libra/quickstart", "trainer.tau_positive=2"])
     assert ended.value.code == 0
     printed = capsys.readouterr()
-    assert printed.err == "libra: warning: trainer.tau_positive=2.0 has no effect here; it needs trainer.loss=sapo\n"
+    assert printed.err == "libra: warning: trainer.tau_positive=2.0 has no effect here; needed is trainer.loss=sapo\n"
     assert "tau_positive: 2.0" in printed.out
     with pytest.raises(SystemExit):
         main(["plan", "libra/quickstart", "policy.name=fifo"])
-    assert "policy.name=fifo has no effect in libra plan; it is a setting of libra run" in capsys.readouterr().err
+    assert "policy.name=fifo has no effect in libra plan; only in libra run" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the claims against the code
