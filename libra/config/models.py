@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from libra.config.algorithms import (
     DEFAULT_ALGORITHM,
@@ -239,15 +239,18 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = False
     """Keep a layer's input alone and compute the rest again in the backward pass: less memory, about a third more computing."""
     offload: bool = False
-    """Of `layout` fsdp2: keep shards in host memory between their uses. For GPUs; changes nothing on a CPU."""
+    """Keep shards in host memory between their uses; with `layout` ddp, which has none, an error. For GPUs: on a CPU a warning."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        """Fill what was not given from the algorithm's preset."""
+    def _preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill what was not given from the algorithm's preset; it does not count as given (``model_fields_set``)."""
         if not isinstance(given, dict):
-            return given
-        return {**preset_values(given.get("algorithm", DEFAULT_ALGORITHM)), **given}
+            return validate(given)
+        preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
+        made = validate({**preset, **given})
+        made.model_fields_set.difference_update(preset.keys() - given.keys())
+        return made
 
 
 class CheckpointSection(Section):
