@@ -64,9 +64,11 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
     libra run configs/qwen3_4b_gpu.yaml --scheduler tcp://HOST:8786
     libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
+    libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
     """
     import logging
 
+    from libra.cli.ignored import tell_ignored
     from libra.config import load_config
     from libra.config.fields import one_line_yaml
 
@@ -77,12 +79,15 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     loaded = load_config(config, overrides)
     if loaded.run.name is None:
         loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))
+    tell_ignored(loaded, "run", overrides)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
     from libra.cli.closing import closing_lines
+    from libra.cli.plan import shown_layout
     from libra.graph.driver import run as run_graphs
 
+    loaded = shown_layout(loaded)
     summary = run_graphs(loaded)
     click.echo("\n".join(closing_lines(summary, loaded)))
 
@@ -95,27 +100,32 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, verbose: bool) -> None:
     """Go on with RUN, the directory of a run that was stopped or killed, from what it committed.
 
-    Nothing that was committed is generated again. What makes the result may not change; the cluster, what is shown and kept,
-    and run.iterations may.
+    Nothing that was committed is generated again. What makes the result may not change; the cluster, what is planned, shown and
+    kept, and run.iterations may.
 
     \b
     libra resume runs/quickstart_0131_142501
+    libra resume runs/my_run planner.replan=true
     libra resume runs/my_run run.iterations=100 --scheduler tcp://HOST:8786
     """
     import logging
 
+    from libra.cli.ignored import tell_ignored
     from libra.config.fields import one_line_yaml
     from libra.config.resume import load_resumed
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
     loaded = load_resumed(run_dir, overrides)
+    tell_ignored(loaded, "run", overrides)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
     from libra.cli.closing import closing_lines
+    from libra.cli.plan import shown_layout
     from libra.graph.driver import run as run_graphs
 
+    loaded = shown_layout(loaded)
     summary = run_graphs(loaded, resume=True)
     click.echo("\n".join(closing_lines(summary, loaded)))
 
@@ -133,9 +143,12 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
         return
     if config is None:
         raise click.UsageError("name a configuration file, e.g. libra config configs/quickstart.yaml, or type --fields")
+    from libra.cli.ignored import tell_ignored
     from libra.config import dump_config, load_config
 
-    click.echo(dump_config(load_config(config, overrides)), nl=False)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, None, overrides)
+    click.echo(dump_config(loaded), nl=False)
 
 
 @cli.command()
@@ -151,10 +164,14 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
     help="Say what another choice would cost: train=16, tp=4 or engines.2=8. May be repeated.",
 )
 @click.option("--what-if", is_flag=True, help="Also plan layouts that engine and trainer cannot run yet.")
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a configuration that starts the plan: CONFIG and what was planned over it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-def plan(
-    config: str, overrides: tuple[str, ...], trace: Path | None, why: tuple[str, ...], what_if: bool, as_json: bool
-) -> None:
+def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     """Say how many GPUs to train with and how many to generate with, in which engines, what to expect, and why.
 
     What to plan for is section `planner` of CONFIG; nothing is started.
@@ -162,11 +179,40 @@ def plan(
     \b
     libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
     libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
+    libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
+    from libra.cli.ignored import tell_ignored
     from libra.cli.plan import print_plan
     from libra.config import load_config
 
-    print_plan(load_config(config, overrides), trace=trace, why=why, what_if=what_if, as_json=as_json)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, "plan", overrides, {"--trace": choice["trace"]})
+    print_plan(loaded, config, **choice)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("words", metavar="[WORKER=ROLE]...", nargs=-1)
+@click.option("--cancel", type=int, metavar="GENERATION", help="Have this change undone, if it has not ended.")
+@click.option("--wait", is_flag=True, help="Wait until the change has ended; exit with 1 where it was undone.")
+@_SCHEDULER
+@click.option("--json", "as_json", is_flag=True, help="Print the roles as one JSON object.")
+def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
+    """Show the roles of the workers of RUN, the directory of a run that is going on, or ask for others.
+
+    ROLE is rollout, rollout:tpN (an engine of N GPUs), train, or lent (its GPUs belong to another one's engine). Workers that are
+    named together change together, all of them or none.
+
+    \b
+    libra roles runs/my_run
+    libra roles runs/my_run rollout-0=train --wait
+    libra roles runs/my_run rollout-0=rollout:tp2 rollout-1=lent
+    libra roles runs/my_run --cancel 3
+    """
+    from libra.cli.roles import roles_command
+
+    if not roles_command(run_dir, words, **choice):
+        raise click.exceptions.Exit(1)
 
 
 @cli.command()
@@ -250,10 +296,13 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     libra simulate libra/quickstart simulation.policy=fifo 'simulation.layout={tp4: 4}'
     libra simulate libra/quickstart --from-run runs/NAME --json
     """
+    from libra.cli.ignored import tell_ignored
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
 
-    simulate_run(load_config(config, overrides), **choice)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, "simulate", overrides, {"--from-run": choice["from_run"], "--workload": choice["workload"]})
+    simulate_run(loaded, **choice)
 
 
 @cli.command()
@@ -304,10 +353,13 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
+    from libra.cli.ignored import tell_ignored
     from libra.cli.slurm import slurm_action
     from libra.config import load_config
 
-    slurm_action(load_config(config, overrides), config, "print" if only_print else action)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, "slurm", overrides)
+    slurm_action(loaded, config, "print" if only_print else action)
 
 
 @cli.group()
