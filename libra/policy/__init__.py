@@ -11,6 +11,7 @@ from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.messages import (
+    BoundariesSet,
     Command,
     Event,
     GroupsNamed,
@@ -28,6 +29,7 @@ from libra.policy.messages import (
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
+    boundaries_of,
     groups_named,
 )
 from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, Shows, learns_after, make_ordering
@@ -39,6 +41,7 @@ __all__ = [
     "LEARNS_EVERY",
     "ORDERINGS",
     "Admission",
+    "BoundariesSet",
     "Capacity",
     "Command",
     "CommittedGroup",
@@ -73,6 +76,7 @@ __all__ = [
     "VersionPublished",
     "WorkerJoined",
     "WorkerLeft",
+    "boundaries_of",
     "groups_named",
     "joined_of",
     "learns_after",
