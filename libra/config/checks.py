@@ -268,8 +268,12 @@ def _layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
         yield from _as_planned(config)
     elif planner.layout == "auto":
         for name, given, typed in (
-            ("cluster.engines", bool(cluster.engines), "planner.fixed_engines, e.g. planner.fixed_engines={1: 2}"),
-            ("cluster.rollout_workers", cluster.rollout_workers != 1, "planner.fixed_engines, e.g. {1: 2}"),
+            ("cluster.engines", bool(cluster.engines), 'planner.fixed_engines={"1": 2}, by degree'),
+            (
+                "cluster.rollout_workers",
+                cluster.rollout_workers != 1,
+                f'planner.fixed_engines={{"{config.rollout.tp}": {cluster.rollout_workers}}}',
+            ),
             ("cluster.train_workers", cluster.train_workers != 1, f"planner.fixed_train_gpus={cluster.train_workers}"),
         ):
             if given:
