@@ -137,7 +137,8 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_
     words = _run(repository, *given, "--write", str(file))
     assert f"written: {file}; type libra run {file}" in words
     made = load_config(str(file))
-    values = json.loads(_run(repository, *given, "--json"))
+    assert "warning" not in words
+    values = json.loads(_run(repository, given[0], "--json"))
     deployed = configured_deployment(made)
     assert deployed.train_gpus == values["training"]["gpus"]
     assert deployed.engines == {bucket["tp"]: bucket["engines"] for bucket in values["buckets"]}
