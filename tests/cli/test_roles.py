@@ -55,7 +55,7 @@ def test_a_run_that_cannot_be_asked_says_what_to_type(capsys: pytest.CaptureFixt
     assert f"is not running, or has not begun its first iteration yet; type libra resume {run}" in _fails(
         capsys, str(run)
     )
-    RunContact("demo", 0, "tcp://127.0.0.1:9").write(run)  # of a driver that was killed
+    RunContact("demo", 0, "tcp://127.0.0.1:9", 1).write(run)  # of a driver that was killed
     assert (run / FILE).stat().st_mode & 0o777 == 0o600
     told = _fails(capsys, str(run))
     assert f"nobody answers at tcp://127.0.0.1:9; type libra resume {run}" in told

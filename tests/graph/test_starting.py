@@ -10,6 +10,7 @@ import pytest
 from distributed import Client
 
 from libra.cli.main import main
+from libra.cli.roles import roles_command
 from libra.cluster.local import device_bindings
 from libra.cluster.machine import CPU, Machine
 from libra.cluster.running import FILE
@@ -181,12 +182,17 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(
 
 
 def test_a_cluster_with_other_engines_than_are_listed_is_refused(
-    make_config: Config, cluster_client: Client, tmp_path: Path
+    make_config: Config, cluster_client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(cluster={"engines": [{"slots": 8}, {"slots": 4, "count": 2}]})
     wrong = r"2 engines of TP 1, 1 threads, 4 slots are listed, 0 are there; type.*ROLLOUT=4,TP=1"
     with pytest.raises(ClusterError, match=wrong), Session(config, client=cluster_client):
         pass
+    with Session(make_config(run={"name": "alike"}), client=cluster_client) as session:
+        roles_command(session.directory, ())
+        assert "no worker of this run can change its role" in capsys.readouterr().out
+        with pytest.raises(ClusterError, match=r"no worker of this run.*cluster\.hybrid_workers=1"):
+            roles_command(session.directory, ["rollout-0=train"])
     summary = run(
         make_config(run={"iterations": 1, "name": "fits"}, cluster={"engines": [{"slots": 8}]}), client=cluster_client
     )

@@ -106,10 +106,14 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm) -
         for line in run.stdout:
             lines.append(line)
             if line.startswith("iteration 0"):
+                asked = slurm.libra("roles", "runs/s")  # through the certificates of the cluster that the run was given
                 subprocess.run(["scancel", first["rollout-1"]], env=slurm.environment, check=True)
         _, errors = run.communicate()
         assert run.returncode == 0, errors
         assert sum(line.startswith("iteration ") for line in lines) == 4
+        assert asked.returncode == 0, asked.stderr
+        assert "no worker of this run can change its role" in asked.stdout
+        assert not (slurm.directory / "runs/s/scheduler.json").exists()
         metrics = [json.loads(row) for row in (slurm.directory / "runs/s/metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in metrics if "reward" in row][:4] == [0, 1, 2, 3]
 
