@@ -488,7 +488,7 @@ class LibraHost(WorkerPlugin):
             tool=returned[0]["tool"] if returned else "",
             status=(bad[0] if bad else "ok") if returned else "",
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
-            context_tokens=len(state.context),
+            context_tokens=state.num_context_tokens,
             start_s=started_s,
             stop_s=time.time(),
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         )
     except KeyError as error:
         raise ModelError(f"model {label}: its config.json has no {error.args[0]}") from error
+
+
+def shape_digest(shape: ModelShape) -> str:
+    """Hash of all sizes of a model, its name left out: equal where seconds and bytes are."""
+    sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def known_models() -> tuple[str, ...]:

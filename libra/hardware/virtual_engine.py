@@ -39,13 +39,31 @@ class Request(NamedTuple):
     prompt_tokens: int  # of the context, what all samples of the group share
     new_tokens: int
     computed_tokens: int = 0  # of the context, what some engine has computed before
+    reserved_tokens: int = 0  # of generated ones, whose room is held; 0: those that it will generate
+
+    @property
+    def room_tokens(self) -> int:
+        """KV that is held for it while it runs."""
+        return self.context_tokens + max(self.new_tokens, self.reserved_tokens)
 
 
 class EngineTables:
-    """Seconds of one kind of engine, looked up; shared by all engines of that kind."""
+    """Seconds of one kind of engine, looked up; shared by all engines of that kind.
 
-    def __init__(self, seconds: EngineSeconds) -> None:
-        self.seconds = seconds
+    Parameters
+    ----------
+    seconds : EngineSeconds
+    grain_tokens : int
+        Contexts are rounded to the middle of so many tokens.
+    max_contexts : int or None
+        Trajectories that it holds the KV of at most, whatever room they take: an engine of slots keeps a context in each. None:
+        as many as fit.
+    """
+
+    def __init__(
+        self, seconds: EngineSeconds, *, grain_tokens: int = CONTEXT_GRAIN, max_contexts: int | None = None
+    ) -> None:
+        self.seconds, self.max_contexts, self._grain = seconds, max_contexts, grain_tokens
         self.kv_capacity_tokens = int(seconds.kv_capacity_tokens)
         if self.kv_capacity_tokens < 1:
             raise ConfigError(f"an engine of {seconds.tp} GPUs has no room for KV beside the weights; take a larger tp")
@@ -54,19 +72,20 @@ class EngineTables:
 
     def step_s(self, num_sequences: int, context_tokens: float) -> float:
         """Seconds of one decode step."""
-        at = (num_sequences, int(context_tokens) // (CONTEXT_GRAIN * num_sequences))
+        grain = self._grain
+        at = (num_sequences, int(context_tokens) // (grain * num_sequences))
         found = self._step_s.get(at)
         if found is None:
-            middle = (at[1] * CONTEXT_GRAIN + CONTEXT_GRAIN // 2) * num_sequences
+            middle = (at[1] * grain + grain // 2) * num_sequences
             found = self._step_s[at] = self.seconds.decode_step_s(num_sequences, middle)
         return found
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
         """Seconds to compute ``new_tokens`` after ``past_tokens``; the latter to a grain."""
-        at = (new_tokens, past_tokens // CONTEXT_GRAIN)
+        at = (new_tokens, past_tokens // self._grain)
         found = self._prefill_s.get(at)
         if found is None:
-            found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * CONTEXT_GRAIN)
+            found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * self._grain)
         return found
 
 
@@ -108,7 +127,7 @@ class VirtualEngine:
 
     def submit(self, now_s: float, request: Request, priority: tuple[int, ...]) -> None:
         """A trajectory asks for a turn; ConfigError where it could never fit."""
-        need = request.context_tokens + request.new_tokens
+        need = request.room_tokens
         if need > self._tables.kv_capacity_tokens:
             raise ConfigError(
                 f"{request.key} needs {need} tokens of KV, {self.name} holds {self._tables.kv_capacity_tokens}; "
@@ -127,7 +146,7 @@ class VirtualEngine:
             _, _, key = heapq.heappop(self._running)
             request = self._requests.pop(key)
             tokens = request.context_tokens + request.new_tokens
-            self._reserved -= tokens
+            self._reserved -= request.room_tokens
             self._context -= tokens
             self._generated += request.new_tokens
             self._kept[key] = (tokens, request.group)
@@ -156,7 +175,7 @@ class VirtualEngine:
             finish = next(entry[0] for entry in self._running if entry[2] == key)
             self._running = [entry for entry in self._running if entry[2] != key]
             heapq.heapify(self._running)
-            self._reserved -= request.context_tokens + request.new_tokens
+            self._reserved -= request.room_tokens
             self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
             self._prompts[request.group] -= 1
             if not self._prompts[request.group]:
@@ -223,15 +242,17 @@ class VirtualEngine:
         self._now = now_s
 
     def _admit(self) -> None:
-        capacity = self._tables.kv_capacity_tokens
+        capacity, most = self._tables.kv_capacity_tokens, self._tables.max_contexts
         while self._queue:
             request = self._queue[0][2]
-            need = request.context_tokens + request.new_tokens
-            if self._reserved + need > capacity:
+            need = request.room_tokens
+            if self._reserved + need > capacity or (most is not None and len(self._running) >= most):
                 break
             heapq.heappop(self._queue)
             cached, _ = self._drop(request.key)
-            while self.kv_tokens + need > capacity:
+            while self.kv_tokens + need > capacity or (
+                most is not None and self._kept and len(self._running) + len(self._kept) >= most
+            ):
                 self._drop(next(iter(self._kept)))
             self._start(request, min(cached, request.context_tokens))
         self._peak = max(self._peak, self.kv_tokens)
@@ -245,7 +266,7 @@ class VirtualEngine:
         self._compute(request.context_tokens - cached, cached)
         self._requests[request.key] = request
         self._prompts[request.group] = self._prompts.get(request.group, 0) + 1
-        self._reserved += request.context_tokens + request.new_tokens
+        self._reserved += request.room_tokens
         self._context += request.context_tokens
         self._serial += 1
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))

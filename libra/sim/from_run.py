@@ -1,13 +1,118 @@
-"""The workload of a run that was: its trajectories as its store holds them, turn by turn."""
+"""The simulation of a run that was: its trajectories as its store holds them, turn by turn, on its own engines."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from libra.errors import RunDirectoryError
+from libra.hardware.run_calibration import EngineOfRun, RunCalibration
+from libra.hardware.run_quanta import UNPARSED
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import Ordering, make_ordering
+from libra.sim.fleet import Between, EngineSpec
+from libra.sim.run_record import Realised, RunRecord
+from libra.sim.simulator import Simulator, Surroundings
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
+from libra.types import Phase
+
+
+@dataclass(frozen=True, eq=False)
+class RunSetting:
+    """A run as the simulator needs it.
+
+    Attributes
+    ----------
+    workload : Workload
+        Its training trajectories.
+    calibration : RunCalibration
+    engines : tuple of EngineSpec
+        Its own, by the names of their workers.
+    surroundings : Surroundings
+        Its trainer, tools and staleness bound.
+    realised : Realised or None
+        What it came to; None where it was resumed.
+    """
+
+    record: RunRecord
+    workload: Workload
+    calibration: RunCalibration
+    engines: tuple[EngineSpec, ...]
+    surroundings: Surroundings
+    realised: Realised | None
+
+    def ordering(self) -> Ordering:
+        """The policy of the run, as new."""
+        policy = self.record.config.policy
+        return make_ordering(policy.name, objective=policy.objective, patience=policy.patience)
+
+    def simulator(self) -> Simulator:
+        """The run, in virtual time."""
+        config = self.record.config
+        return Simulator(
+            self.workload, self.engines, self.ordering(), seed=config.run.seed, surroundings=self.surroundings
+        )
+
+
+def simulator_of_run(run_dir: Path) -> Simulator:
+    """The simulation of a run on its own engines, under its own policy; `run_setting` also has what the run came to.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run, or one that stored nothing.
+    ConfigError
+        Its engines generated too little to say how fast they are.
+    """
+    return run_setting(run_dir).simulator()
+
+
+def run_setting(run_dir: Path) -> RunSetting:
+    """Everything that a simulation needs of a run; raises as `simulator_of_run`."""
+    workload = workload_of_run(run_dir)
+    record = RunRecord.read(run_dir)
+    calibration = record.calibration()
+    iterations = 1 + max(plan.iteration for plan in workload.trajectories)
+    return RunSetting(
+        record,
+        workload,
+        calibration,
+        tuple(engine_spec(engine, engine.worker, record) for engine in calibration.engines),
+        run_surroundings(record, calibration),
+        record.realised(iterations),
+    )
+
+
+def engine_spec(
+    engine: EngineOfRun, name: str, record: RunRecord | None = None, slots: int | None = None
+) -> EngineSpec:
+    """An engine of a simulation that is as fast as ``engine``; with ``record`` the policy hears of it what it heard in the run."""
+    tables = EngineTables(engine.seconds, grain_tokens=1, max_contexts=engine.max_contexts)
+    return EngineSpec(
+        name, engine.tp, slots or engine.slots, tables, engine.bucket, Between(engine.transport_s, engine.worker_s),
+        () if record is None else record.told(engine.worker),
+    )  # fmt: skip
+
+
+def run_surroundings(record: RunRecord, calibration: RunCalibration) -> Surroundings:
+    """Trainer, tools and staleness bound of a run."""
+    steps_s, rollout = record.steps_s(), record.config.rollout
+    acted = any(quantum.phase == Phase.TOOL for quantum in record.quanta)
+    reserves = any(engine.max_contexts is not None for engine in calibration.engines)
+    return Surroundings(
+        eta=record.config.run.eta,
+        train_s=sum(steps_s) / len(steps_s) if steps_s else 0.0,
+        steps_s=steps_s,
+        load_s=calibration.load_s,
+        tool_slots=record.tool_slots if acted and record.tool_slots else None,
+        inline_tools=record.inline_tools,
+        tool_between=Between(calibration.tool_transport_s, calibration.tool_worker_s),
+        gate_s=calibration.gate_s,
+        commit_s=calibration.commit_s,
+        reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
+    )
 
 
 def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
@@ -43,10 +148,10 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
             steps = tuple(
                 TurnPlan(
                     max(1, int(turns["generated_tokens"][i])),
-                    str(turns["tool"][i]),
+                    (str(turns["tool"][i]) or UNPARSED) if turns["status"][i] else "",
                     str(turns["status"][i]),
                     max(0, int(turns["observation_tokens"][i])),
-                    max(0.0, float(turns["tool_s"][i])) if turns["tool"][i] else 0.0,
+                    max(0.0, float(turns["tool_s"][i])) if turns["status"][i] else 0.0,
                 )
                 for i in rows
             )
