@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
     return (
         *_rollout(config),
         *_engines(config),
+        *_boundaries(config),
         *_trainer(config),
         *_algorithm(config),
         *_checkpoint(config),
         *_evaluation(config),
         *_watchdog(config),
         *_mismatch(config),
+        *_layout(config),
         *_planner(config),
     )
 
@@ -104,6 +107,23 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("cluster.rollout_workers", "cluster.engines"),
             f"cluster.rollout_workers: {cluster.rollout_workers} workers, but cluster.engines lists {count} by their kind; "
             "leave cluster.rollout_workers out, or type cluster.engines=[]",
+        )
+
+
+def _boundaries(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    policy = config.policy
+    if policy.boundaries_tokens and policy.name != "cmlfq":
+        yield CrossFieldProblem(
+            ("policy.boundaries_tokens", "policy.name"),
+            f"policy.boundaries_tokens: policy.name={policy.name} follows none; type policy.name=cmlfq, or "
+            "policy.boundaries_tokens={}",
+        )
+    ends = [tokens for _, tokens in sorted(policy.boundaries_tokens.items())]
+    if any(later <= end for end, later in pairwise(ends)):
+        yield CrossFieldProblem(
+            ("policy.boundaries_tokens",),
+            f"policy.boundaries_tokens: {policy.boundaries_tokens} do not rise with the degree; type e.g. "
+            "policy.boundaries_tokens={tp1: 3000, tp2: 12000}",
         )
 
 
@@ -180,6 +200,16 @@ def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("trainer.log_ratio_coef", "trainer.loss"),
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
             "trainer.loss=dppo",
+        )
+
+
+def _layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    trainer = config.trainer
+    if trainer.offload and trainer.layout != "fsdp2":
+        yield CrossFieldProblem(
+            ("trainer.offload", "trainer.layout"),
+            f"trainer.offload: shards go to host memory, and trainer.layout={trainer.layout} has none; type "
+            "trainer.layout=fsdp2, or trainer.offload=false",
         )
 
 

@@ -31,6 +31,7 @@ from libra.events.roles import (
 from libra.events.runs import (
     BatchOpened,
     BatchParked,
+    BoundariesSet,
     GateOpened,
     GateParked,
     IterationFinished,
@@ -80,6 +81,7 @@ __all__ = [
     "SCHEMA",
     "BatchOpened",
     "BatchParked",
+    "BoundariesSet",
     "BucketsPreferred",
     "EngineDeclared",
     "EngineQuarantined",
@@ -151,6 +153,7 @@ def _one_shot() -> Callable[[Any], str]:
 _encode = _one_shot()
 
 _KINDS: tuple[type[Event], ...] = (
+    BoundariesSet,
     RunStarted,
     PolicySnapshot,
     GateParked,

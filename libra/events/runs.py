@@ -62,6 +62,18 @@ class GateOpened(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BoundariesSet(Event):
+    """From now on trajectories had best begin on engines of the degree that ``boundaries`` mean for their length, for this reason.
+
+    Pairs (TP degree, generated tokens), ascending; see `libra.policy.messages.BoundariesSet`.
+    """
+
+    name: ClassVar[str] = "boundaries_set"
+    boundaries: tuple[tuple[int, float], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyLearned(Event):
     """The policy did the dear part of its learning from what had finished, which took ``seconds`` of the scheduler's loop."""
 

@@ -28,6 +28,7 @@ _BY_TYPE = {
     "tuple[float, ...]": st.lists(_FLOATS).map(tuple),
     "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     "tuple[tuple[int, int], ...]": st.lists(st.tuples(st.integers(), st.integers())).map(tuple),
+    "tuple[tuple[int, float], ...]": st.lists(st.tuples(st.integers(), _FLOATS)).map(tuple),
     "dict[str, int]": st.dictionaries(st.text(), st.integers()),
     "dict[str, float]": st.dictionaries(st.text(), _FLOATS),
     "dict[str, Any]": st.dictionaries(st.text(), _FLOATS | st.text() | st.booleans()),
