@@ -25,6 +25,10 @@ class PlannerSection(Section):
     remain."""
     gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
     """GPU of every node: a name that Libra knows, or the path of a datasheet."""
+    calibration: Annotated[Path, Field(strict=False)] | None = None
+    """File that `libra calibrate RUN --save` wrote: `libra plan` takes engines of the degrees it knows from it instead of the GPU's
+    tables, scales training to the steps it measured, and takes its weight update where `update_s` is not given. It has to be of
+    the model that `model.path` names. None: the GPU's tables."""
     num_gpus: AtLeastOne = 8
     """GPUs to share out between training and rollout."""
     gpus_per_node: AtLeastOne | None = None

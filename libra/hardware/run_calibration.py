@@ -20,6 +20,8 @@ from libra.types import StepSeconds
 
 SCHEMA = 1
 """Layout of a calibration file."""
+UNBOUNDED_TOKENS = 2**40
+"""KV memory of an engine that did not say how much it has, where nothing else says it."""
 KIND = "libra run calibration"
 """What a calibration file says that it is."""
 

@@ -10,7 +10,7 @@ from libra.errors import RunDirectoryError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.hardware.run_quanta import UNPARSED
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import Ordering, make_ordering
+from libra.policy import Ordering, boundaries_of, make_ordering
 from libra.sim.fleet import Between, EngineSpec
 from libra.sim.run_record import Realised, RunRecord
 from libra.sim.simulator import Simulator, Surroundings
@@ -111,6 +111,7 @@ def run_surroundings(record: RunRecord, calibration: RunCalibration) -> Surround
         tool_between=Between(calibration.tool_transport_s, calibration.tool_worker_s),
         gate_s=calibration.gate_s,
         commit_s=calibration.commit_s,
+        boundaries=boundaries_of(record.config.policy.boundaries_tokens),
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
     )
 

@@ -15,7 +15,7 @@ from libra.config import RunConfig, load_config
 from libra.config.paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
 from libra.hardware import load_shape
-from libra.hardware.run_calibration import EngineOfRun, RunCalibration
+from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.run_quanta import Quantum, TurnsTaken, quanta_of, transport_s
 from libra.hardware.run_steps import fit_run, fit_trainer
 from libra.hardware.shapes import shape_digest
@@ -24,9 +24,6 @@ from libra.policy import WorkerJoined
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.types import Phase, StepSeconds
-
-UNBOUNDED_TOKENS = 2**40
-"""KV memory of an engine that did not say how much it has, where nothing else says it."""
 
 
 class Realised(NamedTuple):

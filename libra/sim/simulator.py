@@ -184,6 +184,11 @@ class Simulator:
         self._learns = ordering if isinstance(ordering, Learns) else None
         self.record = _Record()
 
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """Its engines."""
+        return tuple(self._specs.values())
+
     def run(self) -> Outcome:
         """Everything from the first gate to the last batch."""
         for spec in self._specs.values():
