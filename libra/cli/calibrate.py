@@ -117,7 +117,7 @@ def _run_lines(found: RunCalibration) -> list[str]:
             f"error {100 * trainer.error_frac:.1f}%; publishing {1e3 * found.update_s:.1f} ms, loading {1e3 * found.load_s:.1f} ms"
         )
     lines.append(
-        "Errors are of parts of the run that were not fitted. wall: seconds of turns over those of their passes. between: seconds of "
-        "a generation on its way and on the worker, outside the engine."
+        "Errors are of parts of the run that were not fitted. wall: seconds of turns over those of their passes. between: seconds "
+        "of a generation on its way and on the worker, outside the engine."
     )
     return lines

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from libra.errors import ConfigError
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import WorkerJoined
+from libra.policy import WorkerJoined, joined_of
 from libra.sim.workload import TrajectoryPlan
 
 MAX_SLOTS = 256
@@ -57,16 +57,7 @@ class EngineSpec(NamedTuple):
         """What the policy is told of it first; of its tables at contexts of this many tokens."""
         if self.told:
             return self.told[0][1]
-        tables, slots = self.tables, self.slots
-        return WorkerJoined(
-            self.name,
-            self.bucket,
-            rollout_slots=slots,
-            kv_tokens=tables.kv_capacity_tokens,
-            token_s=tables.step_s(1, context_tokens),
-            token_full_s=tables.step_s(slots, tables.kv_capacity_tokens),
-            prefill_token_s=tables.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens),
-        )
+        return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
 
 
 def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
