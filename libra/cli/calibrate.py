@@ -94,7 +94,7 @@ def _run_lines(found: RunCalibration) -> list[str]:
         else "fitted to its generations, for no engine declared its seconds"
     )
     lines = [
-        f"{found.model} (shape {found.digest or 'unknown'}), {how}",
+        f"{found.model} (sizes {found.digest[:12] or 'unknown'}), {how}",
         "",
         f"{'worker':<16} {'engine':<14} {'slots':>5} {'KV tokens':>10} {'pass ms':>8} {'+ sequence':>10} {'+ 1k context':>12} "
         f"{'+ 1k prefill':>12} {'wall':>5} {'between ms':>10} {'error':>7}",

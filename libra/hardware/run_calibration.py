@@ -126,8 +126,8 @@ class RunCalibration:
         """ConfigError, which begins with ``where``, where seconds of another model are asked for."""
         if digest != self.digest if digest and self.digest else model != self.model:
             raise ConfigError(
-                f"{where}: {self.source} measured engines of {self.model} (shape {self.digest or 'unknown'}), and this "
-                f"configuration has model.path={model} (shape {digest or 'unknown'}); type model.path={self.model}, or calibrate "
+                f"{where}: {self.source} measured engines of {self.model} (sizes {self.digest[:12] or 'unknown'}), and this "
+                f"configuration has model.path={model} (sizes {digest[:12] or 'unknown'}); type model.path={self.model}, or calibrate "
                 "from a run of this model: libra calibrate RUN --save FILE"
             )
 

@@ -110,9 +110,9 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 
 
 def shape_digest(shape: ModelShape) -> str:
-    """Hash of all sizes of a model, its name left out: equal where seconds and bytes are."""
+    """SHA-256 of a model's sizes; its name is no part of it, so that a trained copy of a model is the same."""
     sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
-    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def known_models() -> tuple[str, ...]:

@@ -101,7 +101,9 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         load_s=section.load_s or 0.0,
         tool_slots=section.tool_slots,
         residuals=shipped_residuals() if section.noise else None,
-        boundaries=boundaries_of(config.policy.boundaries_tokens),
+        boundaries=(
+            boundaries_of(config.policy.boundaries_tokens) if section.policy in ("cmlfq", "predictor", "oracle") else ()
+        ),
     )
     if measured is None:
         engines = engines_of(section, workload)
