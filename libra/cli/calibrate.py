@@ -12,7 +12,7 @@ import click
 from libra.errors import ConfigError
 from libra.hardware.calibrate import Calibration, calibrate
 from libra.hardware.profiles import Profile, read_directory, read_profiles
-from libra.hardware.run_calibration import UNBOUNDED_TOKENS, RunCalibration
+from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.shipped import save_tables
 
 
@@ -86,6 +86,10 @@ def _from_run(run_dir: Path, save: Path | None, as_json: bool) -> None:
     click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
 
 
+def _between_s(engine: EngineOfRun) -> float:
+    return sum(engine.transport_s) / len(engine.transport_s) + sum(engine.worker_s) / len(engine.worker_s)
+
+
 def _run_lines(found: RunCalibration) -> list[str]:
     declared = all(engine.declared for engine in found.engines)
     how = (
@@ -106,7 +110,7 @@ def _run_lines(found: RunCalibration) -> list[str]:
             f"{engine.worker:<16} {engine.engine + f' tp{engine.tp}':<14} {engine.slots:>5} {kv_tokens:>10} "
             f"{1e3 * steps.fixed_s:>8.3f} {1e3 * steps.sequence_s:>10.4f} {1e6 * steps.context_token_s:>12.4f} "
             f"{1e6 * steps.prefill_token_s:>12.3f} {engine.wall_over_passes:>5.2f} "
-            f"{1e3 * (engine.transport_s + engine.worker_s):>10.2f} {100 * steps.error_frac:>6.1f}%"
+            f"{1e3 * _between_s(engine):>10.2f} {100 * steps.error_frac:>6.1f}%"
         )
     if found.trainer is None:
         lines.append("trainer: too few steps to fit")

@@ -228,7 +228,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
             is_("planner.apply", True), is_("planner.replan", True), above("cluster.hybrid_workers", 0)
         ),
         "planner.gpu": _planned(),
-        "planner.calibration": _plan(),
+        "planner.calibration": _planned(),
         "planner.num_gpus": _plan(),
         "planner.gpus_per_node": _planned(),
         "planner.tp": _planned(),

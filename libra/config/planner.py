@@ -125,8 +125,8 @@ class PlannerSection(Section):
     """Keep the optimizer's state in the host's memory."""
     logits_chunk_tokens: AtLeastOne | None = 1024
     """Tokens whose logits training holds at once. None: those of a whole micro-batch."""
-    update_s: Annotated[float, Field(ge=0)] = 10.0
-    """Seconds from a step's end until engines serve its weights."""
+    update_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds from a step's end until engines serve its weights. None: 10, or with `calibration` as measured."""
     min_train_gpus: AtLeastOne = 1
     """Core training pool: at least so many GPUs."""
     min_rollout_gpus: AtLeastOne = 1

@@ -40,8 +40,8 @@ class EngineOfRun:
         The engine measured ``steps`` itself; else they are fitted to how long its generations took.
     wall_over_passes : float
         Wall seconds of its turns over those that ``steps`` explain.
-    transport_s, worker_s : float
-        Of a generation: on the way to the worker and back, and on the worker around the engine.
+    transport_s, worker_s : tuple of float
+        Of a generation, to draw from: on the way to the worker and back, and on the worker around the engine.
     """
 
     worker: str
@@ -53,8 +53,8 @@ class EngineOfRun:
     steps: StepSeconds
     declared: bool
     wall_over_passes: float = 1.0
-    transport_s: float = 0.0
-    worker_s: float = 0.0
+    transport_s: tuple[float, ...] = (0.0,)
+    worker_s: tuple[float, ...] = (0.0,)
 
     @property
     def seconds(self) -> MeasuredEngine:
@@ -82,7 +82,7 @@ class RunCalibration:
         Replicas that took a step together.
     update_s, load_s : float
         Mean seconds from a step's end until its weights are published, and that an engine stands still to take them.
-    tool_transport_s, tool_worker_s : float
+    tool_transport_s, tool_worker_s : tuple of float
         Of an action, as of a generation.
     gate_s, commit_s : float
         From a gate to its first trajectory, and from a group's last end to its record.
@@ -97,8 +97,8 @@ class RunCalibration:
     train_gpus: int = 1
     update_s: float = 0.0
     load_s: float = 0.0
-    tool_transport_s: float = 0.0
-    tool_worker_s: float = 0.0
+    tool_transport_s: tuple[float, ...] = (0.0,)
+    tool_worker_s: tuple[float, ...] = (0.0,)
     gate_s: float = 0.0
     commit_s: float = 0.0
     source: str = ""
@@ -127,8 +127,8 @@ class RunCalibration:
         if digest != self.digest if digest and self.digest else model != self.model:
             raise ConfigError(
                 f"{where}: {self.source} measured engines of {self.model} (sizes {self.digest[:12] or 'unknown'}), and this "
-                f"configuration has model.path={model} (sizes {digest[:12] or 'unknown'}); type model.path={self.model}, or calibrate "
-                "from a run of this model: libra calibrate RUN --save FILE"
+                f"configuration has model.path={model} (sizes {digest[:12] or 'unknown'}); take the configuration of the former, "
+                "or calibrate from a run of this model: libra calibrate RUN --save FILE"
             )
 
     def to_json(self) -> str:
@@ -152,6 +152,7 @@ def calibration_from_json(text: str, where: str) -> RunCalibration:
         schema = values.pop("schema", None)
         if schema != SCHEMA:
             raise ConfigError(f"{where}: has schema {schema!r}, and this Libra reads {SCHEMA}; {again}")
+        values |= {name: tuple(values[name]) for name in ("tool_transport_s", "tool_worker_s")}
         engines = tuple(_engine(one) for one in values.pop("engines"))
         trainer = values.pop("trainer")
         found = RunCalibration(engines=engines, trainer=None if trainer is None else RunTrainer(**trainer), **values)
@@ -178,7 +179,8 @@ def read_calibration(path: Path, where: str) -> RunCalibration:
 
 
 def _engine(values: dict[str, Any]) -> EngineOfRun:
-    return EngineOfRun(**{**values, "steps": StepSeconds(**values["steps"])})
+    between = {name: tuple(values[name]) for name in ("transport_s", "worker_s")}
+    return EngineOfRun(**{**values, **between, "steps": StepSeconds(**values["steps"])})
 
 
 def _check(found: RunCalibration, where: str, again: str) -> None:
@@ -189,7 +191,7 @@ def _check(found: RunCalibration, where: str, again: str) -> None:
         steps = engine.steps
         coefficients = (steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s)
         whole = (engine.tp, engine.slots, engine.kv_tokens)
-        if not _finite((*coefficients, engine.transport_s, engine.worker_s)) or not sum(coefficients[:3]) > 0.0:
+        if not _finite((*coefficients, *engine.transport_s, *engine.worker_s)) or not sum(coefficients[:3]) > 0.0:
             raise ConfigError(
                 f"{where}: engine {engine.worker}: seconds {coefficients}; finite, not negative, and not all 0"
             )
@@ -198,7 +200,8 @@ def _check(found: RunCalibration, where: str, again: str) -> None:
                 f"{where}: engine {engine.worker}: tp, slots, kv_tokens {whole} and wall_over_passes "
                 f"{engine.wall_over_passes}; all are above 0"
             )
-    others = (found.update_s, found.load_s, found.tool_transport_s, found.tool_worker_s, found.gate_s, found.commit_s)
+    tools = (*found.tool_transport_s, *found.tool_worker_s)
+    others = (found.update_s, found.load_s, *tools, found.gate_s, found.commit_s)
     if not _finite(others):
         raise ConfigError(f"{where}: seconds {others}; finite, and not negative")
 

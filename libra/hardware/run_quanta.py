@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from libra import keys
 from libra.types import Phase, StepSeconds
@@ -69,10 +69,26 @@ def quanta_of(events: Iterable[Mapping[str, Any]]) -> list[Quantum]:
     return found
 
 
-def transport_s(quanta: Sequence[Quantum]) -> float:
-    """Mean seconds from a slot's being given to the worker's beginning, and from its end to the scheduler's hearing; 0 of none."""
-    spent = [q.told_s - q.begun_s - q.latency_s for q in quanta if q.begun_s == q.begun_s]
-    return max(0.0, float(np.mean(spent))) if spent else 0.0
+BINS = 16
+"""Numbers that stand for a distribution: each is the mean of as many of its values."""
+
+
+def binned(values: ArrayLike) -> tuple[float, ...]:
+    """Up to `BINS` numbers to draw from, with the mean of ``values``; (0,) of none.
+
+    What took less than nothing, for clocks of two processes differ by microseconds, took nothing.
+    """
+    found = np.sort(np.maximum(np.asarray(values, float), 0.0))
+    if not len(found):
+        return (0.0,)
+    # As many in each, so that the mean stays: what is left over is spread by interpolation of the cumulative sum.
+    total = np.interp(np.linspace(0, len(found), BINS + 1), np.arange(len(found) + 1), np.r_[0.0, np.cumsum(found)])
+    return tuple(round(float(value), 9) for value in np.diff(total) * BINS / len(found))
+
+
+def transport_s(quanta: Sequence[Quantum]) -> tuple[float, ...]:
+    """Seconds from a slot's being given to the worker's beginning, and from its end to the scheduler's hearing, to draw from."""
+    return binned([q.told_s - q.begun_s - q.latency_s for q in quanta if q.begun_s == q.begun_s])
 
 
 class TurnsTaken(NamedTuple):
@@ -99,10 +115,10 @@ class TurnsTaken(NamedTuple):
         """Seconds in the queue as far as they were the rest of a pass: who waits longer waits for room."""
         return np.minimum(self.queued_s, self.busy_s / np.maximum(self.tokens, 1.0))
 
-    def worker_s(self) -> float:
-        """Mean seconds on the worker that are neither passes nor tools nor waiting for room in the engine."""
+    def worker_s(self) -> tuple[float, ...]:
+        """Seconds on the worker that are neither passes nor tools nor waiting for room in the engine, to draw from."""
         others = self.latency_s - self.busy_s - self.inline_s - self.queued_s
-        return max(0.0, float((others + self.waited_for_a_pass_s).mean()))
+        return binned(others + self.waited_for_a_pass_s)
 
     def wall_over_passes(self, steps: StepSeconds) -> float:
         """Wall seconds of these turns over those that passes of ``steps`` explain, with those that ran beside them."""

@@ -11,7 +11,7 @@ Invariants
 
 The model: all running requests gain one token per step, whose seconds come from `EngineSeconds` for the batch as it is, halfway to
 the next change; computing context holds the steps up for its seconds (chunked or not, the work is the same). Samples of a group
-share the KV of their prompt in time, not in memory.
+share the KV of their prompt in time, not in memory; and of a whole context, where one is there that began with the same.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Request(NamedTuple):
     new_tokens: int
     computed_tokens: int = 0  # of the context, what some engine has computed before
     reserved_tokens: int = 0  # of generated ones, whose room is held; 0: those that it will generate
+    context: int = 0  # requests of one number have the same tokens of context; 0: nobody else has
 
     @property
     def room_tokens(self) -> int:
@@ -131,6 +132,8 @@ class VirtualEngine:
             OrderedDict()
         )  # context kept between turns, oldest first; its group
         self._prompts: dict[str, int] = {}  # how many contexts of a group are here
+        self._first_with: dict[int, str] = {}  # context -> who computed it here, and is still here
+        self._context_of: dict[str, int] = {}  # the inverse
         self._reserved = self._kept_tokens = 0
         self._context = 0.0  # tokens that running requests attend to, now
         self._steps = self._now = self._ready = self._step_s = 0.0
@@ -174,12 +177,12 @@ class VirtualEngine:
 
     def forget(self, key: str) -> None:
         """Drop the KV of a trajectory that will not come back, if it is kept."""
-        self._drop(key)
+        self._evict(key)
 
     def cancel(self, now_s: float, key: str) -> bool:
         """Take back a trajectory's request, and its KV; whether it had one."""
         self._advance(now_s)
-        self._drop(key)
+        self._evict(key)
         waiting = [entry for entry in self._queue if entry[2].key != key]
         had = len(waiting) < len(self._queue)
         if had:
@@ -220,7 +223,7 @@ class VirtualEngine:
         self._advance(now_s)
         self._ready = max(self._ready, now_s) + load_s
         for key in list(self._kept):
-            self._drop(key)
+            self._evict(key)
         for _, _, key in self._running:
             request = self._requests[key]
             self._recomputed += request.context_tokens
@@ -268,14 +271,20 @@ class VirtualEngine:
             while self.kv_tokens + need > capacity or (
                 most is not None and self._kept and len(self._running) + len(self._kept) >= most
             ):
-                self._drop(next(iter(self._kept)))
+                self._evict(next(iter(self._kept)))
             self._start(request, min(cached, request.context_tokens))
         self._peak = max(self._peak, self.kv_tokens)
         self.changes += 1
 
     def _start(self, request: Request, cached: int) -> None:
-        if not cached and self._prompts.get(request.group):
-            cached = min(request.prompt_tokens, request.context_tokens)
+        if not cached and request.context in self._first_with:
+            cached = request.context_tokens - 1  # its last token must be fed
+        elif not cached:
+            if self._prompts.get(request.group):
+                cached = min(request.prompt_tokens, request.context_tokens)
+            self._leave(request.key)
+            if request.context:
+                self._first_with[request.context], self._context_of[request.key] = request.key, request.context
         self._cached += cached
         self._recomputed += max(0, min(request.computed_tokens, request.context_tokens) - cached)
         self._compute(request.context_tokens - cached, cached)
@@ -292,8 +301,19 @@ class VirtualEngine:
             factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
             self._ready = max(self._ready, self._now) + factor * self._tables.prefill_s(new_tokens, past_tokens)
 
+    def _evict(self, key: str) -> None:
+        """Forget kept KV for good: nobody can take it over any more."""
+        self._drop(key)
+        self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        """Nobody takes over what ``key`` began with."""
+        context = self._context_of.pop(key, None)
+        if context is not None:
+            del self._first_with[context]
+
     def _drop(self, key: str) -> tuple[int, str]:
-        """Forget kept KV; how many tokens it had."""
+        """Forget kept KV; how many tokens it had, and its group."""
         tokens, group = self._kept.pop(key, (0, ""))
         if tokens:
             self._kept_tokens -= tokens

@@ -10,6 +10,7 @@ from libra.config import RunConfig
 from libra.config.paths import resolve_model
 from libra.errors import ModelError, PlanError
 from libra.hardware import ModelShape, load_gpu, load_shape
+from libra.planner.calibrated import calibrated
 from libra.planner.cost import Layout, Workload
 from libra.planner.snapshot import Snapshot
 from libra.planner.trace import drawn
@@ -21,6 +22,8 @@ RUNNABLE_TRAIN_GPUS = 1
 """GPUs that the trainer of this Libra runs on: one replica."""
 
 
+DEFAULT_TP = (1, 2, 4, 8)
+DEFAULT_UPDATE_S = 10.0
 DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
 """What `libra plan` plans for where section ``planner`` does not say."""
 
@@ -53,35 +56,39 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
     )
     workload, cut = _workload(config, turns)
     note = "\n".join(sentence for sentence in (cut, note) if sentence)
-    return (
-        Snapshot(
-            gpu=load_gpu(section.gpu or DEFAULT_GPU),
-            shape=shape_of(config),
-            num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
-            workload=workload,
-            tp=tuple(degrees),
-            gpus_per_node=section.gpus_per_node,
-            training=Layout(
-                kind=section.training,
-                gradient_checkpointing=section.gradient_checkpointing,
-                recompute_logprobs=config.trainer.old_logp != "behaviour",
-                reference=config.trainer.kl_coef > 0,
-                offload_optimizer=section.offload_optimizer,
-                micro_batch_tokens=config.trainer.micro_batch_tokens,
-                logits_chunk_tokens=section.logits_chunk_tokens,
-                epochs=config.trainer.epochs,
-                minibatches=config.trainer.minibatches,
-            ),
-            eta=config.run.eta,
-            update_s=section.update_s,
-            min_train_gpus=section.min_train_gpus,
-            min_rollout_gpus=section.min_rollout_gpus,
-            fixed_train_gpus=section.fixed_train_gpus if what_if else RUNNABLE_TRAIN_GPUS,
-            fixed_engines=section.fixed_engines,
-            max_concurrency=section.max_concurrency,
+    snapshot = Snapshot(
+        gpu=load_gpu(section.gpu or DEFAULT_GPU),
+        shape=shape_of(config),
+        num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
+        workload=workload,
+        tp=tuple(degrees),
+        gpus_per_node=section.gpus_per_node,
+        training=Layout(
+            kind=section.training,
+            gradient_checkpointing=section.gradient_checkpointing,
+            recompute_logprobs=config.trainer.old_logp != "behaviour",
+            reference=config.trainer.kl_coef > 0,
+            offload_optimizer=section.offload_optimizer,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            logits_chunk_tokens=section.logits_chunk_tokens,
+            epochs=config.trainer.epochs,
+            minibatches=config.trainer.minibatches,
         ),
-        note,
+        eta=config.run.eta,
+        update_s=DEFAULT_UPDATE_S if section.update_s is None else section.update_s,
+        min_train_gpus=section.min_train_gpus,
+        min_rollout_gpus=section.min_rollout_gpus,
+        fixed_train_gpus=section.fixed_train_gpus if what_if else RUNNABLE_TRAIN_GPUS,
+        fixed_engines=section.fixed_engines,
+        max_concurrency=section.max_concurrency,
     )
+    if section.calibration is None:
+        return snapshot, note
+    asked = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
+    snapshot, left = calibrated(
+        snapshot, section.calibration, config.model.path, asked=asked, update_s=section.update_s
+    )
+    return snapshot, "\n".join(sentence for sentence in (note, left) if sentence)
 
 
 def check_runnable(config: RunConfig) -> list[int]:

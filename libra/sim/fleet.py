@@ -15,18 +15,18 @@ MAX_SLOTS = 256
 
 
 class Between(NamedTuple):
-    """Seconds of a quantum that no engine and no tool takes: its trajectory holds a slot meanwhile.
+    """Seconds of a quantum that no engine and no tool takes: its trajectory holds a slot meanwhile. One of each is drawn.
 
     Attributes
     ----------
-    transport_s : float
+    transport_s : tuple of float
         From the slot being given to the worker's beginning, and from its end to the scheduler's hearing of it.
-    worker_s : float
+    worker_s : tuple of float
         On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
     """
 
-    transport_s: float = 0.0
-    worker_s: float = 0.0
+    transport_s: tuple[float, ...] = (0.0,)
+    worker_s: tuple[float, ...] = (0.0,)
 
 
 NOTHING_BETWEEN = Between()

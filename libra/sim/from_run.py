@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from libra.errors import RunDirectoryError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
@@ -71,8 +75,8 @@ def simulator_of_run(run_dir: Path) -> Simulator:
 
 def run_setting(run_dir: Path) -> RunSetting:
     """Everything that a simulation needs of a run; raises as `simulator_of_run`."""
-    workload = workload_of_run(run_dir)
     record = RunRecord.read(run_dir)
+    workload = workload_of_run(run_dir, family=record.family)
     calibration = record.calibration()
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return RunSetting(
@@ -116,7 +120,11 @@ def run_surroundings(record: RunRecord, calibration: RunCalibration) -> Surround
     )
 
 
-def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
+def _digest(tokens: NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest()
+
+
+def workload_of_run(run_dir: Path, *, name: str = "sim", family: str = "") -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError where it has none.
 
     Iterations and groups are numbered anew, so that all iterations have equally many groups: as many as the first one. Groups
@@ -126,7 +134,7 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
     if not path.is_dir():
         raise RunDirectoryError(f"{run_dir}: holds no trajectories.zarr; name the directory of a run")
     with TrajectoryStore.open(path) as store:
-        whole, turns = store.columns(), store.columns("turn")
+        whole, turns, tokens = store.columns(), store.columns("turn"), store.columns("token")["token_ids"]
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     columns = (whole["split"], whole["iteration"], whole["group"], whole["sample"])
     for row, (split, iteration, group, sample) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
@@ -137,6 +145,7 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
     first = min(groups)[0]
     per_iteration = sum(iteration == first for iteration, _ in groups)
     plans: list[TrajectoryPlan] = []
+    numbers: dict[bytes, int] = {}
     names = whole["prompt_id"].tolist()
     asked = Counter(names[members[0][1]] for members in groups.values())
     for index, (_, members) in enumerate(sorted(groups.items())):
@@ -157,7 +166,13 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
                 for i in rows
             )
             prompt = str(names[row]) if asked[names[row]] > 1 else ""
-            plans.append(
-                TrajectoryPlan(iteration, group, sample, int(turns["prompt_tokens"][start]), steps, "", prompt)
+            first_token = int(whole["offset"][row])
+            contexts = tuple(
+                numbers.setdefault(
+                    _digest(tokens[first_token : first_token + int(turns["prompt_tokens"][i])]), 1 + len(numbers)
+                )
+                for i in rows
             )
+            prompt_tokens = int(turns["prompt_tokens"][start])
+            plans.append(TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts))
     return checked(Workload(name, tuple(plans)), str(path))

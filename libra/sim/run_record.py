@@ -16,7 +16,7 @@ from libra.config.paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
 from libra.hardware import load_shape
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
-from libra.hardware.run_quanta import Quantum, TurnsTaken, quanta_of, transport_s
+from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
 from libra.hardware.run_steps import fit_run, fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
@@ -163,7 +163,7 @@ class RunRecord:
             update_s=_mean(updates),
             load_s=_mean(loads),
             tool_transport_s=transport_s(tools),
-            tool_worker_s=_mean(waits),
+            tool_worker_s=binned(waits),
             gate_s=_mean(self._gates_to_first()),
             commit_s=_mean(self._commits()),
             source=str(self.directory),
@@ -185,7 +185,7 @@ class RunRecord:
                     event["kv_tokens"] or UNBOUNDED_TOKENS, steps, True,
                     taken.wall_over_passes(steps) if taken is not None else 1.0,
                     transport_s(mine),
-                    taken.worker_s() if taken is not None else 0.0,
+                    taken.worker_s() if taken is not None else (0.0,),
                 )
             )  # fmt: skip
         return tuple(engines)
@@ -211,7 +211,7 @@ class RunRecord:
             engines.append(
                 EngineOfRun(
                     worker, kind, self._bucket(worker, bucket), int(served.get(worker, {}).get("tp", 1)), slots, kv_tokens,
-                    steps, False, 1.0, transport_s(mine), fit.fixed_s,
+                    steps, False, 1.0, transport_s(mine), (fit.fixed_s,),
                 )
             )  # fmt: skip
         return tuple(engines)

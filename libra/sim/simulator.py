@@ -159,6 +159,7 @@ class Simulator:
             raise ConfigError("engines: two have the same name; name them apart")
         streams = np.random.SeedSequence(seed).spawn(len(engines))
         self._streams = {spec.name: np.random.default_rng(s) for spec, s in zip(engines, streams, strict=True)}
+        self._luck = np.random.default_rng([seed, 0xBE7])
         self._engines: dict[str, VirtualEngine] = {}
         self._context = typical_context(workload.trajectories)
         self._runs: dict[str, _Run] = {}
@@ -183,6 +184,11 @@ class Simulator:
         self._contended = False  # whether anybody waits for a slot of an engine, as workers are told
         self._learns = ordering if isinstance(ordering, Learns) else None
         self.record = _Record()
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What there is beside engines and policy."""
+        return self._around
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -320,7 +326,7 @@ class Simulator:
                     self._call(run)
                     continue
                 self._settle(run, worker)
-                transport_s = self._specs[worker].between.transport_s
+                transport_s = self._drawn(self._specs[worker].between.transport_s)
                 if transport_s:
                     self._on_the_way[key] = worker
                     self._at(self._now + transport_s, self._arrived, run, run.attempt, worker)
@@ -329,6 +335,10 @@ class Simulator:
         for engine in touched.values():
             self._next_of(engine)
         self._contended = self._dispatcher.num_waiting(Phase.ROLLOUT) > 0
+
+    def _drawn(self, measured_s: tuple[float, ...]) -> float:
+        """One of these."""
+        return measured_s[0] if len(measured_s) == 1 else measured_s[int(self._luck.integers(len(measured_s)))]
 
     def _settle(self, run: _Run, worker: str) -> None:
         home = self._home.get(run.key)
@@ -353,6 +363,7 @@ class Simulator:
         request = Request(
             run.key, run.group, context, plan.prompt_tokens, plan.turns[run.turn].new_tokens, run.computed_tokens,
             0 if reserve is None else min(reserve[0], reserve[1] - context),
+            plan.contexts[run.turn] if plan.contexts else 0,
         )  # fmt: skip
         engine.submit(self._now, request, ())
         return engine
@@ -369,7 +380,7 @@ class Simulator:
         for request in engine.finished(self._now):
             run = self._runs[request.key]
             turn = run.plan.turns[run.turn]
-            held_s = worker_s + (turn.tool_s if turn.tool in self._around.inline_tools else 0.0)
+            held_s = self._drawn(worker_s) + (turn.tool_s if turn.tool in self._around.inline_tools else 0.0)
             if held_s:
                 self._on_the_way[run.key] = engine.name
                 self._at(self._now + held_s, self._reported, run, run.attempt, engine.name)
@@ -414,8 +425,9 @@ class Simulator:
 
     def _call(self, run: _Run) -> None:
         between = self._around.tool_between
-        run.started_s = self._now + between.transport_s
-        spent_s = between.transport_s + run.plan.turns[run.turn].tool_s + between.worker_s
+        transport_s = self._drawn(between.transport_s)
+        run.started_s = self._now + transport_s
+        spent_s = transport_s + run.plan.turns[run.turn].tool_s + self._drawn(between.worker_s)
         self._at(self._now + spent_s, self._returned, run, run.attempt)
 
     def _returned(self, run: _Run, attempt: int) -> None:

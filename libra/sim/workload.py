@@ -41,6 +41,9 @@ class TrajectoryPlan(NamedTuple):
     turns: tuple[TurnPlan, ...]
     family: str = ""
     prompt: str = ""  # its name, where it comes in more than one iteration
+    contexts: tuple[
+        int, ...
+    ] = ()  # before each turn; equal numbers are equal tokens. Empty: siblings share their prompt alone
 
     @property
     def new_tokens(self) -> int:
@@ -79,7 +82,13 @@ class Workload(NamedTuple):
     def to_json(self) -> str:
         """One JSON object; see `from_json`."""
         rows = [
-            [*plan[:4], plan.family, [list(turn) for turn in plan.turns], *([plan.prompt] if plan.prompt else [])]
+            [
+                *plan[:4],
+                plan.family,
+                [list(turn) for turn in plan.turns],
+                *([plan.prompt] if plan.prompt or plan.contexts else []),
+                *([list(plan.contexts)] if plan.contexts else []),
+            ]
             for plan in self.trajectories
         ]
         return json.dumps({"schema": SCHEMA, "name": self.name, "trajectories": rows}, separators=(",", ":"))
@@ -99,9 +108,10 @@ class Workload(NamedTuple):
                     int(prompt),
                     tuple(TurnPlan(*turn) for turn in turns),
                     str(family),
-                    *map(str, name),
+                    *map(str, more[:1]),
+                    *(tuple(int(number) for number in numbers) for numbers in more[1:]),
                 )
-                for iteration, group, sample, prompt, family, turns, *name in values["trajectories"]
+                for iteration, group, sample, prompt, family, turns, *more in values["trajectories"]
             )
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -124,6 +134,10 @@ def checked(workload: Workload, where: str) -> Workload:
         if not plan.turns or min(*place, plan.prompt_tokens) < 0:
             raise ConfigError(
                 f"{where}: trajectory {place} has {len(plan.turns)} turns and {plan.prompt_tokens} prompt tokens"
+            )
+        if plan.contexts and len(plan.contexts) != len(plan.turns):
+            raise ConfigError(
+                f"{where}: trajectory {place} has {len(plan.turns)} turns and {len(plan.contexts)} contexts; one each, or none"
             )
         for index, turn in enumerate(plan.turns):
             if turn.new_tokens < 1 or turn.payload_tokens < 0 or not 0.0 <= turn.tool_s < float("inf"):
