@@ -42,11 +42,11 @@ def simulate_run(
         what, source = drawn_workload(config), f"drawn from {traces}" if traces else "made up"
     _save(what, save_workload)
     outcome = simulator_of(config, what).run()
-    if as_json:
-        section = config.simulation.model_dump(mode="json")
-        click.echo(json.dumps({"simulation": section, "source": source, "seed": config.run.seed, **outcome.row()}))
-        return
     section = config.simulation
+    if as_json:
+        asked = section.model_dump(mode="json")
+        click.echo(json.dumps({"simulation": asked, "source": source, "seed": config.run.seed, **outcome.row()}))
+        return
     layout = " + ".join(f"{count} x {name}" for name, count in section.layout.items())
     engines = (
         f"{section.model} on {section.gpu}" if section.calibration is None else f"as {section.calibration} measured"

@@ -85,10 +85,9 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
     if section.calibration is None:
         return snapshot, note
     asked = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
-    snapshot, left = calibrated(
-        snapshot, section.calibration, config.model.path, asked=asked, update_s=section.update_s
-    )
-    return snapshot, "\n".join(sentence for sentence in (note, left) if sentence)
+    path, model = section.calibration, config.model.path
+    measured, says = calibrated(snapshot, path, model, asked=asked, update_s=section.update_s)
+    return measured, "\n".join(sentence for sentence in (note, says) if sentence)
 
 
 def check_runnable(config: RunConfig) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from libra import keys
 from libra.errors import ConfigError
@@ -100,19 +100,7 @@ class Workload(NamedTuple):
             values = json.loads(text)
             if values["schema"] != SCHEMA:
                 raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
-            plans = tuple(
-                TrajectoryPlan(
-                    int(iteration),
-                    int(group),
-                    int(sample),
-                    int(prompt),
-                    tuple(TurnPlan(*turn) for turn in turns),
-                    str(family),
-                    *map(str, more[:1]),
-                    *(tuple(int(number) for number in numbers) for numbers in more[1:]),
-                )
-                for iteration, group, sample, prompt, family, turns, *more in values["trajectories"]
-            )
+            plans = tuple(_plan_of(*row) for row in values["trajectories"])
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, ConfigError):
@@ -121,6 +109,29 @@ class Workload(NamedTuple):
                 f"{where}: no workload ({type(error).__name__}: {error}); write one with Workload.to_json, or "
                 "libra simulate ... --save-workload FILE"
             ) from error
+
+
+def _plan_of(
+    iteration: int,
+    group: int,
+    sample: int,
+    prompt_tokens: int,
+    family: str,
+    turns: Sequence[Sequence[Any]],
+    prompt: str = "",
+    contexts: Sequence[int] = (),
+) -> TrajectoryPlan:
+    """A row of a workload file."""
+    return TrajectoryPlan(
+        int(iteration),
+        int(group),
+        int(sample),
+        int(prompt_tokens),
+        tuple(TurnPlan(*turn) for turn in turns),
+        str(family),
+        str(prompt),
+        tuple(int(number) for number in contexts),
+    )
 
 
 def checked(workload: Workload, where: str) -> Workload:
