@@ -19,16 +19,12 @@ from libra.types import Phase, StepSeconds
 Array = NDArray[np.float64]
 
 
-UNPARSED = "(unparsed)"
-"""Stands for the tool of a call that could not be read, which names none and is answered within the generation."""
-
-
 class Quantum(NamedTuple):
     """A generation or an action of the log.
 
     ``begun_s`` is when its slot was given (NaN: it went on in the slot of the one before), ``told_s`` when the scheduler heard
     of its end, in seconds of the log; ``latency_s`` is wall time on the worker. ``inline`` names a tool that ran within a
-    generation (`UNPARSED`: none could be read), empty: none did.
+    generation (empty: a call that could not be read), None: none did.
     """
 
     key: keys.Key
@@ -38,7 +34,7 @@ class Quantum(NamedTuple):
     told_s: float
     latency_s: float
     tokens: int
-    inline: str
+    inline: str | None
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -59,7 +55,7 @@ def quanta_of(events: Iterable[Mapping[str, Any]]) -> list[Quantum]:
             begun_s, sent = given.get(event["key"], (0.0, False))
             if key is None or key.split != "train":
                 continue
-            inline = (event["tool"] or UNPARSED) if event["phase"] == Phase.ROLLOUT and event["status"] else ""
+            inline = event["tool"] if event["phase"] == Phase.ROLLOUT and event["status"] else None
             found.append(
                 Quantum(
                     key, event["phase"], event["worker"], begun_s if sent else float("nan"), event["t_s"],

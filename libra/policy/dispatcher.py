@@ -23,7 +23,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from libra.policy.fleet import Fleet
@@ -398,9 +398,14 @@ class Dispatcher:
         if first is None or home is not None or not begins_tp:
             return first
         planned = self._roomiest(queue, key, self._fleet.of_degree(begins_tp))
-        if planned is None or self._loads.finish_s(key, planned) > PLANNED_FACTOR * self._loads.finish_s(key, first):
+        if planned is None or self._silent(queue.free) is not None:
             return first
-        return planned
+        cost = self._cost(key)
+        return first if cost(key, planned) > PLANNED_FACTOR * cost(key, first) else planned
+
+    def _cost(self, key: str) -> Callable[[str, str], float]:
+        """What engines that have told their speed are compared by for ``key``: when they are over, else their pace."""
+        return self._loads.finish_s if self._loads.believed(key) else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
         """The one of ``workers`` with a free slot and KV memory for ``key`` where all is over first; of many, of a sample."""
@@ -421,7 +426,7 @@ class Dispatcher:
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
         loads, told = self._loads, self._silent(queue.free) is None
-        cost = loads.finish_s if loads.believed(key) else loads.pace_s_per_token
+        cost = self._cost(key)
         for worker in workers:
             free = -queue.free[worker]
             rank = (cost(key, worker) if told else free, loads.siblings(key, worker), free, worker)

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.errors import RunDirectoryError
+from libra.errors import RunDirectoryError, StoreError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
-from libra.hardware.run_quanta import UNPARSED
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import Ordering, boundaries_of, make_ordering
 from libra.sim.fleet import Between, EngineSpec
@@ -20,7 +19,15 @@ from libra.sim.run_record import Realised, RunRecord
 from libra.sim.simulator import Simulator, Surroundings
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
-from libra.types import Phase
+from libra.types import Phase, ToolOutcome, tool_outcome
+
+
+def _outcome(path: Path, row: int, word: str) -> ToolOutcome:
+    """How the tools of a stored turn came back; StoreError where its status is no outcome."""
+    try:
+        return tool_outcome(word)
+    except ValueError as error:
+        raise StoreError(f"{path}, row {row} of the turns: {error}; use the Libra that wrote it") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +165,8 @@ def workload_of_run(run_dir: Path, *, name: str = "sim", family: str = "") -> Wo
             steps = tuple(
                 TurnPlan(
                     max(1, int(turns["generated_tokens"][i])),
-                    (str(turns["tool"][i]) or UNPARSED) if turns["status"][i] else "",
-                    str(turns["status"][i]),
+                    str(turns["tool"][i]) if turns["status"][i] else "",  # a last turn's call was not made any more
+                    _outcome(path, i, str(turns["status"][i])),
                     max(0, int(turns["observation_tokens"][i])),
                     max(0.0, float(turns["tool_s"][i])) if turns["status"][i] else 0.0,
                 )

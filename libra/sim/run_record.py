@@ -85,7 +85,7 @@ class RunRecord:
     @property
     def inline_tools(self) -> frozenset[str]:
         """Tools that ran within generations."""
-        return frozenset(quantum.inline for quantum in self.quanta if quantum.inline)
+        return frozenset(quantum.inline for quantum in self.quanta if quantum.inline is not None)
 
     @property
     def family(self) -> str:
@@ -252,7 +252,7 @@ class RunRecord:
                 rows.setdefault(quantum.worker, []).append(
                     (
                         quantum.told_s, quantum.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
-                        float(turns["tool_s"][at]) if quantum.inline else 0.0, float(quantum.tokens), context,
+                        float(turns["tool_s"][at]) if quantum.inline is not None else 0.0, float(quantum.tokens), context,
                         context - max(0.0, float(turns["cached_tokens"][at])),
                     )
                 )  # fmt: skip
@@ -272,7 +272,7 @@ class RunRecord:
             found[place] = [
                 float(turns["tool_s"][at])
                 for at in range(start, start + count)
-                if turns["status"][at] and turns["tool"][at] and turns["tool"][at] not in inline
+                if turns["status"][at] and turns["tool"][at] not in inline
             ]
         return found
 

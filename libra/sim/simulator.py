@@ -46,7 +46,7 @@ from libra.policy import (
 from libra.sim.fleet import NOTHING_BETWEEN, Between, EngineSpec, typical_context
 from libra.sim.outcome import Dispatched, Outcome
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
-from libra.types import Phase
+from libra.types import NO_TOOL, Phase
 
 TOOLS = "tools"
 """Name of the one worker that runs all tools."""
@@ -75,7 +75,8 @@ class Surroundings:
     tool_slots : int or None
         Actions at once. None: as many as are asked for, and actions do not wait in the scheduler.
     inline_tools : frozenset of str
-        Tools that run within the generation's slot; their trajectory goes on in it where nobody waits for one.
+        Tools that run within the generation's slot; their trajectory goes on in it where nobody waits for one. The empty name is
+        that of calls which could not be read.
     tool_between : Between
         Of actions, where they have slots.
     gate_s, commit_s : float
@@ -380,7 +381,7 @@ class Simulator:
         for request in engine.finished(self._now):
             run = self._runs[request.key]
             turn = run.plan.turns[run.turn]
-            held_s = self._drawn(worker_s) + (turn.tool_s if turn.tool in self._around.inline_tools else 0.0)
+            held_s = self._drawn(worker_s) + (turn.tool_s if self._is_inline(turn) else 0.0)
             if held_s:
                 self._on_the_way[run.key] = engine.name
                 self._at(self._now + held_s, self._reported, run, run.attempt, engine.name)
@@ -396,15 +397,15 @@ class Simulator:
         turn = run.plan.turns[run.turn]
         run.context_tokens += turn.new_tokens
         run.computed_tokens = run.context_tokens
-        inline = turn.tool in self._around.inline_tools
-        tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", "", 0)
+        inline = self._is_inline(turn)
+        tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
         run.quanta += 2 if inline else 1
         run.context_tokens += payload
         latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
         self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, tool, status, latency_s, payload))
         if inline:
             run.turn += 1
-        if run.turn == len(run.plan.turns) or not turn.tool:
+        if run.turn == len(run.plan.turns) or turn.status == NO_TOOL:
             self._end(run)
         elif inline and self._contended:
             self._park(run)
@@ -416,6 +417,9 @@ class Simulator:
         else:
             run.phase = Phase.TOOL
             self._park(run)
+
+    def _is_inline(self, turn: TurnPlan) -> bool:
+        return turn.status != NO_TOOL and turn.tool in self._around.inline_tools
 
     def _goes_on(self, run: _Run, worker: str) -> None:
         """Nobody waits for the slot, so the next quantum begins in it at once."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from libra.config import config_from_dict, dump_config
 from libra.events import SCHEMA
-from libra.hardware.run_quanta import UNPARSED
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.policy import (
     Event,
@@ -29,7 +28,7 @@ from libra.sim import EngineSpec, Outcome, Simulator, Workload
 from libra.sim.simulator import Surroundings
 from libra.sim.workload import TrajectoryPlan
 from libra.store.trajectories import TrajectoryStore
-from libra.types import EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId
+from libra.types import NO_TOOL, EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId
 
 
 class RecordedSimulator(Simulator):
@@ -184,10 +183,10 @@ def _trajectory(
 ) -> Trajectory:
     rows, context = [], plan.prompt_tokens
     for index, (turn, (latency_s, worker), there) in enumerate(zip(plan.turns, taken, cached, strict=True)):
-        inline_s = turn.tool_s if turn.tool in around.inline_tools else 0.0
+        inline_s = turn.tool_s if turn.status != NO_TOOL and turn.tool in around.inline_tools else 0.0
         rows.append(
             {
-                "turn": index, "tool": "" if turn.tool == UNPARSED else turn.tool, "status": turn.status if turn.tool else "",
+                "turn": index, "tool": turn.tool, "status": str(turn.status),
                 "prompt_tokens": context, "cached_tokens": there, "generated_tokens": turn.new_tokens,
                 "observation_tokens": turn.payload_tokens, "queued_s": 0.0, "tool_s": turn.tool_s,
                 "generate_s": latency_s - inline_s - engines[worker].between.worker_s[0], "worker": worker,
