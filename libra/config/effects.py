@@ -78,6 +78,7 @@ _REPLICAS = above("cluster.train_workers", 1)
 _VLLM = is_("rollout.engine", "vllm")
 _NO_TRACE = (missing("planner.trace"), without("--trace"))
 _DRAWN = without("--from-run", "--workload")
+_CALIBRATED = given("simulation.calibration")
 _SOME_SLOTS = Need(
     ("cluster.engines",),
     "an entry of cluster.engines without slots, or none",
@@ -96,7 +97,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "run.iterations": _run(),
         "run.eta": _of("run", "plan", "simulate"),
         "run.from_checkpoint": _run(),
-        "model.path": _of("run", "plan"),
+        "model.path": {"run": (), "plan": (), "simulate": (_CALIBRATED,)},
         "model.dtype": _of("run", "plan"),
         "model.master_dtype": {"run": (is_("model.dtype", "bfloat16"),), "plan": ()},
         "environment.name": _run(),
@@ -208,8 +209,9 @@ READ: Mapping[str, Reading] = MappingProxyType(
             for role in ("rollout", "train", "tool")
             for name in ("jobs", "partition", "gpus", "cpus", "memory", "walltime", "directives")
         },
-        "simulation.gpu": _simulated(),
-        "simulation.model": _simulated(),
+        "simulation.gpu": _simulated(missing("simulation.calibration")),
+        "simulation.calibration": _simulated(),
+        "simulation.model": _simulated(missing("simulation.calibration")),
         "simulation.layout": _simulated(),
         "simulation.slots": _simulated(),
         "simulation.policy": _simulated(),
@@ -230,6 +232,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
             is_("planner.apply", True), is_("planner.replan", True), above("cluster.hybrid_workers", 0)
         ),
         "planner.gpu": _planned(),
+        "planner.calibration": _planned(),
         "planner.num_gpus": _plan(),
         "planner.gpus_per_node": _planned(),
         "planner.tp": _planned(),

@@ -96,6 +96,10 @@ class PlannerSection(Section):
     gpu: Annotated[str, Field(min_length=1)] | None = None
     """GPU of every node: a name that Libra knows, or the path of a datasheet. None: for `layout` auto the one of this machine, else
     A800-80G."""
+    calibration: Annotated[Path, Field(strict=False)] | None = None
+    """File that `libra calibrate RUN --save` wrote: engines are as that run measured them instead of as the GPU's tables say, and
+    training is scaled to the steps it took; degrees that it does not know are left out of `tp`. Its weight update is taken where
+    `update_s` is not given. It has to be of the model that `model.path` names. None: the GPU's tables."""
     num_gpus: AtLeastOne | None = None
     """GPUs to share out between training and rollout. None: for `layout` auto as many as this machine has (without a GPU: as many
     as `cluster.threads` goes into its cores), else 8."""
@@ -122,8 +126,8 @@ class PlannerSection(Section):
     """Seconds of a tool call, where the trace does not say."""
     max_concurrency: AtLeastOne = 256
     """Trajectories that generate at once on one engine at most, whatever its memory holds."""
-    update_s: Annotated[float, Field(ge=0)] = 10.0
-    """Seconds from a step's end until engines serve its weights."""
+    update_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds from a step's end until engines serve its weights. None: 10, or with `calibration` as measured."""
     min_train_gpus: AtLeastOne = 1
     """Core training pool: at least so many GPUs."""
     min_rollout_gpus: AtLeastOne = 1

@@ -491,7 +491,7 @@ class LibraHost(WorkerPlugin):
             tool=tool,
             status=str(status),
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
-            context_tokens=len(state.context),
+            context_tokens=state.num_context_tokens,
             start_s=started_s,
             stop_s=time.time(),
         )
