@@ -270,6 +270,8 @@ class EngineCapacity:
         Tensor-parallel degree.
     steps : StepSeconds or None
         Measured seconds of its passes; None before enough of them ran.
+    max_context_tokens : int
+        Longest context of one trajectory; 0: not known.
     """
 
     kv_tokens: int
@@ -278,6 +280,7 @@ class EngineCapacity:
     slots: int
     tp: int
     steps: StepSeconds | None = None
+    max_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
