@@ -23,3 +23,8 @@ class Scripted(Protocol):
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
         """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no calls."""
+
+
+def turn_by_script(environment: object, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn | None:
+    """What the script of an environment says of a turn; None where it has none."""
+    return environment.scripted(tid, prompt, turn) if isinstance(environment, Scripted) else None
