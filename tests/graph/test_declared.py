@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def config(model: Path, directory: Path, policy: str, **cluster: Any) -> RunConf
 
 
 @pytest.fixture(scope="module")
-def log(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[tuple[int, Any]]]]:
+def log(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, Any]]]:
     """Directory and event log of a run on a fast and a slow engine, made once."""
     directory = tmp_path_factory.mktemp("runs")
     engines = [{"threads": 1, "min_pass_s": FAST_S}, {"threads": 1, "min_pass_s": SLOW_S}]
@@ -71,7 +70,7 @@ def log(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         Session(config(random_model, directory, "cmlfq"), client=client) as session,
     ):
         assert [values["iteration"] for values in session.iterations()] == [0, 1]
-    yield session.directory, [(n, from_dict(e)) for n, e in LineReader(session.directory / "events.jsonl")]
+    return session.directory, [(n, from_dict(e)) for n, e in LineReader(session.directory / "events.jsonl")]
 
 
 def declared(log: list[tuple[int, Any]], worker: str) -> list[EngineCapacity]:
