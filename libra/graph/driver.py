@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,9 @@ from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
+from libra.graph.asking_engines import EngineControl
 from libra.graph.asking_roles import RoleControl
-from libra.graph.engines import EngineKind, check_engine
+from libra.graph.engines import check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
@@ -40,7 +41,6 @@ from libra.graph.loading import check_loadable
 from libra.graph.pausing import pause_reason
 from libra.graph.questions import Questions, tell_names
 from libra.graph.registering import end_beside, register_beside
-from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, learned_before, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
@@ -179,7 +179,9 @@ class Session:
         self._register()
         self._restore()
         if config.planner.replan:
-            self._planning = self._plan_beside()
+            from libra.graph.planning import plan_beside
+
+            self._planning = plan_beside(self._client, self.spec, self.metrics.write)
 
     def _make_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
@@ -282,6 +284,11 @@ class Session:
         return RoleControl(self._client, self.spec)
 
     @property
+    def engines(self) -> EngineControl:
+        """What asks for other slots of engines, and other bucket boundaries."""
+        return EngineControl(self._client, self.spec)
+
+    @property
     def dashboard(self) -> str:
         """Address of Libra's page in Dask's dashboard."""
         return str(self._client.dashboard_link).replace("/status", "/libra")
@@ -299,21 +306,6 @@ class Session:
                 self.metrics.close()
             if self._lock is not None:
                 self._lock.release()
-
-    def _plan_beside(self) -> Planning:
-        from libra.graph.planning import Planning
-
-        def tell(name: str, fields: Mapping[str, Any]) -> None:
-            told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
-            self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
-
-        def engines() -> dict[str, EngineKind]:
-            workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
-            supply = {str(worker["name"]): worker["resources"] for worker in workers}
-            return {name: EngineKind.of(self.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
-
-        roles = self.roles if self.config.planner.apply else None
-        return Planning(self.spec, engines, self.metrics.write, tell, roles)
 
     def _end(self, client: Client) -> None:
         if self._planning is not None:

@@ -14,15 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from libra import keys
 from libra.config import RunConfig
 from libra.errors import LibraError
+from libra.graph.asking_roles import RoleControl
 from libra.graph.engines import EngineKind
 from libra.graph.questions import Questions
 from libra.graph.replanning import Replanning, RoleCalls, fields_of
+from libra.graph.reports import TOPIC
 from libra.graph.spec import RunSpec
 from libra.planner import PlanLoop, Realised
 from libra.planner.commands import Deployed
@@ -32,6 +35,9 @@ from libra.planner.loop import Outcome
 from libra.planner.measured import Expected, StepForecast, Taken
 from libra.planner.replan import Rules
 from libra.store.trajectories import TrajectoryStore
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +153,23 @@ class Planning:
                     "accepted" if considered.accepted else "not accepted")  # fmt: skip
         for event in outcome.events(self._spec.run, 0.0):
             self._tell(event.name, fields_of(event))
+
+
+def plan_beside(client: Client, spec: RunSpec, write: Callable[[int, Mapping[str, float]], None]) -> Planning:
+    """The planner of a run that is started; ``write`` takes (iteration, metrics)."""
+    rpc: Any = client.scheduler
+
+    def tell(name: str, fields: Mapping[str, Any]) -> None:
+        told = {"kind": "plan", "run": spec.run, "epoch": spec.epoch, "event": name, "fields": fields}
+        client.sync(rpc.log_event, topic=TOPIC, msg=told)
+
+    def engines() -> dict[str, EngineKind]:
+        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        supply = {str(worker["name"]): worker["resources"] for worker in workers}
+        return {name: EngineKind.of(spec.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
+
+    roles = RoleControl(client, spec) if spec.config.planner.apply else None
+    return Planning(spec, engines, write, tell, roles)
 
 
 def follows_evaluation(config: RunConfig, iteration: int) -> bool:
