@@ -67,6 +67,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     """
     import logging
 
+    from libra.cli.ignored import tell_ignored
     from libra.config import load_config
     from libra.config.fields import one_line_yaml
 
@@ -77,6 +78,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     loaded = load_config(config, overrides)
     if loaded.run.name is None:
         loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))
+    tell_ignored(loaded, "run", overrides)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
@@ -104,12 +106,14 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ver
     """
     import logging
 
+    from libra.cli.ignored import tell_ignored
     from libra.config.fields import one_line_yaml
     from libra.config.resume import load_resumed
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
     loaded = load_resumed(run_dir, overrides)
+    tell_ignored(loaded, "run", overrides)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
@@ -133,9 +137,12 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
         return
     if config is None:
         raise click.UsageError("name a configuration file, e.g. libra config configs/quickstart.yaml, or type --fields")
+    from libra.cli.ignored import tell_ignored
     from libra.config import dump_config, load_config
 
-    click.echo(dump_config(load_config(config, overrides)), nl=False)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, None, overrides)
+    click.echo(dump_config(loaded), nl=False)
 
 
 @cli.command()
@@ -163,10 +170,13 @@ def plan(
     libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
     libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
     """
+    from libra.cli.ignored import tell_ignored
     from libra.cli.plan import print_plan
     from libra.config import load_config
 
-    print_plan(load_config(config, overrides), trace=trace, why=why, what_if=what_if, as_json=as_json)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, "plan", overrides, {"--trace": trace})
+    print_plan(loaded, trace=trace, why=why, what_if=what_if, as_json=as_json)
 
 
 @cli.command()
@@ -250,10 +260,13 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     libra simulate libra/quickstart simulation.policy=fifo 'simulation.layout={tp4: 4}'
     libra simulate libra/quickstart --from-run runs/NAME --json
     """
+    from libra.cli.ignored import tell_ignored
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
 
-    simulate_run(load_config(config, overrides), **choice)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, "simulate", overrides, {"--from-run": choice["from_run"], "--workload": choice["workload"]})
+    simulate_run(loaded, **choice)
 
 
 @cli.command()
@@ -304,10 +317,13 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
+    from libra.cli.ignored import tell_ignored
     from libra.cli.slurm import slurm_action
     from libra.config import load_config
 
-    slurm_action(load_config(config, overrides), config, "print" if only_print else action)
+    loaded = load_config(config, overrides)
+    tell_ignored(loaded, "slurm", overrides)
+    slurm_action(loaded, config, "print" if only_print else action)
 
 
 @cli.group()

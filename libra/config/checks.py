@@ -39,6 +39,7 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
         *_evaluation(config),
         *_watchdog(config),
         *_mismatch(config),
+        *_layout(config),
         *_planner(config),
     )
 
@@ -199,6 +200,16 @@ def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("trainer.log_ratio_coef", "trainer.loss"),
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
             "trainer.loss=dppo",
+        )
+
+
+def _layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    trainer = config.trainer
+    if trainer.offload and trainer.layout != "fsdp2":
+        yield CrossFieldProblem(
+            ("trainer.offload", "trainer.layout"),
+            f"trainer.offload: shards go to host memory, and trainer.layout={trainer.layout} has none; type "
+            "trainer.layout=fsdp2, or trainer.offload=false",
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from libra.config.algorithms import (
     DEFAULT_ALGORITHM,
@@ -221,6 +221,9 @@ class TrainerSection(Section):
     models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
+    logit_chunk_tokens: AtLeastOne = 1024
+    """Generated tokens whose logits the trainer holds at once, times the vocabulary: the others are made and made again in the
+    backward pass. Bounds memory, changes no result but for the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
     """Alarm where the mean |log p(rollout) - log p(trainer)| of a step, over tokens of the very weights being trained, is above
     this many nats. float32 shows about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
@@ -236,15 +239,18 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = False
     """Keep a layer's input alone and compute the rest again in the backward pass: less memory, about a third more computing."""
     offload: bool = False
-    """Of `layout` fsdp2: keep shards in host memory between their uses. For GPUs; changes nothing on a CPU."""
+    """Keep shards in host memory between their uses; with `layout` ddp, which has none, an error. For GPUs: on a CPU a warning."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        """Fill what was not given from the algorithm's preset."""
+    def _preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill what was not given from the algorithm's preset; it does not count as given (``model_fields_set``)."""
         if not isinstance(given, dict):
-            return given
-        return {**preset_values(given.get("algorithm", DEFAULT_ALGORITHM)), **given}
+            return validate(given)
+        preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
+        made = validate({**preset, **given})
+        made.model_fields_set.difference_update(preset.keys() - given.keys())
+        return made
 
 
 class CheckpointSection(Section):

@@ -24,6 +24,10 @@ libra config --fields                                           # this page in t
 - **Deltas.** `extends: other.yaml` (relative to the file, or `libra/quickstart` for one that ships) lays a file over another one.
 - **Nothing is dropped.** An unknown key, a wrong type or two fields that contradict each other stop the run before a worker starts,
   all problems at once, each with file and line.
+- **Nothing is silently ignored.** A setting that was given and changes nothing in its combination is told in one line before
+  anything starts, with what would make it effective (`libra.config.effects` has the table). What stands in a file is judged by the
+  commands that read it at all, so that `planner` and `simulation` may lie beside a run's settings; what is typed for a command,
+  or given to `libra.train`, is judged by that command.
 - **YAML 1.2.** `1e-4` is a number; only `true` and `false` are truth values; a repeated key is an error.
 """
 

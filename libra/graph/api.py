@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra.config import RunConfig, config_from_dict, load_config
+from libra.config.effects import ignored_settings, warning_lines
+from libra.config.needs import Situation
 from libra.envs import Environment, FunctionEnvironment
 from libra.errors import ConfigError
 from libra.graph.driver import RunSummary, run
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from libra.graph.iteration import Score
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -85,7 +90,16 @@ def train(
                 f"libra.train: {name}: there is no section {section!r}; sections are {', '.join(RunConfig.model_fields)}"
             )
         values.setdefault(section, {})[key] = value
+    own = environment is not None or prompts is not None or reward is not None or bool(tools)
+    if own and "environment" in values:
+        raise ConfigError(
+            f"libra.train: environment__{next(iter(values['environment']))} names an environment, and one was given as Python "
+            "objects; leave either out"
+        )
     checked = config_from_dict(values) if config is None else load_config(config, values=values)
+    typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
+    for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
+        logger.warning("%s", line)
     if environment is None and (prompts is not None or reward is not None or tools):
         if prompts is None or reward is None:
             missing = "prompts" if prompts is None else "reward"

@@ -36,16 +36,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from libra.errors import ModelError, TrainError
+from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import digest, untied
 from libra.train import mismatch
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
-from libra.train.double import keep_double
 from libra.train.elsewhere import BatchElsewhere, samples_of
 from libra.train.group import TrainGroup
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
+from libra.train.loading import load_model
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
 from libra.train.objective import Objective
@@ -117,17 +117,18 @@ class Replica:
         self.settings = settings
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.model = _load_model(self.model_dir, self.dtype)
+        self.model = load_model(self.model_dir, self.dtype)
         self.group = group or TrainGroup()
         self.hybrids: HybridPool | None = None
         self.steps_done = 0
         self.last_report: StepReport | None = None
         self.content: str | None = None  # digest of the present weights, where it was computed since they last changed
         self._objective = Objective(settings)
-        self._scorer = Scorer(self.model, settings.temperature)
+        self._scorer = Scorer(self.model, settings.temperature, settings.logit_chunk_tokens)
         self._reference: Scorer | None = None
         if settings.kl_coef > 0:
-            self._reference = Scorer(_load_model(self.base_dir, self.dtype).requires_grad_(False), settings.temperature)
+            frozen = load_model(self.base_dir, self.dtype).requires_grad_(False)
+            self._reference = Scorer(frozen, settings.temperature, settings.logit_chunk_tokens)
         self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
         kept, self._aliases = untied(self.model.state_dict())
@@ -167,6 +168,7 @@ class Replica:
             "offload",
             "max_row_tokens",
             "micro_batch_tokens",
+            "logit_chunk_tokens",
             "share_prompts",
         }
         settings = {name: value for name, value in asdict(self.settings).items() if name not in same_result}
@@ -481,20 +483,3 @@ class Replica:
             self.master.round_into_model()
         self._weights_moved()
         self.optimizer.load_state_dict(optimizer_state)
-
-
-def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
-    """The causal model of a directory, dropout off, attention by torch's scaled dot product."""
-    from transformers import AutoModelForCausalLM  # here: the driver, which reads checkpoints only, does without it
-
-    if not (model_dir / "config.json").is_file():
-        raise ModelError(f"model: {model_dir} holds no config.json; type model.path=DIR of a Hugging Face model")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as fault:
-        raise ModelError(f"model: {model_dir} cannot be loaded as a causal language model: {fault}") from fault
-    if dtype is torch.float64:
-        keep_double(model)
-    return model.eval()
