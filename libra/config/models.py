@@ -300,7 +300,7 @@ class PolicySection(Section):
 
 
 class EngineGroup(Section):
-    """Local rollout workers that are alike, and so one bucket."""
+    """Rollout workers that are alike, and so one bucket."""
 
     tp: AtLeastOne = 1
     """Tensor-parallel degree of their engines."""
@@ -319,10 +319,11 @@ class ClusterSection(Section):
     """Address of a running Dask scheduler, as tcp://HOST:PORT, or the cluster.json that `libra cluster slurm` wrote. None: a
     local cluster of processes is made for the run."""
     rollout_workers: AtLeastOne = 1
-    """Local rollout workers, one engine each. A given scheduler brings its own workers."""
+    """Rollout workers of a local cluster or of `libra cluster slurm`, one engine each. A given scheduler brings its own workers."""
     engines: Annotated[tuple[EngineGroup, ...], Field(strict=False)] = ()
-    """Local rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
-    bucket. Empty: `rollout_workers` alike, with `rollout.tp`."""
+    """Rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
+    bucket, and on Slurm a kind of job. A given scheduler has to have exactly these. Empty: `rollout_workers` alike, with
+    `rollout.tp`; a given scheduler's, whatever they are."""
     train_workers: AtLeastOne = 1
     """Core training replicas, one process each, which take every step together as one group. A given scheduler brings its own
     workers, as many with TRAIN=1."""
@@ -333,7 +334,7 @@ class ClusterSection(Section):
     """Seconds that a worker which changes roles lets its running generations end. After that they are aborted, what they have
     generated is lost, and other workers generate those turns anew. None: it waits for them."""
     tool_workers: AtLeastOne = 1
-    """Local workers that run tools and graders. A given scheduler brings its own workers."""
+    """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given scheduler brings its own."""
     tool_slots: AtLeastOne = 64
     """Actions that run at once on one tool worker."""
     threads: AtLeastOne | None = None

@@ -120,6 +120,28 @@ class IterationFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutPlanned(Event):
+    """The run starts what was planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
+
+    ``engines`` are (TP degree, number, trajectories at once on each); ``boundaries`` pairs (TP degree, generated tokens up to which
+    a trajectory is meant for it). ``step_s`` is predicted from what ``rests_on`` names; ``lost`` are the next best layouts.
+    """
+
+    name: ClassVar[str] = "layout_planned"
+    model: str
+    gpu: str
+    num_gpus: int
+    train_gpus: int
+    engines: tuple[tuple[int, int, int], ...]
+    boundaries: tuple[tuple[int, float], ...]
+    micro_batch_tokens: int
+    step_s: float
+    rests_on: str
+    reason: str
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlanConsidered(Event):
     """A plan was weighed against what runs after an iteration, accepted or not, for this reason.
 

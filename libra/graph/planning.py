@@ -25,7 +25,6 @@ from libra.graph.asking_roles import RoleControl
 from libra.graph.engines import EngineKind
 from libra.graph.questions import Questions
 from libra.graph.replanning import Replanning, RoleCalls, fields_of
-from libra.graph.reports import TOPIC
 from libra.graph.spec import RunSpec
 from libra.planner import PlanLoop, Realised
 from libra.planner.commands import Deployed
@@ -155,13 +154,13 @@ class Planning:
             self._tell(event.name, fields_of(event))
 
 
-def plan_beside(client: Client, spec: RunSpec, write: Callable[[int, Mapping[str, float]], None]) -> Planning:
-    """The planner of a run that is started; ``write`` takes (iteration, metrics)."""
-    rpc: Any = client.scheduler
-
-    def tell(name: str, fields: Mapping[str, Any]) -> None:
-        told = {"kind": "plan", "run": spec.run, "epoch": spec.epoch, "event": name, "fields": fields}
-        client.sync(rpc.log_event, topic=TOPIC, msg=told)
+def plan_beside(
+    client: Client,
+    spec: RunSpec,
+    write: Callable[[int, Mapping[str, float]], None],
+    tell: Callable[[str, Mapping[str, Any]], None],
+) -> Planning:
+    """The planner of a run that is started; ``write`` takes (iteration, metrics), ``tell`` (name, fields) of an event."""
 
     def engines() -> dict[str, EngineKind]:
         workers = client.scheduler_info(n_workers=-1)["workers"].values()

@@ -66,7 +66,9 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         load_s=section.load_s,
         tool_slots=section.tool_slots,
         residuals=shipped_residuals() if section.noise else None,
-        boundaries=boundaries_of(config.policy.boundaries_tokens),
+        boundaries=(
+            boundaries_of(config.policy.boundaries_tokens) if section.policy in ("cmlfq", "predictor", "oracle") else ()
+        ),
     )
     ordering = ordering_of(section, workload, config.run.seed)
     engines = engines_of(section, workload)

@@ -26,6 +26,7 @@ _BY_TYPE = {
     "tuple[int, ...]": st.lists(st.integers()).map(tuple),
     "tuple[str, ...]": st.lists(st.text()).map(tuple),
     "tuple[float, ...]": st.lists(_FLOATS).map(tuple),
+    "tuple[tuple[int, int, int], ...]": st.lists(st.tuples(*[st.integers()] * 3)).map(tuple),
     "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     "tuple[tuple[int, int], ...]": st.lists(st.tuples(st.integers(), st.integers())).map(tuple),
     "tuple[tuple[int, float], ...]": st.lists(st.tuples(st.integers(), _FLOATS)).map(tuple),
