@@ -37,6 +37,7 @@ from libra.events.runs import (
     IterationFinished,
     LayoutPlanned,
     PlanAccepted,
+    PlanBlocked,
     PlanConsidered,
     PlanRealised,
     PolicyLearned,
@@ -99,6 +100,7 @@ __all__ = [
     "LayoutPlanned",
     "PlacementVoid",
     "PlanAccepted",
+    "PlanBlocked",
     "PlanConsidered",
     "PlanRealised",
     "PolicyLearned",
@@ -206,6 +208,7 @@ _KINDS: tuple[type[Event], ...] = (
     LayoutPlanned,
     PlanConsidered,
     PlanAccepted,
+    PlanBlocked,
     PlanRealised,
 )
 EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}

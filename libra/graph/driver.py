@@ -306,8 +306,6 @@ class Session:
         self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
 
     def _end(self, client: Client) -> None:
-        if self._planning is not None:
-            self._planning.close()
         held = [*self._carried, *(f for futures in self._held.values() for f in futures)]
         for future in [*held, *(saved for _, saved in self._saving)]:
             future.release()  # by hand: a traceback may hold on to them, and results would outlive the run

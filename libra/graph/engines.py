@@ -82,6 +82,11 @@ class EngineKind:
         return kind
 
     @property
+    def told(self) -> dict[str, Any]:
+        """What the scheduler is told of it."""
+        return {"engine": self.engine, "threads": self.threads, "tp": self.tp, "slots": self.slots}
+
+    @property
     def bucket(self) -> str:
         """Name of its capacity class, as ``vllm-tp2-threads1``."""
         return f"{self.engine}-tp{self.tp}" + (f"-threads{self.threads}" if self.threads is not None else "")

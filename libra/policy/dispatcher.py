@@ -320,6 +320,11 @@ class Dispatcher:
             rows.append({"bucket": None, **empty, "waiting": homeless, "left_tokens": 0})
         return rows
 
+    def residents(self, worker: str) -> int:
+        """How many trajectories are at home on the engine of ``worker``."""
+        host = self._fleet.hosts.get(worker)
+        return host.residents if host is not None else 0
+
     def overfull(self) -> bool:
         """Whether an engine generates for more trajectories than it has slots now; who runs there is to give its slot up."""
         return bool(self._phases[Phase.ROLLOUT].overfull)

@@ -34,6 +34,7 @@ _DECLARED = tuple(f.name for f in fields(EngineDeclared) if f.name not in ("run"
 @dataclass(slots=True)
 class _Run:
     full: dict[str, tuple[int, int]] = field(default_factory=dict)  # degree and slots of each worker's engine
+    began: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each worker was started with
     limits: dict[tuple[str, int], int] = field(default_factory=dict)
     declared: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
@@ -55,9 +56,11 @@ class Concurrency:
             if (str(ws.name), tp) in state.limits and ws.resources.get(keys.ROLLOUT):
                 private.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
-    def joined(self, run: str, worker: str, tp: int, slots: int) -> None:
-        """An engine of this degree and so many slots is there, for the first time or again."""
-        self._runs.setdefault(run, _Run()).full[worker] = (tp, slots)
+    def joined(self, run: str, worker: str, kind: Mapping[str, Any]) -> None:
+        """A worker is there, for the first time or again, whose engine is of this ``kind``: engine, threads, tp and slots."""
+        known = self._runs.setdefault(run, _Run())
+        known.began[worker] = dict(kind)
+        known.full[worker] = (int(kind["tp"]), int(kind["slots"]))
 
     def apply(self, run: str, address: str) -> None:
         """A worker begins to supply slots: no more than its limit, where it has one."""
@@ -71,23 +74,41 @@ class Concurrency:
 
     def supplied(self, run: str, worker: str, tp: int, slots: int) -> int:
         """Slots that a worker may supply whose engine has this degree and so many slots from now on."""
-        self.joined(run, worker, tp, slots)
-        return min(slots, self._runs[run].limits.get((worker, tp), slots))
+        known = self._runs.setdefault(run, _Run())
+        known.full[worker] = (tp, slots)
+        return min(slots, known.limits.get((worker, tp), slots))
 
     def declared(self, run: str, msg: Mapping[str, Any]) -> None:
         """An engine has said what it is: the fields of `libra.events.EngineDeclared`; kept by degree, also when it is gone."""
         self._runs.setdefault(run, _Run()).declared[msg["name"], msg["tp"]] = {name: msg[name] for name in _DECLARED}
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
-        """Each engine: ``worker``, ``address``, ``tp``, ``slots`` it was started with, those it ``supplies`` now, and what it and
-        those before it on this worker ``declared``, by degree."""
+        """Each worker with an engine, or that had one.
+
+        ``worker``, ``address``; ``engine``, ``threads``, ``base_tp`` and ``base_slots`` as it was started; ``tp`` and ``slots`` of
+        its last engine; slots that it ``supplies`` now; its ``limits``, and what was ``declared``, both by degree.
+        """
         known, found = self._runs.get(state.run, _Run()), []
         for worker, (tp, slots) in sorted(known.full.items()):
             ws = self._scheduler.workers.get(state.engines.get(worker, ""))
             supplies = int(ws.resources.get(keys.ROLLOUT, 0)) if ws is not None else 0
-            declared = {str(of): fields for (name, of), fields in known.declared.items() if name == worker}
-            row = {"worker": worker, "address": state.engines.get(worker, ""), "tp": tp, "slots": slots}
-            found.append(row | {"supplies": supplies, "declared": declared})
+            began = known.began.get(worker)
+            if began is None:
+                continue
+            base = {"base_tp": began["tp"], "base_slots": began["slots"], "engine": began["engine"]}
+            found.append(
+                {
+                    "worker": worker,
+                    "address": state.engines.get(worker, ""),
+                    **base,
+                    "threads": began["threads"],
+                    "tp": tp,
+                    "slots": slots,
+                    "supplies": supplies,
+                    "limits": {str(of): most for (name, of), most in known.limits.items() if name == worker},
+                    "declared": {str(of): said for (name, of), said in known.declared.items() if name == worker},
+                }
+            )
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:

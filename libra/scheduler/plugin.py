@@ -183,9 +183,10 @@ class LibraPlugin(SchedulerPlugin):
         return self.concurrency.set(state, slots, reason)
 
     def engines(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """What engines of a run are, may use and have declared; see `Concurrency.rows`."""
+        """What engines of a run are, may use and have declared (`Concurrency.rows`); ``residents``: trajectories at home."""
         state = self.runs.get(run)
-        return [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
+        rows = [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
+        return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
 
     def members(self, run: str, batch: int) -> list[list[int]]:
         """Groups of a batch that was opened, as [iteration, group]."""
@@ -331,8 +332,8 @@ class LibraPlugin(SchedulerPlugin):
 
     def _engine_reported(self, state: RunState, msg: dict[str, Any]) -> None:
         engine_reported(state, msg)
-        if msg["kind"] == "joined" and "slots" in msg:
-            self.concurrency.joined(state.run, msg["name"], msg["tp"], msg["slots"])
+        if msg["kind"] == "joined" and "engine" in msg:
+            self.concurrency.joined(state.run, msg["name"], msg["engine"])
             self.concurrency.apply(state.run, msg["address"])
         if self.trajectories.contended:
             tell_contention(self._scheduler, msg["address"], True)
