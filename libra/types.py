@@ -234,7 +234,7 @@ class StepSeconds:
     num_steps : int
         Passes behind the fit.
     error_frac : float
-        Mean of abs(predicted / measured - 1) over passes that were not fitted.
+        Mean of abs(predicted / measured - 1) over passes that were not fitted, up to eight in a row added up.
     """
 
     fixed_s: float

@@ -81,6 +81,8 @@ def engine_resources(config: RunConfig) -> list[dict[str, int]]:
     for group in cluster.engines:
         resources = {keys.ROLLOUT: group.slots or rollout.slots, keys.TP: group.tp}
         threads = group.threads or cluster.threads
+        if group.min_pass_s is not None:
+            resources[keys.PASS_US] = round(1e6 * group.min_pass_s)
         found += [resources | ({keys.THREADS: threads} if threads else {})] * group.count
     return found or [{keys.ROLLOUT: rollout.slots}] * cluster.rollout_workers
 

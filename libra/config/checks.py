@@ -89,6 +89,20 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
                 (name, "rollout.engine"),
                 f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm",
             )
+    paced = any(group.min_pass_s is not None for group in cluster.engines)
+    for name, asked_for, instead in (
+        (
+            "rollout.kv_cache_gib",
+            rollout.kv_cache_gib is not None,
+            "vllm.kv_cache_gib says how much KV a vllm engine holds",
+        ),
+        ("cluster.engines", paced, "only transformers engines wait out min_pass_s"),
+    ):
+        if rollout.engine == "vllm" and asked_for:
+            yield CrossFieldProblem(
+                (name, "rollout.engine"),
+                f"{name}: {instead}, and rollout.engine=vllm; leave it out, or type rollout.engine=transformers",
+            )
     if rollout.engine == "vllm" and rollout.exact_logprobs:
         yield CrossFieldProblem(
             ("rollout.exact_logprobs", "rollout.engine"),

@@ -104,6 +104,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "rollout.engine": _of("run", "plan"),
         "rollout.tp": _run(_VLLM, _ALIKE),
         "rollout.keep_kv": _run(_VLLM),
+        "rollout.kv_cache_gib": _run(is_("rollout.engine", "transformers")),
         "rollout.slots": {"run": (LOCAL, _SOME_SLOTS), "slurm": ()},
         "rollout.tool_format": _run(),
         "rollout.max_new_tokens": {"run": (), "plan": _NO_TRACE},

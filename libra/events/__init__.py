@@ -140,7 +140,7 @@ __all__ = [
     "to_json",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 """Layout of an event; a change that old code cannot read takes the next number."""
 
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)

@@ -35,6 +35,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
+from libra.graph.declaring import Declaring
 from libra.graph.dispatching import RowKeeper, keeper_of
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
@@ -192,7 +193,7 @@ class LibraHost(WorkerPlugin):
     async def _start_engine(self, kind: EngineKind, *, asleep: bool) -> None:
         """An engine, or where it is to begin ``asleep`` what is needed to wake one."""
         self.chat = self._load_chat()
-        self.kind = kind
+        self.kind, self.declaring = kind, Declaring(self)
         self.serving = Serving(
             Path(self.spec.from_checkpoint or self.model_dir),
             build=partial(make_engine, self.spec.config, kind),
@@ -285,7 +286,9 @@ class LibraHost(WorkerPlugin):
         return None if self.server is None else (self.server.holder.host, self.server.holder.port)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        """Report of this worker's engine; Dask puts the address into "worker"."""
+        """Report of this worker's engine, and before it what a new one says of itself; Dask puts the address into "worker"."""
+        if kind in ("joined", "awake", "served") and self.serving is not None and not self.serving.asleep:
+            self.declaring.tell(anew=kind != "served")
         if kind == "served" and self.serving is not None:
             fields |= told_of(self.kind, self.serving.engine)
         report(self.worker, self.spec, kind, name=str(self.worker.name), address=self.worker.address, **fields)
@@ -380,6 +383,7 @@ class LibraHost(WorkerPlugin):
                 priority=priority_here(self.worker, key),
             )
         )
+        self.declaring.after_a_turn()
         text = self.chat.decode(output.token_ids)
         calls = self._parse(text)
         self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)

@@ -42,7 +42,7 @@ def seat_of(row: Mapping[str, Any], role: Mapping[str, Any] | None) -> Seat:
         str(row["worker"]),
         urlsplit(row["address"]).hostname or str(row["address"]),
         str(row["engine"]),
-        row["threads"],
+        str(row["bucket"]),
         int(row["base_tp"]),
         int(row["base_slots"]),
         role is not None,

@@ -383,7 +383,7 @@ class _Judge:
     def declared(self, engine: Engine) -> EngineCapacity | None:
         """What an engine of this kind has declared: its own leader's word first, then that of any other."""
         lead = self.seats[engine.workers[0]]
-        alike = [seat for seat in self.seats.values() if (seat.engine, seat.threads) == (lead.engine, lead.threads)]
+        alike = [seat for seat in self.seats.values() if seat.bucket == lead.bucket]
         found = [seat.declared.get(engine.tp) for seat in (lead, *alike)]
         known = [capacity for capacity in found if capacity is not None and capacity.slots == engine.full_slots]
         return next((capacity for capacity in known if capacity.steps is not None), next(iter(known), None))
@@ -432,7 +432,7 @@ def _shown(option: Arrangement) -> str:
 def fleet_of(seats: Collection[Seat], core_trainers: int) -> Fleet:
     """The seats as `SplitLoop` knows them: engines that never change, by kind, and hybrids."""
     now = {engine.workers[0]: engine.kind for engine in arranged(seats).engines}
-    alone = {seat.name: kind_of(seat.engine, seat.tp, seat.threads, seat.slots) for seat in seats}
+    alone = {seat.name: kind_of(seat.bucket, seat.tp, seat.tp, seat.slots) for seat in seats}
     fixed: dict[str, int] = {}
     hybrids = []
     for seat in seats:

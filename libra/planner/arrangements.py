@@ -29,9 +29,9 @@ MayHave = Callable[[str, int], str]
 """Why engines of a kind (``transformers``) cannot have a tensor-parallel degree; empty where they can."""
 
 
-def kind_of(engine: str, tp: int, threads: int | None, slots: int) -> str:
-    """Name of engines that are alike, by what they were started with."""
-    return f"{engine}-tp{tp}" + (f"-threads{threads}" if threads is not None else "") + f"-slots{slots}"
+def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
+    """Name of engines that are alike: their bucket, as of another degree than the one that it names, and their slots."""
+    return f"{bucket.replace(f'-tp{base_tp}', f'-tp{tp}', 1)}-slots{slots}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,8 @@ class Seat:
     Attributes
     ----------
     name, host : str
-    engine : str
-        Kind of engine: transformers, vllm.
-    threads : int or None
+    engine, bucket : str
+        Engine (transformers, vllm), and its capacity class on its own GPUs alone, as ``vllm-tp1-threads1``.
     tp, slots : int
         Of an engine on its own GPUs alone, as it was started.
     may_change : bool
@@ -63,7 +62,7 @@ class Seat:
     name: str
     host: str
     engine: str
-    threads: int | None
+    bucket: str
     tp: int
     slots: int
     may_change: bool = False
@@ -120,7 +119,7 @@ def engine_of(seats: Mapping[str, Seat], workers: Sequence[str]) -> Engine:
     """The engine that these workers' GPUs make, led by the first."""
     lead = seats[workers[0]]
     tp, full = sum(seats[name].tp for name in workers), sum(seats[name].slots for name in workers)
-    kind = kind_of(lead.engine, tp, lead.threads, full)
+    kind = kind_of(lead.bucket, lead.tp, tp, full)
     return Engine(tuple(workers), kind, tp, min(lead.limits.get(tp, full), full), full)
 
 
@@ -165,7 +164,7 @@ def _pairings(seats: Sequence[Seat], may_have: MayHave) -> list[list[tuple[str, 
     alike: dict[tuple[str, str, int, int], list[str]] = {}
     for seat in _in_order(seats):
         if not any(seat.name in pair for pair in pairs) and not may_have(seat.engine, 2 * seat.tp):
-            alike.setdefault((seat.host, seat.engine, seat.tp, seat.slots), []).append(seat.name)
+            alike.setdefault((seat.host, seat.bucket, seat.tp, seat.slots), []).append(seat.name)
     for free in alike.values():
         pairs += list(zip(free[::2], free[1::2], strict=False))
     return [pairs[:number] for number in range(len(pairs) + 1)]
@@ -222,7 +221,7 @@ def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
 
 
 def _alike(one: Seat, other: Seat) -> bool:
-    return (one.engine, one.tp, one.slots) == (other.engine, other.tp, other.slots)
+    return (one.bucket, one.tp, one.slots) == (other.bucket, other.tp, other.slots)
 
 
 def _one_node(seats: Sequence[Seat]) -> bool:
@@ -230,7 +229,7 @@ def _one_node(seats: Sequence[Seat]) -> bool:
 
 
 def _said(seat: Seat) -> str:
-    return f"{seat.name} ({kind_of(seat.engine, seat.tp, seat.threads, seat.slots)})"
+    return f"{seat.name} ({kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)})"
 
 
 def _order(name: str) -> tuple[int, str]:

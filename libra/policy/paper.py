@@ -98,7 +98,9 @@ class PaperRule:
 
     def _slowest_first(self) -> list[str]:
         fleet = self._fleet
-        return sorted(fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.token_s, bucket))
+        return sorted(
+            fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.alone_s_per_token, bucket)
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """Everything it knows, as values that JSON can hold; see `restore`."""

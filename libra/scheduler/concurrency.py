@@ -57,7 +57,7 @@ class Concurrency:
                 private.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
     def joined(self, run: str, worker: str, kind: Mapping[str, Any]) -> None:
-        """A worker is there, for the first time or again, whose engine is of this ``kind``: engine, threads, tp and slots."""
+        """A worker is there, for the first time or again, whose engine is of this ``kind``: engine, bucket, tp and slots."""
         known = self._runs.setdefault(run, _Run())
         known.began[worker] = dict(kind)
         known.full[worker] = (int(kind["tp"]), int(kind["slots"]))
@@ -85,7 +85,7 @@ class Concurrency:
     def rows(self, state: RunState) -> list[dict[str, Any]]:
         """Each worker with an engine, or that had one.
 
-        ``worker``, ``address``; ``engine``, ``threads``, ``base_tp`` and ``base_slots`` as it was started; ``tp`` and ``slots`` of
+        ``worker``, ``address``; ``engine``, ``bucket``, ``base_tp`` and ``base_slots`` as it was started; ``tp`` and ``slots`` of
         its last engine; slots that it ``supplies`` now; its ``limits``, and what was ``declared``, both by degree.
         """
         known, found = self._runs.get(state.run, _Run()), []
@@ -95,13 +95,14 @@ class Concurrency:
             began = known.began.get(worker)
             if began is None:
                 continue
-            base = {"base_tp": began["tp"], "base_slots": began["slots"], "engine": began["engine"]}
+            base = {"base_tp": began["tp"], "base_slots": began["slots"]}
             found.append(
                 {
                     "worker": worker,
                     "address": state.engines.get(worker, ""),
                     **base,
-                    "threads": began["threads"],
+                    "engine": began["engine"],
+                    "bucket": began["bucket"],
                     "tp": tp,
                     "slots": slots,
                     "supplies": supplies,

@@ -111,11 +111,6 @@ class Trajectories:
             self._tell_all(event)
         self.kick()
 
-    def respeed(self) -> None:
-        """Tell how fast workers turned out, where that has changed."""
-        for event in self.workers.respeeded():
-            self._tell_all(event)
-
     # ---------------------------------------------------------------- parked
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
@@ -279,9 +274,6 @@ class Trajectories:
         latency_s = round(msg["stop_s"] - msg["start_s"], 6)
         name = msg["tool"] if phase is Phase.TOOL else "generate"
         self.stream.add(msg["key"], address, phase, msg["start_s"], msg["stop_s"], name)
-        if phase is Phase.ROLLOUT:
-            running = self.dispatcher.running_on(tracked.worker, phase)
-            self.workers.generated(tracked.worker, running, msg["tokens"], msg["stop_s"] - msg["start_s"])
         tokens, tool, status, payload = msg["tokens"], msg["tool"], msg["status"], msg["payload_tokens"]
         state.note(
             state.lines.quantum_finished,

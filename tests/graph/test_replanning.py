@@ -83,10 +83,10 @@ class MadeUp:
 
     def seats(self) -> list[Seat]:
         row = self.scheduler.row
-        stays = Seat("rollout-1", "node", "transformers", 1, 1, 8)
+        stays = Seat("rollout-1", "node", "transformers", "transformers-tp1-threads1", 1, 8)
         if row["stage"] in ("lost", "failed"):
             return [stays]
-        return [Seat("rollout-0", "node", "transformers", 1, 1, 8, True, row["role"]), stays]
+        return [Seat("rollout-0", "node", "transformers", "transformers-tp1-threads1", 1, 8, True, row["role"]), stays]
 
     def iteration(self, generated: int, trained: int) -> None:
         training = self.scheduler.row["role"] == "train" and self.scheduler.row["stage"] == "resupplied"
@@ -286,7 +286,7 @@ class Two(Scheduler):
                 name,
                 "node",
                 "vllm",
-                1,
+                "vllm-tp1-threads1",
                 1,
                 2,
                 True,
@@ -367,7 +367,9 @@ def test_boundaries_follow_lengths_by_classes_only() -> None:
     two.now = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": {"role": "lent", "tp": 1}}
     run = Run(1, 0, 16, 4096, lambda engine, tp: "", lambda *_: 1.0, "a datasheet")
     replanning = Replanning(two, ArrangementLoop(run, Rules(first_cost_s=1e9)), lambda name, fields: None)
-    third = Seat("rollout-2", "node", "vllm", 1, 1, 2, declared={1: EngineCapacity(10**6, 1, 1, 2, 1, STEPS)})
+    third = Seat(
+        "rollout-2", "node", "vllm", "vllm-tp1-threads1", 1, 2, declared={1: EngineCapacity(10**6, 1, 1, 2, 1, STEPS)}
+    )
     big = {1: EngineCapacity(10**6, 1, 1, 2, 1, STEPS), 2: EngineCapacity(2 * 10**6, 1, 1, 4, 2, STEPS)}
     forecast = StepForecast()
     for k, factor in enumerate((1.0, 1.1, 1.2, 3.0)):

@@ -35,7 +35,9 @@ def seat(
     name: str, *, tp: int = 1, slots: int = 8, kv: int = 0, steps: StepSeconds | None = None, **more: object
 ) -> Seat:
     declared = {tp: EngineCapacity(kv, kv * 100, 100, slots, tp, steps)} if kv else {}
-    return Seat(name, "node", "vllm", 1, tp, slots, declared=declared, **{"may_change": True, **more})  # type: ignore[arg-type]
+    return Seat(
+        name, "node", "vllm", f"vllm-tp{tp}-threads1", tp, slots, declared=declared, **{"may_change": True, **more}
+    )  # type: ignore[arg-type]
 
 
 def train_s(batch: Batch, replicas: int) -> float:

@@ -15,7 +15,7 @@ from libra.policy.roles import Roles
 
 
 def seat(name: str, host: str = "node", **more: object) -> Seat:
-    return Seat(name, host, "vllm", 1, 1, 4, **{"may_change": True, **more})  # type: ignore[arg-type]
+    return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})  # type: ignore[arg-type]
 
 
 def anything(engine: str, tp: int) -> str:

@@ -296,7 +296,7 @@ def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_
     libra = stage.plugins["libra"]
     state = SimpleNamespace(run="demo", engines={}, emit=libra.runs["demo"].emit)
     for name in ("a", "b"):
-        libra.concurrency.joined("demo", name, {"engine": "vllm", "threads": 1, "tp": 1, "slots": 8})
+        libra.concurrency.joined("demo", name, {"engine": "vllm", "bucket": "vllm-tp1-threads1", "tp": 1, "slots": 8})
     assert libra.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
     answer = stage.plugin.set_roles("demo", 0, {"a": {"role": "rollout", "tp": 2}, "b": {"role": "lent"}})
     assert "error" not in answer
