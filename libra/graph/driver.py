@@ -186,7 +186,7 @@ class Session:
         if config.planner.replan:
             from libra.graph.planning import plan_beside
 
-            self._planning = plan_beside(self._client, self.spec, self.metrics.write, self._tell)
+            self._planning = plan_beside(self._client, self.spec, self.metrics.write, self._tell, self.first)
 
     def _make_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):

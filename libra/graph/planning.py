@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from libra.config import RunConfig
@@ -21,6 +21,7 @@ from libra.graph.questions import Questions
 from libra.graph.replanning import Replanning, RunCalls
 from libra.graph.spec import RunSpec
 from libra.hardware import engine_seconds
+from libra.observe.metrics import read_metrics
 from libra.planner import Realised
 from libra.planner.arrangement_loop import ArrangementLoop, Run, Weighed
 from libra.planner.arrangements import Seat, arranged
@@ -76,6 +77,15 @@ class Planning:
             boundaries={str(tp): tokens for tp, tokens in spec.config.policy.boundaries_tokens.items()},
         )
 
+    def begin(self, contexts: Sequence[tuple[int, float]]) -> None:
+        """Hear of earlier starts of the run, as (iteration, mean context at the end of its trajectories).
+
+        Engines, slots, roles and boundaries are those of the configuration again; where these would run out of memory at the
+        contexts that are to come, they are changed before the first iteration of this start, as `after` would.
+        """
+        if contexts:
+            self.replanning.begin(contexts, self._calls.seats())
+
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
         """Hear the numbers of an iteration: compare them, predict the next one, and weigh what should run.
 
@@ -129,9 +139,16 @@ def plan_beside(
     spec: RunSpec,
     write: Callable[[int, Mapping[str, float]], None],
     tell: Callable[[str, Mapping[str, Any]], None],
+    first: int = 0,
 ) -> Planning:
-    """The planner of a run that is started; ``write`` takes (iteration, metrics), ``tell`` (name, fields) of an event."""
-    return Planning(spec, AskingRun(client, spec), write, tell)
+    """The planner of a run that is started with iteration ``first``.
+
+    ``write`` takes (iteration, metrics), ``tell`` (name, fields) of an event.
+    """
+    planning = Planning(spec, AskingRun(client, spec), write, tell)
+    rows = [row for row in read_metrics(spec.directory) if row.get("trajectories")] if first else []
+    planning.begin([(int(row["step"]), row["tokens"] / row["trajectories"]) for row in rows if row["step"] < first])
+    return planning
 
 
 def run_of(spec: RunSpec) -> Run:

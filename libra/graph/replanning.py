@@ -96,6 +96,17 @@ class Replanning:
         self._known = StepForecast()  # before the iteration that is under way
         self._blocked: set[str] = set()  # what was said to be missing
 
+    def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
+        """Hear of contexts of earlier starts, as (iteration, mean at the end), and make room for those to come where it is short."""
+        for iteration, mean_tokens in contexts:
+            self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
+        last = contexts[-1][0]
+        weighed = self.loop.weigh(last, StepForecast(), seats, Batch(0.0, 0.0), None, 1, False, 0.0)
+        if weighed is not None:
+            self._say(last, weighed, 0.0)
+            if weighed.kinds and self._apply:
+                self._ask(last, weighed, seats)
+
     def after(
         self,
         iteration: int,
@@ -200,8 +211,8 @@ class Replanning:
             return
         self._change = change
         logger.info(
-            "%s: %s (changes %s)", weighed.considered.reason,
-            ", ".join(str(command) for command in weighed.considered.commands), sorted(change.asked) or "of slots only",
+            "%s: %s, instead of %s (changes %s)", weighed.considered.reason, wanted.shown, now.shown,
+            sorted(change.asked) or "of slots only",
         )  # fmt: skip
 
     def _next_step(self, change: Change) -> None:

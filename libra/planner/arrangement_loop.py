@@ -235,8 +235,8 @@ class ArrangementLoop:
         if found is not None:
             best = options[found]
             reason = (
-                f"KV memory: {_shown(now.arrangement)} would need {now.kv_demand:.2f} of its KV at the {context:,.0f} tokens of "
-                f"context expected in iteration {iteration + 2 + self.run.overlap_steps}; {_shown(best.arrangement)} "
+                f"KV memory: {now.arrangement.shown} would need {now.kv_demand:.2f} of its KV at the {context:,.0f} tokens of "
+                f"context expected in iteration {iteration + 2 + self.run.overlap_steps}; {best.arrangement.shown} "
                 f"needs {best.kv_demand:.2f}"
             )
             return best, reason
@@ -420,13 +420,6 @@ def _as_measured(option: Arrangement, now: Arrangement) -> bool:
     """Whether no engine of an option has other slots than now, so that its measured tokens per second are its own."""
     has = {engine.workers: engine.slots for engine in now.engines}
     return all(has.get(engine.workers, engine.slots) == engine.slots for engine in option.engines)
-
-
-def _shown(option: Arrangement) -> str:
-    """Engines of an arrangement in few words."""
-    each = dict.fromkeys((engine.tp, engine.slots) for engine in option.engines)
-    counts = {key: sum((engine.tp, engine.slots) == key for engine in option.engines) for key in each}
-    return " + ".join(f"{count} x TP {tp} of {slots} slots" for (tp, slots), count in counts.items())
 
 
 def fleet_of(seats: Collection[Seat], core_trainers: int) -> Fleet:

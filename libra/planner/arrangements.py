@@ -97,6 +97,13 @@ class Arrangement:
         """Engines by kind."""
         return Counter(engine.kind for engine in self.engines)
 
+    @property
+    def shown(self) -> str:
+        """In few words, for people."""
+        alike = Counter((engine.tp, engine.slots) for engine in self.engines)
+        engines = " + ".join(f"{count} x TP {tp} of {slots} slots" for (tp, slots), count in sorted(alike.items()))
+        return engines + (f", {', '.join(sorted(self.training))} training" if self.training else "")
+
     def deployed(self, core_trainers: int) -> Deployed:
         """As the planner counts: training GPUs, engines by degree, and of each degree the slots of one engine (the least)."""
         slots: dict[int, int] = {}

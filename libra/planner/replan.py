@@ -113,7 +113,7 @@ class Considered:
     @property
     def gain_frac(self) -> float:
         """Gain per step, as a share of the current one."""
-        return 1.0 - self.proposed_step_s / self.current_step_s
+        return 1.0 - self.proposed_step_s / self.current_step_s if self.current_step_s > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class Replanner:
         cost_s = self.cost_s(kinds or (ROLES,))
         gain_s = (current_step_s - step_s) * remaining_iterations
         required = max(rules.least_gain_frac, rules.noise_factor * noise_frac)
-        gain_frac = 1.0 - step_s / current_step_s
+        gain_frac = 1.0 - step_s / current_step_s if current_step_s > 0 else 0.0
         same = not kinds
         worth = not same and gain_frac > required and gain_s > rules.cost_factor * cost_s
         self.confirmed = self.confirmed + 1 if worth else 0
