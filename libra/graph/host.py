@@ -50,7 +50,7 @@ from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
 from libra.graph.setting_up import close_environment, told_if_it_fails
 from libra.graph.spec import RunSpec
-from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record, returned
 from libra.keys import host_name
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
@@ -473,8 +473,7 @@ class LibraHost(WorkerPlugin):
         """
         new = state.records[first:]
         generated = [r for r in new if r["kind"] == "generation"]
-        returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
-        bad = [r["status"] for r in returned if r["status"] != "ok"]
+        tool, status = returned(new)
         failed = next((r for r in new if r["kind"] == "failure"), None)
         report(
             self.worker,
@@ -489,8 +488,8 @@ class LibraHost(WorkerPlugin):
             detail=failed["detail"] if failed else state.detail,
             tokens=sum(len(r["token_ids"]) for r in generated),
             version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
-            tool=returned[0]["tool"] if returned else "",
-            status=(bad[0] if bad else "ok") if returned else "",
+            tool=tool,
+            status=str(status),
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
             context_tokens=len(state.context),
             start_s=started_s,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
-from libra.types import Phase
+from libra.types import Phase, ToolOutcome
 
 T = TypeVar("T")
 
@@ -67,14 +67,15 @@ class QuantumStarted:
 class QuantumFinished:
     """A quantum was committed: a generation of ``tokens`` tokens, or an action whose tool came back with ``status``.
 
-    A generation whose tools ran inline names them too. ``payload_tokens`` are those that the tools put into the context.
+    A generation whose tools ran inline names them too; ``status`` is `NO_TOOL` where none came back. ``tool`` may be empty where
+    one did: a malformed call need not name any. ``payload_tokens`` are those that the tools put into the context.
     """
 
     key: str
     phase: Phase
     tokens: int
     tool: str
-    status: str
+    status: ToolOutcome
     latency_s: float
     payload_tokens: int = 0
 

@@ -62,7 +62,7 @@ class PaperRule:
     def _returned(self, event: QuantumFinished) -> None:
         _, states, generated = self._paths[event.key]
         generated[-1] += event.tokens
-        if event.tool:
+        if event.status:
             states.append(state_name(event.tool, event.status, event.payload_tokens))
             generated.append(generated[-1])
 

@@ -27,7 +27,7 @@ from libra.rollout.emulated_engine import Clock, EmulatedEngine, ScaledClock, Ti
 from libra.scheduler import LibraPlugin
 from libra.sim import EngineSpec, Workload, typical_context
 from libra.sim.workload import prompts_of
-from libra.types import Phase, TurnRequest
+from libra.types import NO_TOOL, Phase, TurnRequest
 
 TOOLS = "tools"
 
@@ -129,7 +129,7 @@ async def quantum(key: str, run: str) -> int:
     scene.busy.discard(key)
     scene.last_s = max(scene.last_s, scene.clock.now_s())
     scene.quanta[key] = done + 1
-    ends = done + 2 >= 2 * len(plan.turns) and not (generates and turn.tool)
+    ends = done + 2 >= 2 * len(plan.turns) and not (generates and turn.status)
     following = "" if ends else str(Phase.TOOL if generates else Phase.ROLLOUT)
     if ends:
         scene.engines[scene.home[key]].forget(key)
@@ -140,7 +140,7 @@ async def quantum(key: str, run: str) -> int:
             "kind": "quantum", "run": run, "epoch": 0, "key": key, "quantum": done, "end": "answered" if ends else "",
             "next": following, "goes_on": False, "failure": "none", "detail": "", "version": 0,
             "tokens": turn.new_tokens if generates else 0, "tool": "" if generates else turn.tool,
-            "status": "" if generates else turn.status, "payload_tokens": 0 if generates else turn.payload_tokens,
+            "status": NO_TOOL if generates else str(turn.status), "payload_tokens": 0 if generates else turn.payload_tokens,
             "context_tokens": scene.context[key], "start_s": began_s, "stop_s": scene.clock.now_s(),
         },
     )  # fmt: skip
