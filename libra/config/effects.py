@@ -227,14 +227,12 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "planner.layout": _of("run", "slurm"),
         "planner.planned": _run(),
         "planner.replan": _run(),
-        "planner.apply": _run(is_("planner.replan", True), above("cluster.hybrid_workers", 0)),
-        "planner.change_cost_s": _run(
-            is_("planner.apply", True), is_("planner.replan", True), above("cluster.hybrid_workers", 0)
-        ),
+        "planner.apply": _run(is_("planner.replan", True)),
+        "planner.change_cost_s": _run(is_("planner.replan", True)),
         "planner.gpu": _planned(),
         "planner.calibration": _planned(),
         "planner.num_gpus": _plan(),
-        "planner.gpus_per_node": _planned(),
+        "planner.gpus_per_node": _plan(),
         "planner.tp": _planned(),
         "planner.trace": _plan(),
         "planner.trajectories": _plan(),

@@ -87,12 +87,12 @@ class PlannerSection(Section):
     """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed
     unless `planner.apply` says so."""
     apply: bool = False
-    """Carry out accepted plans: hybrid workers (`cluster.hybrid_workers`) go from rollout to training and back while the run
-    goes on. Needs `planner.replan`."""
+    """Carry out accepted plans while the run goes on: slots of engines and bucket boundaries, and where workers may change roles
+    (`cluster.hybrid_workers`) who trains and whose GPUs are one engine. Needs `planner.replan`."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
-    """Seconds that a change of roles is taken to cost the run until one has been measured: what Libra reports, both directions
-    together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as much in the iterations that
-    remain."""
+    """Seconds that a change of roles, or of engines' GPUs, is taken to cost the run until one of its kind has been measured: what
+    Libra reports, both directions together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as
+    much in the iterations that remain, or where KV memory would not hold what is to come."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
     """GPU of every node: a name that Libra knows, or the path of a datasheet. None: for `layout` auto the one of this machine, else
     A800-80G."""

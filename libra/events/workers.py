@@ -151,6 +151,21 @@ class EngineDeclared(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsSet(Event):
+    """The engine of ``worker`` takes at most ``slots`` trajectories at once while its degree is ``tp``, for this reason.
+
+    ``of_slots`` are those it was started with; None: an engine of this degree is not there now, and the limit waits for it.
+    """
+
+    name: ClassVar[str] = "slots_set"
+    worker: str
+    tp: int
+    slots: int
+    of_slots: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerWithdrawn(Event):
     """A worker takes nothing more: it has left, or is about to."""
 

@@ -210,7 +210,7 @@ class LibraHost(WorkerPlugin):
             await self.serving.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
         self.worker.stream_handlers.setdefault("libra-contended", self._contention_announced)
-        self._tell("joined", weights=self.offered)
+        self._tell("joined", weights=self.offered, engine=kind.told)
         if asleep:
             self._tell("asleep")
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.

@@ -103,6 +103,7 @@ class _Phase:
         self.free: dict[str, int] = {}
         self.running: dict[str, str] = {}
         self.taken: dict[str, int] = {}
+        self.overfull: set[str] = set()  # workers with fewer slots than are taken
 
     def leave(self, key: str) -> None:
         """``key`` does not wait here any more."""
@@ -137,6 +138,7 @@ class _Phase:
         for key in [key for key, at in self.running.items() if at == worker]:
             del self.running[key]
         self.taken.pop(worker, None)
+        self.overfull.discard(worker)
 
     def _room(self, worker: str) -> None:
         count = self.slots.get(worker, 0) - self.taken.get(worker, 0)
@@ -144,6 +146,10 @@ class _Phase:
             self.free[worker] = count
         else:
             self.free.pop(worker, None)
+        if count < 0 and worker in self.slots:
+            self.overfull.add(worker)
+        else:
+            self.overfull.discard(worker)
 
 
 class Dispatcher:
@@ -315,6 +321,15 @@ class Dispatcher:
             empty = dict.fromkeys(("engines", "used", "slots", "at_home"), 0)
             rows.append({"bucket": None, **empty, "waiting": homeless, "left_tokens": 0})
         return rows
+
+    def residents(self, worker: str) -> int:
+        """How many trajectories are at home on the engine of ``worker``."""
+        host = self._fleet.hosts.get(worker)
+        return host.residents if host is not None else 0
+
+    def overfull(self) -> bool:
+        """Whether an engine generates for more trajectories than it has slots now; who runs there is to give its slot up."""
+        return bool(self._phases[Phase.ROLLOUT].overfull)
 
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""

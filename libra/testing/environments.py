@@ -75,6 +75,32 @@ class DriftingPrompts(FixedTurns):
         return Prompt(found.prompt_id, ({**message, "content": message["content"].ljust(self.long_chars, "x")},))
 
 
+class GrowingPrompts(FixedTurns):
+    """As `FixedTurns`, with questions that are longer from stretch to stretch: contexts grow as a run goes on.
+
+    Parameters
+    ----------
+    stretch : int
+        Questions in a row that are alike; those of one batch, for contexts that grow from iteration to iteration.
+    first_chars, more_chars : int
+        Length of the first ones, and by how much each stretch is longer than the one before.
+    most_chars : int
+        Length at which they stop growing.
+    """
+
+    def __init__(
+        self, *, stretch: int, first_chars: int = 60, more_chars: int = 40, most_chars: int = 10_000, **same: Any
+    ) -> None:
+        super().__init__(**same)
+        self.stretch, self.first_chars, self.more_chars, self.most_chars = stretch, first_chars, more_chars, most_chars
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        found = super().prompt(split, index)
+        ((message),) = found.messages
+        length = min(self.first_chars + index // self.stretch * self.more_chars, self.most_chars)
+        return Prompt(found.prompt_id, ({**message, "content": message["content"].ljust(length, "x")},))
+
+
 class TraceTurns(Environment):
     """Recorded agents' trajectories, replayed turn by turn: as many tokens, tools as slow, observations as long, all scaled.
 
