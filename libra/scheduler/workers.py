@@ -31,6 +31,9 @@ _FIELDS = frozenset(f.name for f in fields(EngineDeclared)) - {f.name for f in f
 _SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s")
 
 
+_SIZES = ("kv_tokens", "kv_bytes", "kv_token_bytes", "slots", "tp", "max_context_tokens")
+
+
 @dataclass(slots=True)
 class _Declared:
     """What an engine says of itself; ``told`` is the declaration that the policy was last told, None before."""
@@ -46,8 +49,8 @@ def capacity_of(msg: dict[str, Any]) -> EngineCapacity:
     if msg["fixed_s"] is not None:
         seconds = {name: float(msg[name]) for name in _SECONDS}
         steps = StepSeconds(**seconds, num_steps=msg["num_steps"], error_frac=msg["error_frac"])
-    sizes = (msg[name] for name in ("kv_tokens", "kv_bytes", "kv_token_bytes", "slots", "tp"))
-    return EngineCapacity(*sizes, steps=steps, max_context_tokens=msg["max_context_tokens"])
+    sizes: dict[str, int] = {name: int(msg[name]) for name in _SIZES}
+    return EngineCapacity(**sizes, steps=steps)
 
 
 class Workers:

@@ -15,14 +15,15 @@ from libra.cluster.local import device_bindings
 from libra.cluster.machine import CPU, Machine
 from libra.cluster.running import FILE
 from libra.config import RunConfig, config_from_dict, load_config
+from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.config.resume import RESOLVED_FILE, load_resumed
 from libra.errors import ClusterError, ConfigError, PlanError
 from libra.graph.driver import Session, run
 from libra.graph.starting import laid_out
 from libra.planner.commands import Deployed
-from libra.planner.configured import snapshot_of
+from libra.planner.configured import shape_of, snapshot_of
 from libra.planner.making import plan
-from libra.planner.starting import configured_deployment
+from libra.planner.starting import configured_deployment, shape_digest, with_plan
 from libra.store.event_log import read_events
 
 Config = Callable[..., RunConfig]
@@ -188,6 +189,21 @@ def test_a_cluster_with_other_engines_than_are_listed_is_refused(
     wrong = r"2 engines of TP 1, 1 threads, 4 slots are listed, 0 are there; type.*ROLLOUT=4,TP=1"
     with pytest.raises(ClusterError, match=wrong), Session(config, client=cluster_client):
         pass
+    elsewhere = make_config(run={"name": "elsewhere"})
+    plan_of_a_gpu = PlannedLayout(
+        model="random",
+        model_digest=shape_digest(shape_of(elsewhere)),
+        gpu="A800-80G",
+        num_gpus=2,
+        train_gpus=1,
+        engines=(PlannedEngines(tp=1, count=1, concurrency=8),),
+        micro_batch_tokens=4096,
+        step_s=1.0,
+        rests_on="a datasheet",
+        why="training",
+    )
+    with pytest.raises(PlanError, match="the plan is for 2 x A800-80G, here is no GPU"):
+        run(with_plan(elsewhere, plan_of_a_gpu), client=cluster_client)
     with Session(make_config(run={"name": "alike"}), client=cluster_client) as session:
         roles_command(session.directory, ())
         assert "no worker of this run can change its role" in capsys.readouterr().out

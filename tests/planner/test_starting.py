@@ -67,6 +67,7 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
         "generated_p99_tokens": 7000 * scale,
     }
     config = _config(
+        model={"path": "Qwen3-0.6B", "dtype": "bfloat16"},
         run={"seed": seed, "eta": eta},
         planner=planner | {"tool_s": 0.1 * (seed + 1), "turns": 3},
         trainer={
@@ -91,11 +92,11 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
     again = config_from_dict(started.model_dump(mode="json"))  # what config.resolved.yaml holds
     assert again == started
     assert "planned" in dump_config(again)
-    check_planned(layout, QWEN, "A800-80G", num_gpus)
+    check_planned(layout, load_shape("Qwen3-0.6B"), "A800-80G", num_gpus)
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled() -> None:
-    tokens = Workload.of([512.0] * 512, [1500.0] * 512)
+    tokens = Workload.of([512.0] * 2000, [1500.0] * 2000)
     gpu = load_gpu("L40S-48G")
     snapshot = Snapshot(gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2)
     _, smaller = planned(snapshot, 2048)
