@@ -153,4 +153,5 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         threads=kind.threads,
         version=version,
         exact_logprobs=config.rollout.exact_logprobs,
+        device=config.cluster.device,
     )

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import queue
@@ -30,6 +31,7 @@ from libra.rollout import slots as slot_cache
 from libra.rollout.batch import Job, SlotBatch
 from libra.rollout.checkpoint import load_causal_lm
 from libra.rollout.engine import EngineStats
+from libra.tensors import compute_device
 from libra.types import TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ Reply = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
 class TransformersEngine:
-    """Continuous batching of a Hugging Face causal LM (Llama, Qwen2, Qwen3 and their like) on this process's CPU.
+    """Continuous batching of a Hugging Face causal LM (Llama, Qwen2, Qwen3 and their like) on this process's CPU or GPU.
 
     Parameters
     ----------
@@ -57,6 +59,8 @@ class TransformersEngine:
     exact_logprobs : bool
         Record log-probabilities that each piece of a turn has when it is scored alone, uncached (`libra.scoring`), in place
         of those that the batch drew it from: a forward pass more per turn.
+    device : {"auto", "cpu", "cuda"}
+        `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class TransformersEngine:
         threads: int | None = None,
         version: int = 0,
         exact_logprobs: bool = False,
+        device: str = "cpu",
     ) -> None:
         if slots < 1 or max_context_tokens < 2:
             raise EngineError(
@@ -76,7 +81,7 @@ class TransformersEngine:
             )
         self.model_dir, self.slots, self.max_context_tokens = Path(model_dir), slots, max_context_tokens
         self.dtype, self.threads, self.version = dtype, threads, version
-        self.exact_logprobs = exact_logprobs
+        self.exact_logprobs, self.device = exact_logprobs, device
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
@@ -151,6 +156,9 @@ class TransformersEngine:
         self._mailbox.put((lambda: None, (), None))
         await asyncio.to_thread(self._thread.join)
         self._batch = None
+        if torch.cuda.is_initialized():
+            gc.collect()  # the model's modules know each other in circles
+            torch.cuda.empty_cache()
 
     def _open(self) -> SlotBatch:
         if self._batch is None or self._closing:
@@ -181,6 +189,7 @@ class TransformersEngine:
                 torch.set_num_threads(self.threads)
             slot_cache.register()
             model = load_causal_lm(self.model_dir, self.dtype, slot_cache.SLOT_ATTENTION)
+            model.to(compute_device(self.device))
             batch = SlotBatch(
                 model,
                 slots=self.slots,

@@ -36,16 +36,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from libra.errors import ModelError, TrainError
+from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import digest, untied
 from libra.train import mismatch
 from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
-from libra.train.double import keep_double
 from libra.train.elsewhere import BatchElsewhere, samples_of
 from libra.train.group import TrainGroup
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
+from libra.train.loading import load_model
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
 from libra.train.objective import Objective
@@ -77,6 +77,8 @@ class Replica:
         Of the weights that the optimizer updates, where that is wider than ``dtype``. None: the model's own.
     threads : int, optional
         torch threads of this process; None leaves them as they are.
+    device : torch.device or str
+        Where model, optimizer and micro-batches are.
     seed : int
         Orders minibatches; nothing else is random (dropout is off).
     base_dir : path, optional
@@ -106,6 +108,7 @@ class Replica:
         dtype: torch.dtype | str = torch.float32,
         master_dtype: torch.dtype | str | None = None,
         threads: int | None = None,
+        device: torch.device | str = "cpu",
         seed: int = 0,
         base_dir: str | Path | None = None,
         group: TrainGroup | None = None,
@@ -117,7 +120,7 @@ class Replica:
         self.settings = settings
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.model = _load_model(self.model_dir, self.dtype)
+        self.model = load_model(self.model_dir, self.dtype)
         self.group = group or TrainGroup()
         self.hybrids: HybridPool | None = None
         self.steps_done = 0
@@ -127,7 +130,10 @@ class Replica:
         self._scorer = Scorer(self.model, settings.temperature)
         self._reference: Scorer | None = None
         if settings.kl_coef > 0:
-            self._reference = Scorer(_load_model(self.base_dir, self.dtype).requires_grad_(False), settings.temperature)
+            self._reference = Scorer(load_model(self.base_dir, self.dtype).requires_grad_(False), settings.temperature)
+        self.device = torch.device(device)
+        for model in (self.model, *([] if self._reference is None else [self._reference.model])):
+            model.to(self.device)
         self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
         kept, self._aliases = untied(self.model.state_dict())
@@ -390,13 +396,14 @@ class Replica:
         return self._pack([sample])[0]
 
     def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        return pack(
+        batches = pack(
             samples,
             max_row_tokens=self.settings.max_row_tokens,
             micro_batch_tokens=self.settings.micro_batch_tokens,
             logp_dtype=torch.promote_types(self.dtype, torch.float32),
             share_prompts=self._share_prompts,
         )
+        return [batch.to(self.device) for batch in batches]
 
     @torch.no_grad()
     def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -481,20 +488,3 @@ class Replica:
             self.master.round_into_model()
         self._weights_moved()
         self.optimizer.load_state_dict(optimizer_state)
-
-
-def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
-    """The causal model of a directory, dropout off, attention by torch's scaled dot product."""
-    from transformers import AutoModelForCausalLM  # here: the driver, which reads checkpoints only, does without it
-
-    if not (model_dir / "config.json").is_file():
-        raise ModelError(f"model: {model_dir} holds no config.json; type model.path=DIR of a Hugging Face model")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as fault:
-        raise ModelError(f"model: {model_dir} cannot be loaded as a causal language model: {fault}") from fault
-    if dtype is torch.float64:
-        keep_double(model)
-    return model.eval()
