@@ -58,7 +58,7 @@ test: setup ## run all tests (PYTEST_ARGS="-k name")
 	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slurm: setup ## run the quick start through a real Slurm on this machine (root; Debian's slurmctld slurmd slurm-client munge)
-	@PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -c 'import sys; sys.path.insert(0, "tests/slurm"); from single_node import missing; sys.exit(missing() and "test-slurm: " + missing())'
+	@PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -c 'import sys; sys.path.insert(0, "tests/slurm"); from single_node import missing; sys.exit("test-slurm: " + missing() if missing() else 0)'
 	PATH="$$PATH:/usr/sbin:/sbin" OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 # Which cases of the soak; each kills one process of a small run for real (tests/soak/case.py).

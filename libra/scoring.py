@@ -11,6 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.heads import after_head, at_head, head_of
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are there at once. Not a setting: trainer and engine have to cut at the same places."""
 
 
 @torch.no_grad()
@@ -23,10 +29,19 @@ def score_alone(
     """
     ids = torch.from_numpy(np.asarray(token_ids, np.int64))
     ids = ids.to(next(model.parameters()).device)
-    wanted = len(ids) - first
-    logits = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=wanted).logits[0].float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    logp = torch.log_softmax(logits, dim=-1).gather(1, ids[first:, None])[:, 0]
-    found: NDArray[np.float32] = logp.cpu().numpy()
+    targets, head, after = ids[first:], head_of(model), after_head(model)
+
+    def score(hidden_NH: Tensor) -> Tensor:
+        wanted_NH = hidden_NH[first - 1 :]
+        parts = []
+        for at in range(0, len(wanted_NH), CHUNK_TOKENS):
+            here = slice(at, at + CHUNK_TOKENS)
+            logits_CV = torch.nn.functional.linear(wanted_NH[here], head.weight, head.bias)
+            logits_CV = (logits_CV if after is None else after(logits_CV)).float()
+            if temperature != 1.0:
+                logits_CV = logits_CV / temperature
+            parts.append(torch.log_softmax(logits_CV, dim=-1).gather(1, targets[here, None])[:, 0])
+        return torch.cat(parts) if parts else wanted_NH.new_zeros(0)
+
+    found: NDArray[np.float32] = at_head(model, score, input_ids=ids[None, :-1], use_cache=False).cpu().numpy()
     return found

@@ -64,6 +64,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
     libra run configs/qwen3_4b_gpu.yaml --scheduler tcp://HOST:8786
     libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
+    libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
     """
     import logging
 
@@ -83,8 +84,10 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
     from libra.cli.closing import closing_lines
+    from libra.cli.plan import shown_layout
     from libra.graph.driver import run as run_graphs
 
+    loaded = shown_layout(loaded)
     summary = run_graphs(loaded)
     click.echo("\n".join(closing_lines(summary, loaded)))
 
@@ -97,11 +100,12 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, verbose: bool) -> None:
     """Go on with RUN, the directory of a run that was stopped or killed, from what it committed.
 
-    Nothing that was committed is generated again. What makes the result may not change; the cluster, what is shown and kept,
-    and run.iterations may.
+    Nothing that was committed is generated again. What makes the result may not change; the cluster, what is planned, shown and
+    kept, and run.iterations may.
 
     \b
     libra resume runs/quickstart_0131_142501
+    libra resume runs/my_run planner.replan=true
     libra resume runs/my_run run.iterations=100 --scheduler tcp://HOST:8786
     """
     import logging
@@ -118,8 +122,10 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ver
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
     from libra.cli.closing import closing_lines
+    from libra.cli.plan import shown_layout
     from libra.graph.driver import run as run_graphs
 
+    loaded = shown_layout(loaded)
     summary = run_graphs(loaded, resume=True)
     click.echo("\n".join(closing_lines(summary, loaded)))
 
@@ -158,10 +164,14 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
     help="Say what another choice would cost: train=16, tp=4 or engines.2=8. May be repeated.",
 )
 @click.option("--what-if", is_flag=True, help="Also plan layouts that engine and trainer cannot run yet.")
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a configuration that starts the plan: CONFIG and what was planned over it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-def plan(
-    config: str, overrides: tuple[str, ...], trace: Path | None, why: tuple[str, ...], what_if: bool, as_json: bool
-) -> None:
+def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     """Say how many GPUs to train with and how many to generate with, in which engines, what to expect, and why.
 
     What to plan for is section `planner` of CONFIG; nothing is started.
@@ -169,14 +179,40 @@ def plan(
     \b
     libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
     libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
+    libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
     from libra.cli.ignored import tell_ignored
     from libra.cli.plan import print_plan
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
-    tell_ignored(loaded, "plan", overrides, {"--trace": trace})
-    print_plan(loaded, trace=trace, why=why, what_if=what_if, as_json=as_json)
+    tell_ignored(loaded, "plan", overrides, {"--trace": choice["trace"]})
+    print_plan(loaded, config, **choice)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("words", metavar="[WORKER=ROLE]...", nargs=-1)
+@click.option("--cancel", type=int, metavar="GENERATION", help="Have this change undone, if it has not ended.")
+@click.option("--wait", is_flag=True, help="Wait until the change has ended; exit with 1 where it was undone.")
+@_SCHEDULER
+@click.option("--json", "as_json", is_flag=True, help="Print the roles as one JSON object.")
+def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
+    """Show the roles of the workers of RUN, the directory of a run that is going on, or ask for others.
+
+    ROLE is rollout, rollout:tpN (an engine of N GPUs), train, or lent (its GPUs belong to another one's engine). Workers that are
+    named together change together, all of them or none.
+
+    \b
+    libra roles runs/my_run
+    libra roles runs/my_run rollout-0=train --wait
+    libra roles runs/my_run rollout-0=rollout:tp2 rollout-1=lent
+    libra roles runs/my_run --cancel 3
+    """
+    from libra.cli.roles import roles_command
+
+    if not roles_command(run_dir, words, **choice):
+        raise click.exceptions.Exit(1)
 
 
 @cli.command()

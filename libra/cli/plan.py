@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
-from libra.config import RunConfig
-from libra.config.agent_turns import read_agent_turns
+from libra.config import RunConfig, load_config, yaml_text
+from libra.config.paths import packaged_config
+from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError
+from libra.graph.starting import laid_out, plan_for_datasheet, read_trace, without_layout
 from libra.planner.configured import snapshot_of
 from libra.planner.cost import Workload
 from libra.planner.explain import alternative_line, text
 from libra.planner.making import compare, plan
 from libra.planner.search import Planner
 from libra.planner.snapshot import Snapshot
-from libra.planner.trace import COLUMNS, workload_of_turns
+from libra.planner.starting import layout_lines, with_plan
 
-
-def read_trace(path: Path, tool_s: float) -> Workload:
-    """The trajectories of a CSV of turns; ConfigError where it cannot be read, PlanError where it does not say enough."""
-    return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace (--trace FILE)"), tool_s)
+HEAD = "# Written by libra plan, for"
+"""First words of a file with a plan."""
 
 
 def fixed_by(snapshot: Snapshot, choice: str) -> Snapshot:
@@ -46,18 +48,33 @@ def fixed_by(snapshot: Snapshot, choice: str) -> Snapshot:
     return replace(snapshot, fixed_engines={**snapshot.fixed_engines, int(degree): number})
 
 
-def print_plan(config: RunConfig, *, trace: Path | None, why: Sequence[str], what_if: bool, as_json: bool) -> None:
-    """Plan and print."""
+def print_plan(
+    config: RunConfig,
+    name: str,
+    *,
+    trace: Path | None,
+    why: Sequence[str],
+    what_if: bool,
+    write: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan and print; ``name`` is the configuration as it was typed, ``write`` the file for one that starts the plan."""
+    if what_if and write is not None:
+        raise ConfigError(
+            "--write: it writes what can be started, and --what-if plans more than that; leave one of them out"
+        )
     path = trace or config.planner.trace
     turns = None if path is None else read_trace(path, config.planner.tool_s)
     snapshot, note = snapshot_of(config, turns, what_if)
     planner = Planner()
     answer = plan(snapshot, planner)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
+    written = None if write is None else write_planned(config, name, write, turns)
     if as_json:
         values = answer.to_dict()
         values["notes"] = note.splitlines()
         values["why"] = [{"choice": other.name, **asdict(other)} for other in asked]
+        values["written"] = None if written is None else str(write)
         click.echo(json.dumps(values, allow_nan=False))
         return
     click.echo(text(answer))
@@ -67,3 +84,44 @@ def print_plan(config: RunConfig, *, trace: Path | None, why: Sequence[str], wha
             click.echo(alternative_line(other))
     if note:
         click.echo(f"\n{note}")
+    if written is not None:
+        click.echo("\n" + "\n".join(layout_lines(written)))
+        click.echo(f"written: {write}; type libra run {write}, or libra cluster slurm {write} up")
+
+
+def write_planned(config: RunConfig, name: str, file: Path, turns: Workload | None) -> PlannedLayout:
+    """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
+    layout = plan_for_datasheet(config, turns)
+    delta = written_delta(config, name, with_plan(without_layout(config), layout), file)
+    if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEAD):
+        raise ConfigError(f"--write: {file} is there, and no plan; type another name, or remove it")
+    file.write_text(delta, encoding="utf-8")
+    return layout
+
+
+def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> str:
+    """Text of a file that extends the configuration ``name``, and is ``made`` when it is read.
+
+    Overrides that were typed are in it, too: a plan is for what it was made from.
+    """
+    packaged = packaged_config(name) is not None
+    extended = name if packaged else os.path.relpath(Path(name).absolute(), file.absolute().parent)
+    before, after = load_config(name).model_dump(mode="json"), made.model_dump(mode="json")
+    values: dict[str, Any] = {"extends": extended}
+    for section, fields in after.items():
+        below = before[section]
+        whole = ("environment", "name"), ("trainer", "algorithm")  # what a file says of others counts no more then
+        differs = {key: value for key, value in fields.items() if value != below[key]}
+        if any(section == one and key in differs for one, key in whole):
+            differs = fields
+        if differs:
+            values[section] = differs
+    return f"{HEAD} {name}: libra run {file.name}\n" + yaml_text.write(values)
+
+
+def shown_layout(config: RunConfig) -> RunConfig:
+    """``config`` as a run starts it on this machine; a plan that it starts is printed, in one short block."""
+    made = laid_out(config)
+    if made.planner.planned is not None:
+        click.echo("\n".join(layout_lines(made.planner.planned)))
+    return made

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
 from libra.cluster.settings import check_settings
+from libra.config import RunConfig
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -69,13 +71,49 @@ def resource_problems(
     return problems
 
 
-def check_cluster(client: Client, *, train_workers: int = 1, hybrid_workers: int = 0) -> None:
+def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig) -> list[str]:
+    """Where the rollout workers of a cluster are not those of ``cluster.engines``, each with the line to type.
+
+    Empty where ``cluster.engines`` is: then whatever engines the workers say they have are used.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    listed: Counter[tuple[int, int, int]] = Counter()
+    for group in cluster.engines:
+        listed[group.tp, group.threads or cluster.threads or 0, group.slots or rollout.slots] += group.count
+    found: Counter[tuple[int, int, int]] = Counter()
+    for worker in workers.values():
+        has = worker.get("resources", {})
+        if has.get(keys.ROLLOUT):
+            threads = int(has.get(keys.THREADS, 0)) or cluster.threads or 0
+            found[int(has.get(keys.TP, 0)) or rollout.tp, threads, int(has[keys.ROLLOUT])] += 1
+    problems = []
+    for kind in sorted(listed.keys() | found.keys() if listed else ()):
+        tp, threads, slots = kind
+        words = f"TP {tp}, {f'{threads} threads' if threads else 'threads as the machine has cores'}, {slots} slots"
+        if found[kind] < listed[kind]:
+            supply = f"ROLLOUT={slots},TP={tp}" + (f",THREADS={threads}" if threads else "")
+            problems.append(
+                f"cluster.engines: {listed[kind]} engines of {words} are listed, {found[kind]} are there; type for each that is "
+                f"missing: dask worker {address} --nthreads {slots + 8} --resources {supply}, or cluster.engines=[] for a run on "
+                "the engines that are there"
+            )
+        elif found[kind] > listed[kind]:
+            problems.append(
+                f"cluster.engines: {found[kind]} engines of {words} are there, {listed[kind]} are listed; type cluster.engines=[] "
+                "for a run on all that are there"
+            )
+    return problems
+
+
+def check_cluster(client: Client, config: RunConfig) -> None:
     """ClusterError naming everything that is missing or set wrongly on the scheduler and the workers ``client`` sees."""
+    train_workers, hybrid_workers = config.cluster.train_workers, config.cluster.hybrid_workers
     info = client.scheduler_info(n_workers=-1)
     workers, held = info["workers"], client.run_on_scheduler(_held_back)
     for address in held.keys() & workers.keys():  # set up for another run, or for an earlier start of this one
         workers[address]["resources"] = {**workers[address]["resources"], **held[address]}
     problems = resource_problems(workers, info["address"], train_workers=train_workers, hybrid_workers=hybrid_workers)
+    problems += engine_problems(workers, info["address"], config)
     in_force = client.run_on_scheduler(_distributed_settings)
     problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
     if problems:

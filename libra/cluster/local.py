@@ -12,6 +12,7 @@ from distributed import Nanny, Scheduler, SpecCluster
 from distributed.deploy.cluster import Cluster
 
 from libra import keys
+from libra.cluster.machine import this_machine
 from libra.cluster.settings import DASK_SETTINGS
 from libra.config import RunConfig
 from libra.errors import ClusterError
@@ -99,6 +100,22 @@ def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
     }
 
 
+def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
+    """GPUs of each worker (CUDA_VISIBLE_DEVICES) where engines are listed and there are enough for all; else none: they share.
+
+    Training workers and engines have GPUs of their own, an engine as many as its tensor-parallel degree, the engines first.
+    """
+    wanted = {
+        name: resources.get(keys.TP, config.rollout.tp) if keys.ROLLOUT in resources else 1
+        for name, resources in worker_resources(config).items()
+        if keys.ROLLOUT in resources or keys.TRAIN in resources
+    }
+    if not config.cluster.engines or sum(wanted.values()) > num_gpus:
+        return {}
+    free = iter(range(num_gpus))
+    return {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
+
+
 def local_cluster(config: RunConfig) -> SpecCluster:
     """Start scheduler (in this process) and workers (a process each), bound to loopback."""
     check_port(config.cluster.dashboard_port)
@@ -113,6 +130,7 @@ def local_cluster(config: RunConfig) -> SpecCluster:
         }
     )
     bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    devices = device_bindings(config, this_machine().num_gpus) if config.cluster.engines else {}
     spec: dict[str, Any] = {
         name: {
             "cls": Nanny,
@@ -122,7 +140,8 @@ def local_cluster(config: RunConfig) -> SpecCluster:
                 "memory_limit": 0,
                 "host": LOOPBACK,
                 "dashboard": False,
-                "env": {"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {},
+                "env": ({"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {})
+                | ({"CUDA_VISIBLE_DEVICES": devices[name]} if name in devices else {}),
             },
         }
         for name, resources in worker_resources(config).items()

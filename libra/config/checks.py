@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
     return (
         *_rollout(config),
         *_engines(config),
+        *_boundaries(config),
         *_trainer(config),
         *_algorithm(config),
         *_checkpoint(config),
@@ -39,6 +41,7 @@ def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
         *_mismatch(config),
         *_layout(config),
         *_planner(config),
+        *_planned_layout(config),
     )
 
 
@@ -93,7 +96,8 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
             "rollout.engine=transformers, or rollout.exact_logprobs=false",
         )
     count = sum(group.count for group in cluster.engines) or cluster.rollout_workers
-    if cluster.scheduler is None and cluster.hybrid_workers > count:
+    planned_later = config.planner.layout == "auto"
+    if cluster.scheduler is None and cluster.hybrid_workers > count and not planned_later:
         yield CrossFieldProblem(
             ("cluster.hybrid_workers", "cluster.rollout_workers"),
             f"cluster.hybrid_workers: {cluster.hybrid_workers} of {count} rollout workers are to change roles; type "
@@ -105,6 +109,23 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("cluster.rollout_workers", "cluster.engines"),
             f"cluster.rollout_workers: {cluster.rollout_workers} workers, but cluster.engines lists {count} by their kind; "
             "leave cluster.rollout_workers out, or type cluster.engines=[]",
+        )
+
+
+def _boundaries(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    policy = config.policy
+    if policy.boundaries_tokens and policy.name != "cmlfq":
+        yield CrossFieldProblem(
+            ("policy.boundaries_tokens", "policy.name"),
+            f"policy.boundaries_tokens: policy.name={policy.name} follows none; type policy.name=cmlfq, or "
+            "policy.boundaries_tokens={}",
+        )
+    ends = [tokens for _, tokens in sorted(policy.boundaries_tokens.items())]
+    if any(later <= end for end, later in pairwise(ends)):
+        yield CrossFieldProblem(
+            ("policy.boundaries_tokens",),
+            f"policy.boundaries_tokens: {policy.boundaries_tokens} do not rise with the degree; type e.g. "
+            "policy.boundaries_tokens={tp1: 3000, tp2: 12000}",
         )
 
 
@@ -260,9 +281,73 @@ def _planner(config: RunConfig) -> Iterator[CrossFieldProblem]:
             f"planner.generated_p99_tokens={4 * planner.generated_p50_tokens:g}",
         )
     pools = planner.min_train_gpus + planner.min_rollout_gpus
-    if max(planner.min_train_gpus, planner.min_rollout_gpus) > 1 and pools > planner.num_gpus:
+    most = planner.num_gpus
+    if most is not None and max(planner.min_train_gpus, planner.min_rollout_gpus) > 1 and pools > most:
         yield CrossFieldProblem(
             ("planner.num_gpus", "planner.min_train_gpus", "planner.min_rollout_gpus"),
             f"planner.num_gpus: {planner.num_gpus} GPUs do not hold planner.min_train_gpus={planner.min_train_gpus} and "
             f"planner.min_rollout_gpus={planner.min_rollout_gpus}; type planner.num_gpus={pools}",
         )
+
+
+def _planned_layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    """What `planner.layout` auto plans is not also configured, and what was planned is what is configured."""
+    cluster, planner = config.cluster, config.planner
+    planned = planner.planned
+    if planned is not None:
+        yield from _as_planned(config)
+    elif planner.layout == "auto":
+        for name, given, typed in (
+            ("cluster.engines", bool(cluster.engines), "planner.fixed_engines, e.g. planner.fixed_engines={1: 2}"),
+            ("cluster.rollout_workers", cluster.rollout_workers != 1, "planner.fixed_engines, e.g. {1: 2}"),
+            ("cluster.train_workers", cluster.train_workers != 1, f"planner.fixed_train_gpus={cluster.train_workers}"),
+        ):
+            if given:
+                yield CrossFieldProblem(
+                    (name, "planner.layout"),
+                    f"{name}: planner.layout=auto plans it, and would not heed what is given; leave it out (to fix it for the "
+                    f"plan: {typed}), or type planner.layout=configured",
+                )
+    if planner.layout == "auto" and cluster.scheduler is not None:
+        yield CrossFieldProblem(
+            ("planner.layout", "cluster.scheduler"),
+            f"planner.layout: auto starts the workers that it plans, and the cluster at {cluster.scheduler} has its own; type "
+            "libra plan CONFIG --write FILE, start those workers (libra cluster slurm FILE up), then libra run FILE "
+            "--scheduler ADDR",
+        )
+
+
+def _as_planned(config: RunConfig) -> Iterator[CrossFieldProblem]:
+    """Whoever changes a planned setting by hand says that it is no plan any more."""
+    planned, cluster = config.planner.planned, config.cluster
+    assert planned is not None
+    engines = sorted((group.tp, group.count, group.slots or config.rollout.slots) for group in cluster.engines)
+    for name, has, wanted in (
+        ("cluster.train_workers", cluster.train_workers, planned.train_gpus),
+        ("trainer.micro_batch_tokens", config.trainer.micro_batch_tokens, planned.micro_batch_tokens),
+        ("cluster.engines", _engine_words(engines), _engine_words(sorted(e.key for e in planned.engines))),
+    ):
+        if has != wanted:
+            yield CrossFieldProblem(
+                (name, "planner.planned"),
+                f"{name}: {has}, and planner.planned has {wanted}; leave {name} as it was planned, or type planner.planned=null "
+                "to start another layout",
+            )
+    gpus = planned.train_gpus + sum(engines.tp * engines.count for engines in planned.engines)
+    if gpus > planned.num_gpus:
+        yield CrossFieldProblem(
+            ("planner.planned",),
+            f"planner.planned: its training and engines take {gpus} GPUs, and it is for {planned.num_gpus}; type libra plan CONFIG "
+            "--write FILE for a plan that fits",
+        )
+    if len(planned.boundaries_tokens) != len(planned.engines) - 1:
+        yield CrossFieldProblem(
+            ("planner.planned",),
+            f"planner.planned: {len(planned.engines)} degrees have {len(planned.engines) - 1} boundaries, got "
+            f"{len(planned.boundaries_tokens)}; type libra plan CONFIG --write FILE, which writes it",
+        )
+
+
+def _engine_words(engines: list[tuple[int, int, int]]) -> str:
+    """Engines, each (degree, number, slots), in words."""
+    return ", ".join(f"{count} x TP{tp} with {slots} slots" for tp, count, slots in engines) or "none"

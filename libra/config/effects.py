@@ -52,12 +52,13 @@ def _run(*needs: Need) -> Reading:
 
 
 def _plan(*needs: Need) -> Reading:
-    return _of("plan", needs=needs)
+    """Of `libra plan`, and of a run that starts what is planned."""
+    return {"plan": needs, "run": (*needs, is_("planner.layout", "auto"))}
 
 
 def _planned(*needs: Need) -> Reading:
-    """Of `libra plan`, and of a run that plans."""
-    return {"plan": needs, "run": (*needs, is_("planner.replan", True))}
+    """Of `libra plan`, and of a run that plans before it begins or while it goes on."""
+    return {"plan": needs, "run": (*needs, either(is_("planner.replan", True), is_("planner.layout", "auto")))}
 
 
 def _simulated(*needs: Need) -> Reading:
@@ -151,6 +152,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "trainer.minibatches": _of("run", "plan"),
         "trainer.max_row_tokens": _run(),
         "trainer.share_prompts": _run(),
+        "trainer.logit_chunk_tokens": _run(),
         "trainer.micro_batch_tokens": _of("run", "plan"),
         "trainer.mismatch_alarm": _run(),
         "trainer.mismatch_action": _run(given("trainer.mismatch_alarm")),
@@ -166,14 +168,18 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "evaluation.temperature": _run(above("evaluation.prompts", 0)),
         "policy.name": _run(),
         "policy.objective": _run(is_("policy.name", "cmlfq")),
+        "policy.boundaries_tokens": {
+            "run": (is_("policy.name", "cmlfq"),),
+            "simulate": (is_("simulation.policy", "cmlfq", "predictor", "oracle"),),
+        },
         "policy.patience": _run(is_not("policy.name", "fifo", "paper")),
         "cluster.scheduler": _run(NO_CLIENT),
-        "cluster.rollout_workers": _run(LOCAL),
-        "cluster.engines": _run(LOCAL),
-        "cluster.train_workers": _run(),
+        "cluster.rollout_workers": {"run": (LOCAL,), "slurm": ()},
+        "cluster.engines": _of("run", "slurm"),
+        "cluster.train_workers": _of("run", "slurm"),
         "cluster.hybrid_workers": _of("run", "slurm"),
         "cluster.drain_timeout_s": _run(above("cluster.hybrid_workers", 0)),
-        "cluster.tool_workers": _run(LOCAL),
+        "cluster.tool_workers": {"run": (LOCAL,), "slurm": ()},
         "cluster.tool_slots": {"run": (LOCAL,), "slurm": ()},
         "cluster.threads": _of("run", "slurm"),
         "cluster.device": _run(),
@@ -213,6 +219,8 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "simulation.load_s": _simulated(),
         "simulation.tool_slots": _simulated(),
         "simulation.noise": _simulated(),
+        "planner.layout": _of("run", "slurm"),
+        "planner.planned": _run(),
         "planner.replan": _run(),
         "planner.apply": _run(is_("planner.replan", True), above("cluster.hybrid_workers", 0)),
         "planner.change_cost_s": _run(

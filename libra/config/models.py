@@ -221,6 +221,9 @@ class TrainerSection(Section):
     models with nothing but full attention, others are packed without; changes no result."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory, changes no result."""
+    logit_chunk_tokens: AtLeastOne = 1024
+    """Generated tokens whose logits the trainer holds at once, times the vocabulary: the others are made and made again in the
+    backward pass. Bounds memory, changes no result but for the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
     """Alarm where the mean |log p(rollout) - log p(trainer)| of a step, over tokens of the very weights being trained, is above
     this many nats. float32 shows about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
@@ -290,10 +293,14 @@ class PolicySection(Section):
     beside one for each that waited when it came. The default is five thousand trajectories of forty turns: a bound for what
     would never run otherwise. With a small number everything is overdue, and the order is first come, first served. Not for
     fifo and paper."""
+    boundaries_tokens: dict[Literal["tp1", "tp2", "tp4", "tp8"], Annotated[float, Field(gt=0)]] = {}
+    """Of cmlfq: generated tokens up to which a trajectory had best begin on engines of a tensor-parallel degree, e.g. {"tp1": 3000,
+    "tp2": 12000}; longer ones on those of a higher degree. What a plan (`libra plan`) means by its buckets; it is followed where
+    a slot is free there and no other engine would be over sooner by a quarter. Empty: load alone decides."""
 
 
 class EngineGroup(Section):
-    """Local rollout workers that are alike, and so one bucket."""
+    """Rollout workers that are alike, and so one bucket."""
 
     tp: AtLeastOne = 1
     """Tensor-parallel degree of their engines."""
@@ -312,10 +319,11 @@ class ClusterSection(Section):
     """Address of a running Dask scheduler, as tcp://HOST:PORT, or the cluster.json that `libra cluster slurm` wrote. None: a
     local cluster of processes is made for the run."""
     rollout_workers: AtLeastOne = 1
-    """Local rollout workers, one engine each. A given scheduler brings its own workers."""
+    """Rollout workers of a local cluster or of `libra cluster slurm`, one engine each. A given scheduler brings its own workers."""
     engines: Annotated[tuple[EngineGroup, ...], Field(strict=False)] = ()
-    """Local rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
-    bucket. Empty: `rollout_workers` alike, with `rollout.tp`."""
+    """Rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
+    bucket, and on Slurm a kind of job. A given scheduler has to have exactly these. Empty: `rollout_workers` alike, with
+    `rollout.tp`; a given scheduler's, whatever they are."""
     train_workers: AtLeastOne = 1
     """Core training replicas, one process each, which take every step together as one group. A given scheduler brings its own
     workers, as many with TRAIN=1."""
@@ -326,7 +334,7 @@ class ClusterSection(Section):
     """Seconds that a worker which changes roles lets its running generations end. After that they are aborted, what they have
     generated is lost, and other workers generate those turns anew. None: it waits for them."""
     tool_workers: AtLeastOne = 1
-    """Local workers that run tools and graders. A given scheduler brings its own workers."""
+    """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given scheduler brings its own."""
     tool_slots: AtLeastOne = 64
     """Actions that run at once on one tool worker."""
     threads: AtLeastOne | None = None

@@ -1,4 +1,4 @@
-"""Section ``planner``: what `libra plan` plans for."""
+"""Section ``planner``: what `libra plan` plans for, whether a run starts what is planned, and the plan that it starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,69 @@ from pydantic import Field
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 
 
+class PlannedEngines(Section):
+    """Engines of one tensor-parallel degree in a plan."""
+
+    tp: AtLeastOne
+    """Tensor-parallel degree, which is also the GPUs of one of them."""
+    count: AtLeastOne
+    """Number of them."""
+    concurrency: AtLeastOne
+    """Trajectories that generate at once on each."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Degree, number and concurrency."""
+        return self.tp, self.count, self.concurrency
+
+
+class PlannedLayout(Section):
+    """A plan that a run starts, and what it is for. `libra plan --write` and `planner.layout=auto` make it; nobody else has to."""
+
+    model: Annotated[str, Field(min_length=1)]
+    """Name of the model."""
+    model_digest: Annotated[str, Field(min_length=1)]
+    """SHA-256 of the model's sizes and number format: a plan is for every model of that form."""
+    gpu: Annotated[str, Field(min_length=1)]
+    """Hardware it is for: the GPU's name, or "cpu", where a rank of one worker stands for a GPU."""
+    num_gpus: AtLeastOne
+    """GPUs that were shared out."""
+    train_gpus: AtLeastOne
+    """Of them for training, `cluster.train_workers`."""
+    engines: Annotated[tuple[PlannedEngines, ...], Field(strict=False, min_length=1)]
+    """Engines by rising degree, `cluster.engines`."""
+    boundaries_tokens: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Generated tokens at which one degree's trajectories end and the next one's begin, one fewer than degrees."""
+    micro_batch_tokens: AtLeastOne
+    """Tokens per forward and backward pass, `trainer.micro_batch_tokens`."""
+    step_s: Annotated[float, Field(gt=0)]
+    """Predicted seconds of a step."""
+    rests_on: str
+    """Where the seconds come from."""
+    why: str
+    """What the step waits for in the end."""
+    lost: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """The next best layouts, and why each lost."""
+
+    @property
+    def boundaries(self) -> tuple[tuple[int, float], ...]:
+        """Pairs (degree, generated tokens): up to so many a trajectory is meant for engines of that degree; the last has no end."""
+        return tuple(
+            (engines.tp, tokens) for engines, tokens in zip(self.engines, self.boundaries_tokens, strict=False)
+        )
+
+
 class PlannerSection(Section):
-    """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it."""
+    """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it, unless it is to
+    start what is planned."""
+
+    layout: Literal["configured", "auto"] = "configured"
+    """What a run starts. configured: what section `cluster` says. auto: before any worker starts, it plans for its own model,
+    trainer and batch, and starts that: `cluster.train_workers`, `cluster.engines` and `trainer.micro_batch_tokens` are then the
+    plan's."""
+    planned: PlannedLayout | None = None
+    """The plan that the settings of `cluster` and `trainer` were taken from, as `libra plan --write` and `layout` auto write it. A
+    run on another model or other hardware is refused. None: nobody planned them."""
 
     replan: bool = False
     """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed
@@ -23,10 +84,12 @@ class PlannerSection(Section):
     """Seconds that a change of roles is taken to cost the run until one has been measured: what Libra reports, both directions
     together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as much in the iterations that
     remain."""
-    gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
-    """GPU of every node: a name that Libra knows, or the path of a datasheet."""
-    num_gpus: AtLeastOne = 8
-    """GPUs to share out between training and rollout."""
+    gpu: Annotated[str, Field(min_length=1)] | None = None
+    """GPU of every node: a name that Libra knows, or the path of a datasheet. None: for `layout` auto the one of this machine, else
+    A800-80G."""
+    num_gpus: AtLeastOne | None = None
+    """GPUs to share out between training and rollout. None: for `layout` auto as many as this machine has (without a GPU: as many
+    as `cluster.threads` goes into its cores), else 8."""
     gpus_per_node: AtLeastOne | None = None
     """GPUs of one node; no engine spans two. None: as the datasheet says."""
     tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]

@@ -20,6 +20,7 @@ FREE_SECTIONS = (
     "store",
     "weights",
     "watchdog",
+    "planner",
     "simulation",
     "slurm",
     "slurm_rollout",

@@ -17,16 +17,17 @@ _WALLTIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
 class SlurmJobs(Section):
     """Jobs of one role; each is one Dask worker."""
 
-    jobs: AtLeastZero = 1
-    """Jobs of this role that are kept running; a lost one is submitted again."""
+    jobs: AtLeastZero | None = None
+    """Jobs of this role that are kept running; a lost one is submitted again. None: as many workers as section `cluster` lists."""
     partition: str | None = None
     """Partition they are submitted to. None: Slurm's default."""
     gpus: AtLeastZero = 0
-    """GPUs of each job (--gres=gpu:N)."""
+    """GPUs of each job (--gres=gpu:N). A job of an entry of `cluster.engines` has as many as its tensor-parallel degree, where
+    this is not 0."""
     cpus: AtLeastOne = 8
-    """CPU cores of each job."""
+    """CPU cores of each job. Of an entry of `cluster.engines`: for each tensor-parallel rank."""
     memory: str = "32 GiB"
-    """Memory of each job, e.g. "64 GiB"."""
+    """Memory of each job, e.g. "64 GiB". Of an entry of `cluster.engines`: for each tensor-parallel rank."""
     walltime: str = "04:00:00"
     """Time limit, as Slurm writes it: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker leaves `slurm.drain_s` before it."""
     directives: list[str] = []

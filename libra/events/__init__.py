@@ -31,9 +31,11 @@ from libra.events.roles import (
 from libra.events.runs import (
     BatchOpened,
     BatchParked,
+    BoundariesSet,
     GateOpened,
     GateParked,
     IterationFinished,
+    LayoutPlanned,
     PlanAccepted,
     PlanConsidered,
     PlanRealised,
@@ -80,6 +82,7 @@ __all__ = [
     "SCHEMA",
     "BatchOpened",
     "BatchParked",
+    "BoundariesSet",
     "BucketsPreferred",
     "EngineDeclared",
     "EngineQuarantined",
@@ -92,6 +95,7 @@ __all__ = [
     "GroupCommitted",
     "HomeForgotten",
     "IterationFinished",
+    "LayoutPlanned",
     "PlacementVoid",
     "PlanAccepted",
     "PlanConsidered",
@@ -151,6 +155,7 @@ def _one_shot() -> Callable[[Any], str]:
 _encode = _one_shot()
 
 _KINDS: tuple[type[Event], ...] = (
+    BoundariesSet,
     RunStarted,
     PolicySnapshot,
     GateParked,
@@ -195,6 +200,7 @@ _KINDS: tuple[type[Event], ...] = (
     RoleMemberFailed,
     FailureClassified,
     StallDetected,
+    LayoutPlanned,
     PlanConsidered,
     PlanAccepted,
     PlanRealised,

@@ -42,13 +42,20 @@ class Lines:
         return f'{self._set}{t_s!r},"key":{text(key)},"priority":{_numbers(priority)},"reason":{text(reason)}}}'
 
     def buckets_preferred(
-        self, t_s: float, key: str, buckets: Sequence[str], reason: str, left_tokens: int, final_tokens: int
+        self,
+        t_s: float,
+        key: str,
+        buckets: Sequence[str],
+        reason: str,
+        left_tokens: int,
+        final_tokens: int,
+        begins_tp: int,
     ) -> str:
         """`libra.events.BucketsPreferred`."""
         names = ",".join(map(text, buckets))
         return (
             f'{self._preferred}{t_s!r},"key":{text(key)},"buckets":[{names}],"reason":{text(reason)},'
-            f'"left_tokens":{left_tokens},"final_tokens":{final_tokens}}}'
+            f'"left_tokens":{left_tokens},"final_tokens":{final_tokens},"begins_tp":{begins_tp}}}'
         )
 
     def quantum_dispatched(

@@ -62,6 +62,18 @@ class GateOpened(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BoundariesSet(Event):
+    """From now on trajectories had best begin on engines of the degree that ``boundaries`` mean for their length, for this reason.
+
+    Pairs (TP degree, generated tokens), ascending; see `libra.policy.messages.BoundariesSet`.
+    """
+
+    name: ClassVar[str] = "boundaries_set"
+    boundaries: tuple[tuple[int, float], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyLearned(Event):
     """The policy did the dear part of its learning from what had finished, which took ``seconds`` of the scheduler's loop."""
 
@@ -105,6 +117,28 @@ class IterationFinished(Event):
     iteration: int
     reward: float | None
     lag: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPlanned(Event):
+    """The run starts what was planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
+
+    ``engines`` are (TP degree, number, trajectories at once on each); ``boundaries`` pairs (TP degree, generated tokens up to which
+    a trajectory is meant for it). ``step_s`` is predicted from what ``rests_on`` names; ``lost`` are the next best layouts.
+    """
+
+    name: ClassVar[str] = "layout_planned"
+    model: str
+    gpu: str
+    num_gpus: int
+    train_gpus: int
+    engines: tuple[tuple[int, int, int], ...]
+    boundaries: tuple[tuple[int, float], ...]
+    micro_batch_tokens: int
+    step_s: float
+    rests_on: str
+    reason: str
+    lost: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

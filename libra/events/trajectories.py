@@ -39,7 +39,8 @@ class PrioritySet(Event):
 class BucketsPreferred(Event):
     """A trajectory may take slots of these buckets beside those of its home, by what the line before told.
 
-    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed.
+    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed. Without a
+    home it had best begin on engines of TP degree ``begins_tp``, as a plan means it; 0: anywhere.
     """
 
     name: ClassVar[str] = "buckets_preferred"
@@ -48,6 +49,7 @@ class BucketsPreferred(Event):
     reason: str
     left_tokens: int
     final_tokens: int
+    begins_tp: int = 0
 
 
 @dataclass(frozen=True, slots=True)

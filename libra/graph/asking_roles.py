@@ -33,6 +33,13 @@ class RoleControl:
             )
         self._client, self._of = client, {"run": spec.run, "epoch": spec.epoch}
 
+    @classmethod
+    def of_run(cls, client: Client, run: str, epoch: int) -> RoleControl:
+        """The roles of a run that somebody else started, on the scheduler of ``client``; where none can change, `rows` is empty."""
+        control = cls.__new__(cls)
+        control._client, control._of = client, {"run": run, "epoch": epoch}
+        return control
+
     def rows(self) -> list[dict[str, Any]]:
         """Each worker that can change, with ``role``, ``tp``, ``stage``, ``generation`` and more: see `RolePlugin.roles` of
         `libra.scheduler.roles`."""

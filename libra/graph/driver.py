@@ -26,12 +26,13 @@ from distributed import Client, Future
 
 from libra import keys
 from libra.cluster.checks import check_cluster
-from libra.cluster.contact import connect
+from libra.cluster.running import RunContact, forget
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
 from libra.graph.asking_roles import RoleControl
+from libra.graph.connecting import address_of, connected
 from libra.graph.engines import EngineKind, check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
@@ -44,6 +45,7 @@ from libra.graph.reports import TOPIC
 from libra.graph.resume import GIVEN_FILE, check_resumable, learned_before, lock_run, prune_groups, read_point
 from libra.graph.saving import checkpoint_is_due
 from libra.graph.spec import RunSpec
+from libra.graph.starting import check_workers, laid_out, layout_event
 from libra.graph.summary import RunSummary
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
@@ -143,7 +145,7 @@ class Session:
         self.close()
 
     def _start(self) -> None:
-        config = self.config
+        config = self.config = laid_out(self.config, started_here=self.client is None)
         model_dir = str(resolve_model(config.model.path))
         environment, start = self.environment, config.run.from_checkpoint
         if start is not None:
@@ -172,9 +174,11 @@ class Session:
         sweep_logs(self.spec.journal_dir)  # of writers that are gone, or fenced off
         self.point = read_point(self.spec)
         self.first = self.point.batches
-        self.client = self.client or self._connect()
-        cluster = config.cluster
-        check_cluster(self.client, train_workers=cluster.train_workers, hybrid_workers=cluster.hybrid_workers)
+        if self.client is None:
+            self.client, self._cluster = connected(config)
+        check_cluster(self.client, config)
+        if self._cluster is None:
+            check_workers(config, self.client)
         self.metrics = MetricsLog(self.directory, tensorboard=config.observe.tensorboard)
         self._register()
         self._restore()
@@ -214,21 +218,6 @@ class Session:
         self.evaluations = [result for result in made if result is not None]
         self.checkpoint = newest(self.directory / "checkpoints")
 
-    def _connect(self) -> Client:
-        address = self.config.cluster.scheduler
-        if address is None:
-            from libra.cluster.local import local_cluster
-
-            self._cluster = local_cluster(self.config)
-            return Client(self._cluster)
-        try:
-            return connect(address)
-        except (OSError, TimeoutError, ValueError) as error:
-            raise ClusterError(
-                f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one with "
-                "'dask scheduler --host HOST', or leave --scheduler out for a local cluster"
-            ) from error
-
     def _register(self) -> None:
         from libra.scheduler import LibraPlugin
 
@@ -257,6 +246,9 @@ class Session:
         check_loadable(client, self.spec)
         self._hosted = True
         client.register_plugin(LibraHost(self.spec))
+        RunContact(self.spec.run, self.spec.epoch, config.cluster.scheduler or address_of(client)).write(self.directory)
+        if config.planner.planned is not None:
+            self._tell("layout_planned", layout_event(config.planner.planned))
 
     def _admission(self) -> dict[str, Any] | None:
         """What the plugin has to know of earlier starts of the run."""
@@ -303,17 +295,18 @@ class Session:
     def _plan_beside(self) -> Planning:
         from libra.graph.planning import Planning
 
-        def tell(name: str, fields: Mapping[str, Any]) -> None:
-            told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
-            self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
-
         def engines() -> dict[str, EngineKind]:
             workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
             supply = {str(worker["name"]): worker["resources"] for worker in workers}
             return {name: EngineKind.of(self.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
 
         roles = self.roles if self.config.planner.apply else None
-        return Planning(self.spec, engines, self.metrics.write, tell, roles)
+        return Planning(self.spec, engines, self.metrics.write, self._tell, roles)
+
+    def _tell(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Write an event of the planner's into the run's log."""
+        told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
+        self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
 
     def _end(self, client: Client) -> None:
         if self._planning is not None:
@@ -322,6 +315,7 @@ class Session:
         for future in [*held, *(saved for _, saved in self._saving)]:
             future.release()  # by hand: a traceback may hold on to them, and results would outlive the run
         if self._registered:
+            forget(self.directory)
             client.sync(_rpc(client).libra_end_run, run=self.spec.run)
             end_beside(client, self.spec)
             if self._hosted and self._cluster is None:  # a cluster of our own stops with its workers

@@ -21,6 +21,10 @@ RUNNABLE_TRAIN_GPUS = 1
 """GPUs that the trainer of this Libra runs on: one replica."""
 
 
+DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
+"""What `libra plan` plans for where section ``planner`` does not say."""
+
+
 def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tuple[Snapshot, str]:
     """What a configuration asks the planner, and what had to be left out of it, as a sentence or empty.
 
@@ -40,7 +44,7 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
         left = [str(tp) for tp in section.tp if tp not in degrees]
         if left:
             notes.append(f"engines of TP {', '.join(left)} (rollout.engine={config.rollout.engine})")
-        if section.fixed_train_gpus is None and section.num_gpus > RUNNABLE_TRAIN_GPUS + 1:
+        if section.fixed_train_gpus is None and (section.num_gpus or DEFAULT_NUM_GPUS) > RUNNABLE_TRAIN_GPUS + 1:
             notes.append(f"training on more than {RUNNABLE_TRAIN_GPUS} GPU")
     note = (
         f"Not planned, since `libra run` cannot do it yet: {'; '.join(notes)}. --what-if plans with it."
@@ -51,9 +55,9 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
     note = "\n".join(sentence for sentence in (cut, note) if sentence)
     return (
         Snapshot(
-            gpu=load_gpu(section.gpu),
-            shape=_shape(config.model.path),
-            num_gpus=section.num_gpus,
+            gpu=load_gpu(section.gpu or DEFAULT_GPU),
+            shape=shape_of(config),
+            num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
             workload=workload,
             tp=tuple(degrees),
             gpus_per_node=section.gpus_per_node,
@@ -116,7 +120,9 @@ def check_runnable(config: RunConfig) -> list[int]:
     return degrees
 
 
-def _shape(path: str) -> ModelShape:
+def shape_of(config: RunConfig) -> ModelShape:
+    """Sizes of the model that a configuration trains; ModelError where they are not known here."""
+    path = config.model.path
     try:
         return load_shape(path)
     except ModelError:

@@ -10,6 +10,7 @@ from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.messages import (
+    BoundariesSet,
     Command,
     Event,
     GroupsNamed,
@@ -27,6 +28,7 @@ from libra.policy.messages import (
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
+    boundaries_of,
     groups_named,
 )
 from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, Shows, learns_after, make_ordering
@@ -38,6 +40,7 @@ __all__ = [
     "LEARNS_EVERY",
     "ORDERINGS",
     "Admission",
+    "BoundariesSet",
     "Capacity",
     "Command",
     "CommittedGroup",
@@ -72,6 +75,7 @@ __all__ = [
     "VersionPublished",
     "WorkerJoined",
     "WorkerLeft",
+    "boundaries_of",
     "groups_named",
     "learns_after",
     "make_ordering",

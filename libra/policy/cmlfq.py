@@ -17,7 +17,8 @@ Promises
 1. An earlier iteration always goes before a later one.
 2. Nobody is passed over for ever; the bound is `libra.policy.patience`'s, whose overdue ones have level 0.
 3. It says what it believes (`Prefer`) whenever that has changed by a class; where a trajectory goes follows from these beliefs,
-   the load of the engines and the price of a move: see `libra.policy.loads`.
+   the load of the engines and the price of a move: see `libra.policy.loads`. Boundaries of a plan (`BoundariesSet`) say where
+   a trajectory had best begin, as long as that costs little: see `libra.policy.dispatcher`.
 4. ``restore(snapshot())`` changes no later answer.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; nothing is
@@ -35,6 +36,7 @@ from libra.policy.hindsight import Hindsight
 from libra.policy.known_lengths import KnownLengths
 from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
+    BoundariesSet,
     Event,
     Prefer,
     Priority,
@@ -104,6 +106,8 @@ class CMLFQ:
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
+        self._boundaries: tuple[tuple[int, float], ...] = ()
+        self._begins: dict[str, int] = {}  # degree that the dispatcher was told, of those that a plan means for one
         self._sampled_tokens = self._read_tokens = 0
         self._hindsight = Hindsight()
 
@@ -125,10 +129,14 @@ class CMLFQ:
                 self._patience.left(key)
                 self._hindsight.ended(key, life.generated_tokens if life is not None else 0, completed=completed)
                 self._told.pop(key, None)
+                self._begins.pop(key, None)
                 if life is not None:
                     self._begun(key, life.group)
                     self._ended(life)
                     return self._anew(list(dict.fromkeys([*self._unbegun.get(life.group, ()), *self._next_anew()])))
+            case BoundariesSet(boundaries=boundaries):
+                self._boundaries = boundaries
+                return self._prefer_anew()
         return ()
 
     def learn(self) -> None:
@@ -139,6 +147,7 @@ class CMLFQ:
         """Forget who lives, and keep what was learned: its run starts anew, and they come again under other keys."""
         for key in list(self._lives.by_key):
             self.handle(TrajectoryEnded(key, completed=False))
+        self._boundaries = ()  # of the layout that was
 
     def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
         waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
@@ -215,14 +224,33 @@ class CMLFQ:
 
     def _prefer(self, key: str, life: Life, mean_tokens: float) -> list[Prefer]:
         """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
+        begins = 0 if life.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
-        if self._told.get(key) == length:
+        if self._told.get(key) == length and self._begins.get(key, 0) == begins:
             return []
         growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
         final = life.context_tokens + int(mean_tokens * growth)
         self._told[key] = length
+        if begins:
+            self._begins[key] = begins
+        else:
+            self._begins.pop(key, None)
         left = int(mean_tokens) if self.objective == "makespan" else 0
-        return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left", left, final)]
+        planned = f", planned for TP {begins}" if begins else ""
+        return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
+
+    def _begins_tp(self, tokens: float) -> int:
+        """Least degree of the engines that a plan means for a trajectory of so many tokens; 0: there is no plan."""
+        for tp, longest_tokens in self._boundaries:
+            if tokens <= longest_tokens:
+                return tp
+        return self._boundaries[-1][0] + 1 if self._boundaries else 0
+
+    def _prefer_anew(self) -> tuple[Prefer, ...]:
+        """What is new for those that have not begun, where boundaries are."""
+        waiting = [key for keys in self._unbegun.values() for key in keys]
+        lives = self._lives.by_key
+        return tuple(p for key in waiting for p in self._prefer(key, lives[key], lives[key].remaining_tokens))
 
     def _level(self, key: str, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
         begun = life.generated_tokens > 0
@@ -286,6 +314,8 @@ class CMLFQ:
             "told": dict(sorted(self._told.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
+            **({"boundaries": [list(pair) for pair in self._boundaries]} if self._boundaries else {}),
+            **({"begins": dict(sorted(self._begins.items()))} if self._begins else {}),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -297,6 +327,8 @@ class CMLFQ:
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
         self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
         self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
+        self._boundaries = tuple((int(tp), float(tokens)) for tp, tokens in snapshot.get("boundaries", ()))
+        self._begins = {str(key): int(tp) for key, tp in snapshot.get("begins", {}).items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self._hindsight = Hindsight()
         self.forecaster.restore(snapshot["forecaster"])

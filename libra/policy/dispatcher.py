@@ -11,9 +11,11 @@ Invariants
    a slot would stay free otherwise, whoever waits elsewhere so long that computing its context again pays (`_pays`).
 3. Who is overdue and under way goes before everybody else; who is overdue and has not begun, before everybody who has not. So
    nobody waits for ever: those under way come to an end, and their KV memory goes to the first in order.
-4. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
+4. Where a plan means a bucket for its length, one without a home begins there, unless no slot there is free or another engine
+   would be over sooner by `PLANNED_FACTOR`.
+5. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
    under way (`Loads.fits`), and no move pays.
-5. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
+6. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ SCANNED_FOR_A_MOVE = 8
 """How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
 SAMPLED_HOMES = 32
 """Of more than twice as many engines with free slots, only about so many, evenly spread, are weighed against each other."""
+PLANNED_FACTOR = 1.25
+"""A trajectory begins in the bucket that a plan means for its length unless another engine were over sooner by this factor."""
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
@@ -154,6 +158,7 @@ class Dispatcher:
         self._unplaced: set[str] = set()  # parked, and not given a place yet
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
+        self._begins_tp: dict[str, int] = {}  # of those that a plan means for some degree
         self._loads = Loads(self._fleet, SURE if sure else UNSURE)
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
@@ -210,6 +215,7 @@ class Dispatcher:
                     if key in self._phase_of:
                         if command.final_tokens:
                             self._loads.believe(key, command.left_tokens, command.final_tokens)
+                        self._begins_tp[key] = command.begins_tp
                         if not buckets:
                             continue
                         self._buckets[key] = buckets
@@ -229,7 +235,7 @@ class Dispatcher:
             queue.leave(key)
         self._loads.end(key)
         self._unplaced.discard(key)
-        for table in (self._phase_of, self._buckets, self._tool_home):
+        for table in (self._phase_of, self._buckets, self._begins_tp, self._tool_home):
             table.pop(key, None)
 
     def _worker_left(self, event: WorkerLeft) -> None:
@@ -382,7 +388,14 @@ class Dispatcher:
             target = self._roomiest(queue, key, self._fleet.buckets.get(bucket, ()))
             if target is not None:
                 return target
-        return self._roomiest(queue, key, queue.free)
+        first = self._roomiest(queue, key, queue.free)
+        begins_tp = self._begins_tp.get(key, 0)
+        if first is None or home is not None or not begins_tp:
+            return first
+        planned = self._roomiest(queue, key, self._fleet.of_degree(begins_tp))
+        if planned is None or self._loads.finish_s(key, planned) > PLANNED_FACTOR * self._loads.finish_s(key, first):
+            return first
+        return planned
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
         """The one of ``workers`` with a free slot and KV memory for ``key`` where all is over first; of many, of a sample."""

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +25,14 @@ from libra.policy.messages import (
     WorkerLeft,
 )
 from libra.types import Phase
+
+_DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
+
+
+def degree_of(bucket: str) -> int:
+    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``); 1 where it names none."""
+    found = _DEGREE.search(bucket)
+    return int(found[1]) if found else 1
 
 
 @dataclass(slots=True)
@@ -106,6 +115,12 @@ class Fleet:
         """Bucket of a trajectory's home; None where it has none."""
         home = self.home.get(key)
         return None if home is None else self.hosts[home].spec.bucket
+
+    def of_degree(self, tp: int) -> list[str]:
+        """Workers whose engines have this tensor-parallel degree, or the next higher one that is there; empty: there is none."""
+        degrees = {bucket: degree_of(bucket) for bucket in self.buckets}
+        least = min((degree for degree in degrees.values() if degree >= tp), default=None)
+        return [worker for bucket, degree in degrees.items() if degree == least for worker in self.buckets[bucket]]
 
     def _joined(self, spec: WorkerJoined) -> None:
         host = self.hosts.get(spec.worker)

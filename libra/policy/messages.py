@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from libra.types import Phase
 
@@ -105,6 +105,22 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundariesSet:
+    """A plan means these buckets for these lengths: pairs (TP degree, generated tokens), ascending in both.
+
+    Up to so many tokens a trajectory had best begin on engines of that degree; longer than all, on engines of a higher one.
+    Empty: nothing is planned.
+    """
+
+    boundaries: tuple[tuple[int, float], ...]
+
+
+def boundaries_of(tokens: Mapping[Any, float]) -> tuple[tuple[int, float], ...]:
+    """Boundaries as a configuration has them (``{"tp1": 3000}``), for `BoundariesSet`."""
+    return tuple(sorted((int(name.removeprefix("tp")), float(end)) for name, end in tokens.items()))
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerJoined:
     """A worker takes quanta from now on; one that is known already has changed.
 
@@ -154,7 +170,8 @@ class SetPriority:
 class Prefer:
     """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none.
 
-    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed.
+    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed. Where it
+    has no home it had best begin on engines of degree ``begins_tp``, or of the next higher one that is there; 0: anywhere.
     """
 
     key: str
@@ -162,6 +179,7 @@ class Prefer:
     reason: str
     left_tokens: int = 0
     final_tokens: int = 0
+    begins_tp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,5 +219,6 @@ Event = (
     | VersionPublished
     | WorkerJoined
     | WorkerLeft
+    | BoundariesSet
 )
 Command = SetPriority | Prefer | Place | OpenGate | OpenBatch

@@ -27,6 +27,7 @@ from libra.errors import StoreError
 from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.messages import (
+    BoundariesSet,
     Command,
     Event,
     HomeForgotten,
@@ -193,6 +194,8 @@ class _Objects:
                 return WorkerJoined(**{name: getattr(event, name) for name in names})
             case events.WorkerWithdrawn(worker=worker):
                 return WorkerLeft(worker)
+            case events.BoundariesSet(boundaries=boundaries):
+                return BoundariesSet(tuple((int(tp), float(tokens)) for tp, tokens in boundaries))
         return None
 
     def placed(self, line: int, event: events.QuantumDispatched) -> str:
@@ -353,7 +356,7 @@ def _command(line: int, event: events.Event) -> Command:
         case events.PrioritySet(key=key, priority=priority, reason=reason):
             return SetPriority(key, _priority(line, priority), reason)
         case events.BucketsPreferred(key=key, buckets=buckets, reason=reason):
-            return Prefer(key, buckets, reason, event.left_tokens, event.final_tokens)
+            return Prefer(key, buckets, reason, event.left_tokens, event.final_tokens, event.begins_tp)
         case events.GateOpened(iteration=iteration, reason=reason):
             return OpenGate(iteration, reason)
         case events.BatchOpened(batch=batch, members=members, reason=reason):

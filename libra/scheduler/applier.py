@@ -55,6 +55,7 @@ class Applier:
                         command.reason,
                         command.left_tokens,
                         command.final_tokens,
+                        command.begins_tp,
                     )
                     kicks = True
                 case OpenGate(iteration=iteration, reason=reason):

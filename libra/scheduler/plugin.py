@@ -26,7 +26,18 @@ from tornado.ioloop import PeriodicCallback
 
 from libra import keys
 from libra.observe.page import attach_page
-from libra.policy import Admission, Command, CommittedGroup, Fifo, Shows, VersionPublished, groups_named, make_ordering
+from libra.policy import (
+    Admission,
+    BoundariesSet,
+    Command,
+    CommittedGroup,
+    Fifo,
+    Shows,
+    VersionPublished,
+    boundaries_of,
+    groups_named,
+    make_ordering,
+)
 from libra.scheduler import private
 from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
 from libra.scheduler.not_ready import NotReady
@@ -109,10 +120,11 @@ class LibraPlugin(SchedulerPlugin):
         if old is not None:
             self.end_run(run)
         log = EventLog(Path(directory) / "events.jsonl") if event_log else None
-        admission = Admission(eta, groups_per_batch)
+        admission, policy = Admission(eta, groups_per_batch), dict(policy or {"name": Fifo.name})
+        boundaries = boundaries_of(policy.pop("boundaries_tokens", {}))
         if restored is not None:
             admission.restore(restored)
-        ordering = make_ordering(**(policy or {"name": Fifo.name}))
+        ordering = make_ordering(**policy)
         if learned is not None:
             ordering.restore(json.loads(learned))
         state = RunState(run, epoch, Path(directory), eta, iterations, admission, ordering, log, family)
@@ -128,6 +140,8 @@ class LibraPlugin(SchedulerPlugin):
         )
         state.emit_snapshot()
         self.trajectories.introduce(state)
+        if boundaries:
+            self._set_boundaries(state, boundaries, "policy.boundaries_tokens")
         if watchdog_s is not None:
             state.guard = StallGuard(
                 self._scheduler, state, self._signs, self.trajectories.phase_of, watchdog_s, watchdog_restart
@@ -206,7 +220,7 @@ class LibraPlugin(SchedulerPlugin):
                 self.trajectories.kick()
             case "ready" | "not_ready":
                 self._set_up(state, msg)
-            case "plan" | "prompts":
+            case "plan" | "prompts" | "boundaries":
                 self._driver_reported(state, msg)
             case "step":
                 state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
@@ -287,8 +301,16 @@ class LibraPlugin(SchedulerPlugin):
         if msg["kind"] == "plan":
             state.emit(msg["event"], **msg["fields"])
             return
+        if msg["kind"] == "boundaries":
+            self._set_boundaries(state, boundaries_of(msg["tokens"]), msg["reason"])
+            return
         state.emit("prompts_named", iteration=msg["iteration"], prompts=msg["prompts"])
         self._apply(state, state.policy.handle(groups_named("train", msg["iteration"], msg["prompts"])))
+
+    def _set_boundaries(self, state: RunState, boundaries: tuple[tuple[int, float], ...], reason: str) -> None:
+        logger.info("%s: trajectories of %s begin by their length: %s", reason, state.run, boundaries)
+        state.emit("boundaries_set", boundaries=boundaries, reason=reason)
+        self._apply(state, state.policy.handle(BoundariesSet(boundaries)))
 
     def _set_up(self, state: RunState, msg: dict[str, Any]) -> None:
         """What a worker needs for a run is there, or could not be made; then it goes on counting as one that joins."""

@@ -6,7 +6,7 @@ from libra.config.models import RunConfig, SimulationSection
 from libra.hardware import engine_seconds
 from libra.hardware.residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
+from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor, boundaries_of
 from libra.sim.fleet import EngineSpec, fleet, slots_of
 from libra.sim.simulator import Simulator, Surroundings
 from libra.sim.traces import load_traces
@@ -66,6 +66,9 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         load_s=section.load_s,
         tool_slots=section.tool_slots,
         residuals=shipped_residuals() if section.noise else None,
+        boundaries=(
+            boundaries_of(config.policy.boundaries_tokens) if section.policy in ("cmlfq", "predictor", "oracle") else ()
+        ),
     )
     ordering = ordering_of(section, workload, config.run.seed)
     engines = engines_of(section, workload)

@@ -25,6 +25,7 @@ from libra.hardware import Residuals
 from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.policy import (
     Admission,
+    BoundariesSet,
     CommittedGroup,
     Dispatcher,
     Event,
@@ -74,6 +75,8 @@ class Surroundings:
     residuals : Residuals or None
         What measured seconds leave of predicted ones, to be drawn from. None: seconds are as predicted.
     losses : tuple of Loss
+    boundaries : tuple of (TP degree, tokens)
+        As of `libra.policy.messages.BoundariesSet`; empty: none.
     """
 
     eta: int = 0
@@ -82,6 +85,7 @@ class Surroundings:
     tool_slots: int | None = None
     residuals: Residuals | None = None
     losses: tuple[Loss, ...] = ()
+    boundaries: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -162,6 +166,8 @@ class Simulator:
             self._join(spec)
         if self._around.tool_slots is not None:
             self._tell(WorkerJoined(TOOLS, tool_slots=self._around.tool_slots))
+        if self._around.boundaries:
+            self._tell(BoundariesSet(self._around.boundaries))
         for loss in self._around.losses:
             if loss.worker not in self._specs:
                 raise ConfigError(f"losses: no engine is named {loss.worker!r}; there are {', '.join(self._specs)}")

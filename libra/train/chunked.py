@@ -1,6 +1,7 @@
 """Log-probabilities from hidden states without the (N, V) logits: chunk by chunk, recomputed in the backward pass.
 
-Memory grows with ``chunk_tokens`` x V instead of N x V; the price is one more product with the output matrix.
+Memory grows with ``chunk_tokens`` x V instead of N x V; the price is one more product with the output matrix. Two arrays of
+``chunk_tokens`` x V are there at once, in at least float32, and a third one of the model's dtype where that is narrower.
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.heads import AfterHead
+
+CHUNK_TOKENS = 1024
+"""Where nobody says how many."""
 
 
 def chunked_logp(
@@ -22,20 +27,29 @@ def chunked_logp(
     *,
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
+    entropy_gradient: bool = False,
+    after_head: AfterHead | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target (N,), with gradient to hidden states, weight and bias; entropy (N,), without; nats.
+    """Log-probability of each target (N,), with gradient to hidden states, weight and bias; entropy (N,); nats.
 
-    For output heads that are one linear map; the logits are made in the dtype of ``hidden_NH`` and normalised in at least
-    float32. `libra.train.logprobs.Scorer` does not use it: it has to serve heads that cap or scale their logits too.
+    The entropy has a gradient where ``entropy_gradient`` says so. Logits are made in the dtype of ``hidden_NH``, go through
+    ``after_head`` (`libra.heads`; None: the head is the end of the model) and are normalised in at least float32.
     """
     if chunk_tokens < 1:
         raise TrainError(f"chunked_logp: chunk_tokens is {chunk_tokens}; allowed is 1 or more")
-    return _ChunkedLogp.apply(hidden_NH, weight_VH, bias_V, target_N, temperature, chunk_tokens)  # type: ignore[no-any-return]
+    return _ChunkedLogp.apply(  # type: ignore[no-any-return]
+        hidden_NH, weight_VH, bias_V, target_N, temperature, chunk_tokens, entropy_gradient, after_head
+    )
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+def _own_logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, after_head: AfterHead | None) -> Tensor:
     logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
+    return logits_CV if after_head is None else after_head(logits_CV)
+
+
+def _normal(logits_CV: Tensor, temperature: float) -> Tensor:
+    """Logits in the dtype that they are normalised in, at this temperature; may be the same storage."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
@@ -50,51 +64,81 @@ class _ChunkedLogp(torch.autograd.Function):
         target_N: Tensor,
         temperature: float,
         chunk_tokens: int,
+        entropy_gradient: bool,
+        after_head: AfterHead | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         logp_N, entropy_N, norm_N = (hidden_NH.new_empty(len(hidden_NH), dtype=dtype) for _ in range(3))
         for at in range(0, len(hidden_NH), chunk_tokens):
             here = slice(at, at + chunk_tokens)
-            logits_CV = _logits(hidden_NH[here], weight_VH, bias_V, temperature)
+            logits_CV = _normal(_own_logits(hidden_NH[here], weight_VH, bias_V, after_head), temperature)
             norm_N[here] = torch.logsumexp(logits_CV, -1)
-            logp_N[here] = logits_CV.gather(-1, target_N[here, None])[:, 0] - norm_N[here]
-            logits_CV.clamp_(min=torch.finfo(dtype).min)  # so that 0 * log 0 is 0
-            p_CV = (logits_CV - norm_N[here, None]).exp_()
-            entropy_N[here] = norm_N[here] - p_CV.mul_(logits_CV).sum(-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, norm_N)
-        ctx.options = (temperature, chunk_tokens)
-        ctx.mark_non_differentiable(entropy_N)
+            logp_CV = logits_CV.sub_(norm_N[here, None])
+            del logits_CV
+            logp_N[here] = logp_CV.gather(-1, target_N[here, None])[:, 0]
+            p_CV = logp_CV.exp()
+            # 0 * log 0 is 0: a finite floor for log 0 makes it so
+            entropy_N[here] = -p_CV.mul_(logp_CV.clamp_(min=torch.finfo(dtype).min)).sum(-1)
+            del logp_CV, p_CV  # before the next chunk is made
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, norm_N, entropy_N)
+        ctx.options = (temperature, chunk_tokens, entropy_gradient, after_head)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, target_N, norm_N = ctx.saved_tensors
-        temperature, chunk_tokens = ctx.options
+    def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors[:3]
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=norm_N.dtype) if wants_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=norm_N.dtype) if wants_bias else None
-        for at in range(0, len(hidden_NH), chunk_tokens):
-            here = slice(at, at + chunk_tokens)
-            slope_C = grad_N[here, None] / temperature
-            grad_CV = _logits(hidden_NH[here], weight_VH, bias_V, temperature)
-            grad_CV = grad_CV.sub_(norm_N[here, None]).exp_().mul_(-slope_C)  # d log p_t = 1[v = t] - p_v
-            grad_CV.scatter_add_(1, target_N[here, None], slope_C.to(grad_CV.dtype))
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if wants_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if wants_bias else None
+        for at in range(0, len(hidden_NH), ctx.options[1]):
+            here = slice(at, at + ctx.options[1])
+            grad_CV = _grad_of_logits(ctx, here, grad_N, grad_entropy_N)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(hidden_NH.dtype)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[here] = grad_CV @ weight_VH
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[here])
             if grad_weight_VH is not None:
                 if grad_weight_VH.dtype == grad_CV.dtype:
                     grad_weight_VH.addmm_(grad_CV.T, hidden_NH[here])
                 else:
                     grad_weight_VH += grad_CV.T @ hidden_NH[here]
+            del grad_CV
         return (
             grad_hidden_NH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
+
+
+def _grad_of_logits(ctx: Any, here: slice, grad_N: Tensor, grad_entropy_N: Tensor) -> Tensor:
+    """Gradient of a chunk's logits as its head made them (C, V), in the dtype that they are normalised in."""
+    hidden_NH, weight_VH, bias_V, target_N, norm_N, entropy_N = ctx.saved_tensors
+    temperature, _, entropy_gradient, after_head = ctx.options
+    raw_CV = torch.nn.functional.linear(hidden_NH[here], weight_VH, bias_V)
+    if after_head is None:
+        logits_CV, own_CV = _normal(raw_CV, temperature), None
+    else:
+        with torch.enable_grad():
+            own_CV = after_head(raw_CV.requires_grad_())
+        copied_CV = own_CV.detach().to(norm_N.dtype, copy=True)  # what follows changes it in place
+        logits_CV = _normal(copied_CV, temperature)
+    slope_C = grad_N[here, None] / temperature
+    logp_CV = logits_CV.sub_(norm_N[here, None])
+    if entropy_gradient:  # d entropy = -p_v (log p_v + entropy)
+        weight_CV = logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min).add_(entropy_N[here, None])
+        weight_CV.mul_(grad_entropy_N[here, None] / temperature).add_(slope_C)
+        grad_CV = logp_CV.exp_().mul_(weight_CV).neg_()
+        del weight_CV
+    else:
+        grad_CV = logp_CV.exp_().mul_(-slope_C)  # d log p_t = 1[v = t] - p_v
+    grad_CV.scatter_add_(1, target_N[here, None], slope_C.to(grad_CV.dtype))
+    if own_CV is None:
+        return grad_CV
+    (through_CV,) = torch.autograd.grad(own_CV, raw_CV, grad_CV.to(own_CV.dtype))
+    return through_CV.to(grad_CV.dtype)

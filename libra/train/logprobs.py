@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.heads import AfterHead, after_head, at_head, head_of
+from libra.train.chunked import CHUNK_TOKENS, chunked_logp
 
 
 class Scorer:
-    """A causal language model that scores only the tokens asked for.
+    """A causal language model that scores only the tokens asked for, and holds logits of ``chunk_tokens`` of them at most.
 
-    A hook in front of the output head hands it the hidden states of the wanted places and no others, so the (R, W, V)
-    logits are never made, while everything the architecture does after its head (caps, scales) still happens.
-    Works with any transformers causal model whose ``get_output_embeddings()`` is its head.
+    Hidden states of the wanted places are taken in front of the output head and made into log-probabilities chunk by chunk
+    (`libra.train.chunked`), with everything the architecture does after its head (caps, scales). The (R, W, V) logits are
+    never made. Works with any transformers causal model whose ``get_output_embeddings()`` is its head, a linear map.
     """
 
-    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+    def __init__(self, model: Any, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.model = model
         self.temperature = temperature
-        self._wanted_N: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._select)
-
-    def _select(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        return None if self._wanted_N is None else (args[0].flatten(0, 1)[self._wanted_N],)
+        self.chunk_tokens = chunk_tokens
+        self._head = head_of(model)
+        self._after: AfterHead | None = after_head(model)
 
     def logp(
         self,
@@ -44,22 +44,32 @@ class Scorer:
 
         At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: sees) replaces what positions say.
         """
-        self._wanted_N = action_at_N
-        try:
-            # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
-            output = self.model(
-                input_ids=token_ids_RW, attention_mask=mask_R1WW, position_ids=position_ids_RW, use_cache=False
+        head = self._head
+
+        def make(hidden_PH: Tensor) -> Tensor:
+            both = chunked_logp(
+                hidden_PH[action_at_N],
+                head.weight,
+                target_N,
+                bias_V=head.bias,
+                temperature=self.temperature,
+                chunk_tokens=self.chunk_tokens,
+                entropy_gradient=entropy_gradient,
+                after_head=self._after,
             )
-        finally:
-            self._wanted_N = None
-        logits_NV = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-        if self.temperature != 1.0:
-            logits_NV = logits_NV / self.temperature
-        logp_NV = torch.log_softmax(logits_NV, dim=-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            # 0 * log 0 is 0: a finite floor for log 0 makes it so, in the gradient too
-            entropy_N = -(logp_NV.exp() * logp_NV.clamp(min=torch.finfo(logp_NV.dtype).min)).sum(-1)
-        return logp_NV.gather(-1, target_N[:, None])[:, 0], entropy_N
+            return torch.stack(both, -1)
+
+        # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
+        made_N2 = at_head(
+            self.model,
+            make,
+            input_ids=token_ids_RW,
+            attention_mask=mask_R1WW,
+            position_ids=position_ids_RW,
+            use_cache=False,
+        )
+        logp_N, entropy_N = made_N2.unbind(-1)
+        return logp_N, entropy_N if entropy_gradient else entropy_N.detach()
 
 
 @torch.no_grad()

@@ -127,10 +127,11 @@ class Replica:
         self.last_report: StepReport | None = None
         self.content: str | None = None  # digest of the present weights, where it was computed since they last changed
         self._objective = Objective(settings)
-        self._scorer = Scorer(self.model, settings.temperature)
+        self._scorer = Scorer(self.model, settings.temperature, settings.logit_chunk_tokens)
         self._reference: Scorer | None = None
         if settings.kl_coef > 0:
-            self._reference = Scorer(load_model(self.base_dir, self.dtype).requires_grad_(False), settings.temperature)
+            frozen = load_model(self.base_dir, self.dtype).requires_grad_(False)
+            self._reference = Scorer(frozen, settings.temperature, settings.logit_chunk_tokens)
         self.device = torch.device(device)
         for model in (self.model, *([] if self._reference is None else [self._reference.model])):
             model.to(self.device)
@@ -173,6 +174,7 @@ class Replica:
             "offload",
             "max_row_tokens",
             "micro_batch_tokens",
+            "logit_chunk_tokens",
             "share_prompts",
         }
         settings = {name: value for name, value in asdict(self.settings).items() if name not in same_result}

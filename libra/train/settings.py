@@ -64,6 +64,8 @@ class TrainSettings:
         Samples with the same prompt share it in a row, where the model has full attention only. Changes no result.
     micro_batch_tokens : int
         Rows times width of one forward pass, padding included: the dial for memory.
+    logit_chunk_tokens : int
+        Action tokens whose logits are held at once (`libra.train.chunked`). Changes no result but for the rounding of sums.
     layout : str
         How a model lies on the replicas of a group: whole on each (ddp), or in shards (fsdp2). Nothing where there is one.
     gradient_checkpointing : bool
@@ -106,6 +108,7 @@ class TrainSettings:
     max_row_tokens: int = 512
     share_prompts: bool = True
     micro_batch_tokens: int = 4096
+    logit_chunk_tokens: int = 1024
     layout: LayoutName = "ddp"
     gradient_checkpointing: bool = False
     offload: bool = False
@@ -143,6 +146,7 @@ class TrainSettings:
             "minibatches": (self.minibatches >= 1, ">= 1"),
             "max_row_tokens": (self.max_row_tokens >= 1, ">= 1"),
             "micro_batch_tokens": (self.micro_batch_tokens >= 1, ">= 1"),
+            "logit_chunk_tokens": (self.logit_chunk_tokens >= 1, ">= 1"),
             "temperature": (self.temperature > 0, "> 0 (greedy samples have no log-probability to learn from)"),
         }
         rules["offload"] = (not self.offload or self.layout == "fsdp2", "false where trainer.layout is ddp")

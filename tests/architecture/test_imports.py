@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
     "rollout": FOUNDATION | {"tensors", "projections", "scoring"},
-    "train": FOUNDATION | {"tensors", "scoring"},
+    "train": FOUNDATION | {"tensors", "scoring", "heads"},
     "weights": FOUNDATION | {"tensors", "projections"},
     "store": FOUNDATION | {"tensors"},
     "dispatch": FOUNDATION,
@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "keys", "types", "hardware"},
     "tensors": {"errors", "types"},
     "projections": set(),
-    "scoring": set(),
+    "scoring": {"heads"},
+    "heads": {"errors"},
 }
 """What each part may import of Libra beside itself; a part that is not listed may import what `FORBIDDEN` leaves."""
 

@@ -33,6 +33,7 @@ OTHER: dict[str, Any] = {
     "trainer.correction_low": 0.5,
     "trainer.betas": (0.8, 0.9),
     "trainer.correction": "truncate",
+    "policy.boundaries_tokens": {"tp1": 3000.0},
     "cluster.engines": ({"tp": 1, "count": 2},),
     "slurm.port": 99,
     "simulation.layout": {"tp4": 1},
@@ -129,6 +130,7 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "cluster.train_workers": (1, 2),
         "cluster.hybrid_workers": (0, 1),
         "cluster.scheduler": (None, "tcp://h:1"),
+        "policy.boundaries_tokens": {"tp1": 3000.0},
         "cluster.engines": ((), ({"tp": 1, "count": 2, "slots": 4},)),
         "planner.trace": (None, "turns.csv"),
         "simulation.traces": (None, "turns.csv"),
@@ -215,7 +217,7 @@ def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path: Path) ->
     typed = frozenset({"planner.num_gpus", "simulation.turns", "slurm_rollout.jobs"})
     told = {each.field: each.message for each in ignored_settings(config, Situation("run", typed))}
     assert set(told) == typed
-    assert "libra plan" in told["planner.num_gpus"]
+    assert "planner.layout=auto" in told["planner.num_gpus"]
     assert "libra cluster slurm" in told["slurm_rollout.jobs"]
     assert not ignored_settings(config, Situation("plan", frozenset({"planner.num_gpus"})))
 
@@ -233,7 +235,7 @@ def test_libra_train_tells_it_too_and_refuses_two_environments(caplog: pytest.Lo
     typed = {"run__dir": "/proc/no/such", "planner__num_gpus": 3, "cluster__dashboard_port": 0}
     with pytest.raises(OSError):  # after it was told
         libra.train(prompts=["x"], reward=lambda completion: 0.0, **typed)
-    assert "planner.num_gpus=3 has no effect in libra run; only in libra plan" in caplog.text
+    assert "planner.num_gpus=3 has no effect here; needed is planner.layout=auto" in caplog.text
     with pytest.raises(ConfigError, match="environment__name"):
         libra.train(prompts=["x"], reward=lambda completion: 0.0, environment__name="jsonl")
 
@@ -246,9 +248,8 @@ def test_machine_client_and_options_count() -> None:
     ]
     workers = configured({"cluster.rollout_workers": 2})
     assert not ignored_settings(workers, Situation("run"))
-    assert [each.field for each in ignored_settings(workers, Situation("run", client=True))] == [
-        "cluster.rollout_workers"
-    ]
+    typed = frozenset({"cluster.rollout_workers"})
+    assert [each.field for each in ignored_settings(workers, Situation("run", typed, client=True))] == [*typed]
     turns = configured({"simulation.turns": 5})
     workload = frozenset({"--workload"})
     assert ignored_settings(turns, Situation("simulate", frozenset({"simulation.turns"}), workload))
@@ -316,7 +317,7 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
     from libra.cli.plan import print_plan
 
     def plan(config: Any) -> None:
-        print_plan(config, trace=None, why=(), what_if=True, as_json=True)
+        print_plan(config, "libra/quickstart", trace=None, why=(), what_if=True, write=None, as_json=True)
 
     trace = tmp_path / "turns.csv"
     trace.write_text("task,sample,turn,prompt_tokens,completion_tokens,tool_s\na,0,0,10,20,\na,1,0,10,30,0.5\n")

@@ -150,6 +150,11 @@ def test_a_wrong_value_names_field_value_allowed_and_what_to_type(
         (["trainer.micro_batch_tokens=256", "rollout.max_context_tokens=128"], "type trainer.micro_batch_tokens=512"),
         (["evaluation.every=5"], "type evaluation.prompts=256"),
         (["watchdog.restart=true", "watchdog.timeout_s=null"], "type watchdog.timeout_s=600"),
+        (
+            ["policy.boundaries_tokens={tp1: 30}", "policy.name=fifo"],
+            "type policy.name=cmlfq, or policy.boundaries_tokens={}",
+        ),
+        (["policy.boundaries_tokens={tp2: 30, tp1: 30}"], "do not rise with the degree"),
     ],
 )
 def test_fields_that_contradict_each_other_say_what_to_type(overrides: list[str], said: str) -> None:

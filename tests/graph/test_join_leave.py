@@ -291,7 +291,9 @@ def test_a_worker_that_alone_supplies_something_is_started_anew_until_it_can_be_
         broken.touch()
         os.kill(nanny.pid, signal.SIGKILL)
         until(session._cluster, lambda it: not_ready(it) == {"tool-0": "failed"})
-        check_cluster(session._client)  # a run that starts now is not told that nobody commits: it waits for it, too
+        check_cluster(
+            session._client, session.config
+        )  # a run that starts now is not told that nobody commits: it waits for it, too
         broken.unlink()
         assert [values["iteration"] for values in iterations] == [1, 2]
     events = check_exactly_once(session.directory, iterations=3, groups=2, samples=2, quanta=5)

@@ -9,6 +9,7 @@ import pytest
 from libra.cluster.slurm.jobs import scripts, worker_resources
 from libra.cluster.slurm.queue import lost
 from libra.config import RunConfig, config_from_dict
+from libra.config.slurm import SlurmRolloutJobs
 from libra.errors import ClusterError, ConfigError
 
 
@@ -61,3 +62,54 @@ def test_a_wrong_value_names_the_field(field: str, value: object) -> None:
 def test_a_job_that_ended_or_is_unknown_is_lost() -> None:
     states = {"1": ("RUNNING", "n1"), "2": ("PENDING", "(Resources)"), "3": ("TIMEOUT", ""), "4": ("CANCELLED", "")}
     assert lost(states, ["1", "2", "3", "4", "5"]) == ["3", "4", "5"]
+
+
+ENGINES = [{"tp": 1, "count": 2, "slots": 48}, {"tp": 2, "threads": 3, "slots": 8}]
+
+
+def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tmp_path: Path) -> None:
+    kinds = config(
+        rollout={"engine": "vllm", "slots": 32},
+        cluster={"engines": ENGINES, "train_workers": 2, "hybrid_workers": 1},
+        slurm_rollout={"gpus": 1, "cpus": 4, "memory": "1.5 GiB"},
+    )
+    workers = worker_resources(kinds)
+    assert set(workers) == {"rollout-0", "rollout-1", "rollout-2", "train-0", "train-1", "tool-0"}
+    assert workers["rollout-0"] == {"ROLLOUT": 48, "TP": 1, "HYBRID": 1}
+    assert workers["rollout-2"] == {"ROLLOUT": 8, "TP": 2, "THREADS": 3}
+    made = scripts(kinds, tmp_path)
+    for name, lines, supply in (
+        ("rollout-1", ("--gres=gpu:1", "--cpus-per-task=4", "--mem=1.5G"), "--resources ROLLOUT=48,TP=1,GPU=1 "),
+        ("rollout-2", ("--gres=gpu:2", "--cpus-per-task=8", "--mem=3G"), "--resources ROLLOUT=8,TP=2,THREADS=3,GPU=2 "),
+    ):
+        for line in lines:
+            assert f"#SBATCH {line}" in made[name].splitlines(), made[name]
+        assert supply in made[name]
+    assert "export OMP_NUM_THREADS=3" in made["rollout-2"]
+    assert "gres" not in scripts(kinds.model_copy(update={"slurm_rollout": SlurmRolloutJobs()}), tmp_path)["rollout-2"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"slurm_rollout": {"jobs": 2}},
+            r"slurm_rollout\.jobs: 2 jobs, and cluster\.engines lists 3.*slurm_rollout\.jobs=null",
+        ),
+        (
+            {"slurm_train": {"jobs": 1}},
+            r"slurm_train\.jobs: 1 jobs, and cluster\.train_workers=2.*slurm_train\.jobs=null",
+        ),
+    ],
+)
+def test_jobs_that_are_not_the_workers_of_the_cluster_are_refused(
+    sections: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    given = {"cluster": {"engines": ENGINES, "train_workers": 2}, "rollout": {"engine": "vllm"}, "slurm_rollout": {}}
+    with pytest.raises(ClusterError, match=message):
+        scripts(config(**given | sections), tmp_path)
+
+
+def test_jobs_are_not_submitted_for_a_layout_that_is_yet_to_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"planner\.layout: auto.*libra plan CONFIG --write FILE"):
+        scripts(config(planner={"layout": "auto"}, slurm_rollout={}), tmp_path)

@@ -5,6 +5,7 @@ dask-jobqueue writes the scripts and submits them. Its clusters know one kind of
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
-from libra.cluster.local import SPARE_THREADS, WORKER_ENVIRONMENT
+from libra.cluster.local import SPARE_THREADS, WORKER_ENVIRONMENT, engine_resources
 from libra.config import RunConfig
 from libra.config.slurm import SlurmJobs
 from libra.errors import ClusterError
@@ -41,14 +42,26 @@ def role_of(worker: str) -> str:
     return worker.rpartition("-")[0]
 
 
+def number_of_jobs(config: RunConfig) -> dict[str, int]:
+    """Jobs of each role: as many as its section says, else as section ``cluster`` lists workers."""
+    cluster = config.cluster
+    listed = {
+        "rollout": sum(group.count for group in cluster.engines) or cluster.rollout_workers,
+        "train": cluster.train_workers,
+        "tool": cluster.tool_workers,
+    }
+    return {role: listed[role] if jobs.jobs is None else jobs.jobs for role, jobs in role_jobs(config).items()}
+
+
 def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
     """Resources of each worker, by name; the first tool worker is the committer, the first rollout workers may be hybrid."""
-    supply = {
-        "rollout": {keys.ROLLOUT: config.rollout.slots},
-        "train": {keys.TRAIN: 1},
-        "tool": {keys.TOOL: config.cluster.tool_slots, keys.GRADE: 4},
-    }
-    workers = {f"{role}-{i}": dict(supply[role]) for role, jobs in role_jobs(config).items() for i in range(jobs.jobs)}
+    number = number_of_jobs(config)
+    engines = engine_resources(config)
+    rollout = engines if config.cluster.engines else engines[:1] * number["rollout"]
+    workers = {f"rollout-{i}": dict(supply) for i, supply in enumerate(rollout)}
+    workers |= {f"train-{i}": {keys.TRAIN: 1} for i in range(number["train"])}
+    tool = {keys.TOOL: config.cluster.tool_slots, keys.GRADE: 4}
+    workers |= {f"tool-{i}": dict(tool) for i in range(number["tool"])}
     for i in range(config.cluster.hybrid_workers):
         if f"rollout-{i}" in workers:
             workers[f"rollout-{i}"][keys.HYBRID] = 1
@@ -58,12 +71,29 @@ def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
 
 
 def check_roles(config: RunConfig) -> None:
-    """ClusterError where a role has no job at all: no run could go on."""
-    for role, jobs in role_jobs(config).items():
-        if jobs.jobs == 0:
+    """ClusterError where a role has no job at all, or its jobs are not the workers that section ``cluster`` lists."""
+    number, cluster = number_of_jobs(config), config.cluster
+    for role in number:
+        if number[role] == 0:
             raise ClusterError(
                 f"slurm_{role}.jobs: 0 jobs; a run needs one {role} worker at least; type slurm_{role}.jobs=1"
             )
+    engines = sum(group.count for group in cluster.engines)
+    if engines and number["rollout"] != engines:
+        raise ClusterError(
+            f"slurm_rollout.jobs: {number['rollout']} jobs, and cluster.engines lists {engines} engines, a job each; type "
+            "slurm_rollout.jobs=null, which is as many, or cluster.engines=[]"
+        )
+    if number["train"] < cluster.train_workers:
+        raise ClusterError(
+            f"slurm_train.jobs: {number['train']} jobs, and cluster.train_workers={cluster.train_workers} are asked for; type "
+            "slurm_train.jobs=null, which is as many"
+        )
+    if config.planner.layout == "auto":
+        raise ClusterError(
+            "planner.layout: auto is planned where a run is started, and jobs are submitted before; type libra plan CONFIG --write "
+            "FILE, then libra cluster slurm FILE up"
+        )
 
 
 def worker_specs(config: RunConfig, directory: Path, security: Security | None) -> dict[str, dict[str, Any]]:
@@ -90,17 +120,20 @@ def _options(
     security: Security | None,
 ) -> dict[str, Any]:
     slots = max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0))
-    threads = str(config.cluster.threads or jobs.cpus)
-    supply = dict(resources) | ({"GPU": jobs.gpus} if jobs.gpus else {})
+    ranks = resources.get(keys.TP, 1)  # only an entry of cluster.engines says so
+    of_engine = keys.TP in resources
+    num_gpus = (ranks if jobs.gpus else 0) if of_engine else jobs.gpus
+    threads = str(resources.get(keys.THREADS) or config.cluster.threads or jobs.cpus)
+    supply = dict(resources) | ({"GPU": num_gpus} if num_gpus else {})
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | WORKER_ENVIRONMENT
     environment["DASK_CONFIG"] = str(directory / SETTINGS_FILE)
-    gpus = [f"--gres=gpu:{jobs.gpus}"] if jobs.gpus else []
+    gpus = [f"--gres=gpu:{num_gpus}"] if num_gpus else []
     return {
         "name": name,
         "cores": slots + SPARE_THREADS,
-        "memory": jobs.memory,
+        "memory": times(jobs.memory, ranks),
         "processes": 1,
-        "job_cpu": jobs.cpus,
+        "job_cpu": jobs.cpus * ranks,
         "queue": jobs.partition,
         "account": config.slurm.account,
         "walltime": jobs.walltime,
@@ -130,6 +163,12 @@ def _options(
         ],
         "config_name": "slurm",
     }
+
+
+def times(memory: str, ranks: int) -> str:
+    """An amount of memory for so many ranks, in its unit: ``times("1.5 GiB", 2)`` is "3 GiB"."""
+    number, unit = re.fullmatch(r"([\d.]+) ?([A-Za-z]+)", memory).groups()  # type: ignore[union-attr]
+    return memory if ranks == 1 else f"{float(number) * ranks:.15g} {unit}"
 
 
 def scripts(config: RunConfig, directory: Path) -> dict[str, str]:

@@ -1,0 +1,91 @@
+"""``libra roles``: which roles the workers of a running run have, and how to ask for others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from libra.cluster.running import reach
+from libra.errors import ConfigError
+from libra.graph.asking_roles import RoleControl
+
+_WANTED = re.compile(r"(?P<worker>[^=\s]+)=(?P<role>rollout|train|lent)(?::tp(?P<tp>[1-9]\d*))?")
+COLUMNS = ("worker", "role", "tp", "stage", "for_s", "generation", "seconds", "reason")
+
+
+def assignments(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What ``rollout-0=train`` or ``rollout-0=rollout:tp2`` ask for, by worker; ConfigError where a word is none of these."""
+    wanted: dict[str, dict[str, Any]] = {}
+    for word in words:
+        match = _WANTED.fullmatch(word)
+        if match is None or (match["tp"] and match["role"] != "rollout"):
+            raise ConfigError(
+                f"libra roles: got {word!r}; allowed are WORKER=rollout, WORKER=rollout:tpN, WORKER=train and WORKER=lent; type "
+                "e.g. rollout-0=train"
+            )
+        if match["worker"] in wanted:
+            raise ConfigError(f"libra roles: {match['worker']} is asked for two roles; type one of them")
+        wanted[match["worker"]] = {"role": match["role"]} | ({"tp": int(match["tp"])} if match["tp"] else {})
+    return wanted
+
+
+def roles_command(
+    run_dir: Path,
+    words: Sequence[str],
+    *,
+    scheduler: str | None = None,
+    cancel: int | None = None,
+    wait: bool = False,
+    as_json: bool = False,
+) -> bool:
+    """Show, or ask for a change and show; False where a change that was waited for was undone."""
+    wanted = assignments(words)
+    if wanted and cancel is not None:
+        raise ConfigError(
+            "libra roles: --cancel undoes a change, and another one is asked for; type one of them at a time"
+        )
+    if wait and not wanted and cancel is None:
+        raise ConfigError(
+            "libra roles: --wait waits for the change that is asked for, and none is; type e.g. rollout-0=train"
+        )
+    client, contact = reach(run_dir, scheduler)
+    with client:
+        roles = RoleControl.of_run(client, contact.run, contact.epoch)
+        generation, done = None, True
+        if wanted:
+            generation = roles.change(wanted)
+        elif cancel is not None:
+            generation = roles.cancel(cancel)
+        if generation is not None and wait:
+            done = roles.wait(generation)
+        rows = roles.rows()
+    if as_json:
+        click.echo(
+            json.dumps({"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows})
+        )
+        return done
+    if generation is not None:
+        state = ("has ended" if done else "was undone") if wait else "has begun"
+        click.echo(f"change {generation} of run {contact.run} {state}")
+    click.echo("\n".join(table(rows)))
+    return done
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a table, a row for each worker."""
+    if not rows:
+        return ["no worker of this run can change its role; start a run with cluster.hybrid_workers=1 or more"]
+    cells = [list(COLUMNS), *([_cell(row.get(name)) for name in COLUMNS] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

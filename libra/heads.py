@@ -1,0 +1,125 @@
+"""The end of a causal language model: its output head, and what the architecture does to logits after it.
+
+A forward pass makes (tokens, V) logits. `at_head` takes the hidden states in front of the head instead, so that whoever scores
+can make logits of a few tokens at a time; `after_head` is the rest of the way (caps, scales), found by running the model's own
+code with its layers left out, so that no list of architectures has to be kept.
+
+Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from libra.errors import ModelError
+
+AfterHead = Callable[[Tensor], Tensor]
+"""From the head's logits (C, V) to the model's."""
+
+
+def at_head(model: Any, make: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
+    """``make`` of the hidden states (N, H) that ``inputs`` have in front of the head of ``model``, rows flattened.
+
+    What is made leaves the model in place of its logits, through all its hooks: a sharded model looks there for gradients.
+    ``make`` is called within the forward pass, when weights that are sharded are whole.
+    """
+    made: list[Tensor] = []
+
+    def take(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if made:  # what is made may run the end of the model
+            return None
+        hidden_NH = args[0].flatten(0, -2)
+        none_0H = hidden_NH.new_empty(0, hidden_NH.shape[1])  # of its own: a slice would keep all of them
+        made.append(none_0H)
+        made.append(make(hidden_NH))
+        return (none_0H,)
+
+    def give(_: Any, __: Any, output: Any) -> Any:
+        if len(made) > 1:
+            output.logits = made[-1]
+        return output
+
+    handles = [head_of(model).register_forward_pre_hook(take), model.register_forward_hook(give, prepend=True)]
+    try:
+        return model(**inputs).logits  # type: ignore[no-any-return]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def head_of(model: Any) -> torch.nn.Linear:
+    """The output head of a transformers causal model; ModelError where it is not one linear map."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelError(
+            f"model: the output head of {type(model).__name__} is {type(head).__name__}; allowed is torch.nn.Linear: "
+            "log-probabilities are made of a few tokens at a time, from its weight"
+        )
+    return head
+
+
+def after_head(model: Any) -> AfterHead | None:
+    """What ``model`` does to logits after its head; None where that is nothing.
+
+    Raises
+    ------
+    ModelError
+        Its head is no linear map, or its layers are no module of their own.
+    """
+    head = head_of(model)
+    after = _end_of(model, head)
+    weight = head.weight
+    probe_1V = torch.linspace(-60, 60, head.out_features, device=weight.device, dtype=weight.dtype)[None]
+    with torch.no_grad():
+        return None if torch.equal(after(probe_1V), probe_1V) else after
+
+
+def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
+    """The forward pass of ``model`` with its layers left out and its head's logits given."""
+    layers = model.base_model
+    if layers is model:
+        raise ModelError(
+            f"model: {type(model).__name__} keeps its layers and its head in one module, so that what it does after its head "
+            "cannot be told apart; allowed is a model whose layers are a module of their own (base_model_prefix)"
+        )
+
+    def after(logits_CV: Tensor) -> Tensor:
+        hidden_1CH = logits_CV[None, :, :1]
+        output = _OnlyHidden(hidden_1CH)
+        with _forward(layers, lambda *_, **__: output), _forward(head, lambda *_, **__: logits_CV[None]):
+            ids_1C = torch.zeros(hidden_1CH.shape[:2], dtype=torch.int64, device=logits_CV.device)
+            return model.forward(input_ids=ids_1C, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    return after
+
+
+class _OnlyHidden:
+    """What layers would have returned: hidden states, and None for whatever else an architecture asks for."""
+
+    def __init__(self, hidden_1CH: Tensor) -> None:
+        self.last_hidden_state = hidden_1CH
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _forward(module: Any, instead: Callable[..., Any]) -> Iterator[None]:
+    """``module.forward`` is ``instead`` in here; hooks of the module still run."""
+    own = module.__dict__.get("forward")
+    module.forward = instead
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

@@ -1,0 +1,180 @@
+"""A plan that is put into a configuration starts what the plan says, and is refused where it does not belong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.config import RunConfig, config_from_dict, dump_config
+from libra.config.planner import PlannedEngines, PlannedLayout
+from libra.errors import ConfigError, PlanError
+from libra.hardware import load_gpu, load_shape
+from libra.planner.commands import Deployed
+from libra.planner.configured import snapshot_of
+from libra.planner.cost import Layout, Workload, training_cost
+from libra.planner.snapshot import Snapshot
+from libra.planner.starting import (
+    CPU,
+    check_planned,
+    configured_deployment,
+    layout_lines,
+    layout_of,
+    planned,
+    shape_digest,
+    with_plan,
+)
+
+QWEN, LLAMA = load_shape("Qwen/Qwen3-4B"), load_shape("Meta-Llama-3-8B")
+
+
+def _config(**sections: dict[str, object]) -> RunConfig:
+    return config_from_dict({"model": {"path": "Qwen/Qwen3-4B"}, "rollout": {"engine": "vllm"}, **sections})
+
+
+def _layout(**changes: object) -> PlannedLayout:
+    values = {
+        "model": QWEN.name,
+        "model_digest": shape_digest(QWEN),
+        "gpu": "A800-80G",
+        "num_gpus": 8,
+        "train_gpus": 2,
+        "engines": [{"tp": 1, "count": 2, "concurrency": 48}, {"tp": 4, "count": 1, "concurrency": 9}],
+        "boundaries_tokens": [812.0],
+        "micro_batch_tokens": 8192,
+        "step_s": 12.0,
+        "rests_on": "a datasheet",
+        "why": "training",
+        "lost": ["13 s: another"],
+    }
+    return PlannedLayout.model_validate(values | changes)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_gpus=st.integers(4, 16),
+    seed=st.integers(0, 99),
+    eta=st.integers(0, 1),
+    scale=st.sampled_from([0.2, 1.0, 8.0]),
+)
+def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, eta: int, scale: float) -> None:
+    planner = {
+        "gpu": "A800-80G",
+        "num_gpus": num_gpus,
+        "generated_p50_tokens": 900 * scale,
+        "generated_p99_tokens": 7000 * scale,
+    }
+    config = _config(
+        run={"seed": seed, "eta": eta},
+        planner=planner | {"tool_s": 0.1 * (seed + 1), "turns": 3},
+        trainer={"prompts": 6, "group_size": 4, "micro_batch_tokens": 16384},
+        rollout={"engine": "vllm", "max_context_tokens": 16384, "max_new_tokens": 8192},
+    )
+    snapshot, _ = snapshot_of(config, None, what_if=True)
+    plan, micro_batch_tokens = planned(snapshot, 16384)
+    layout = layout_of(plan, snapshot.shape, micro_batch_tokens, "A800-80G", "a datasheet")
+    started = with_plan(config, layout)
+    assert configured_deployment(started) == Deployed.of(plan)
+    assert started.trainer.micro_batch_tokens == micro_batch_tokens >= 16384
+    assert layout.boundaries_tokens == tuple(bucket.to_tokens for bucket in plan.buckets[:-1])
+    assert layout.boundaries == tuple((bucket.tp, bucket.to_tokens) for bucket in plan.buckets[:-1])
+    again = config_from_dict(started.model_dump(mode="json"))  # what config.resolved.yaml holds
+    assert again == started
+    assert "planned" in dump_config(again)
+    check_planned(layout, QWEN, "A800-80G", num_gpus)
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled() -> None:
+    tokens = Workload.of([512.0] * 16, [1500.0] * 16)
+    gpu = load_gpu("L40S-48G")
+    snapshot = Snapshot(gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2)
+    _, smaller = planned(snapshot, 2048)
+    assert smaller < 2**20
+    final = tokens.final_context_tokens
+    assert training_cost(gpu, QWEN, final, 2, replace(snapshot.training, micro_batch_tokens=smaller)).fits
+    assert not training_cost(gpu, QWEN, final, 2, replace(snapshot.training, micro_batch_tokens=2 * smaller)).fits
+    little = replace(snapshot, training=Layout(micro_batch_tokens=2048))
+    _, larger = planned(little, 2048)
+    assert larger > 2048  # fewer micro-batches gather the shards less often
+    assert planned(little, 2048, may_grow=False)[1] == 2048
+    with pytest.raises(PlanError, match=r"micro_batch_tokens|planner\.num_gpus"):
+        planned(snapshot, 2**20)
+
+
+def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both() -> None:
+    layout = _layout()
+    check_planned(layout, replace(QWEN, name="a trained copy"), "A800-80G", 8)
+    check_planned(_layout(gpu=CPU), QWEN, CPU, 0)
+    with pytest.raises(PlanError, match=rf"{QWEN.name}.*{LLAMA.name}.*--write"):
+        check_planned(layout, LLAMA, "A800-80G", 8)
+    with pytest.raises(PlanError, match=r"8 x A800-80G, here is 8 x H100-80G"):
+        check_planned(layout, QWEN, "H100-80G", 8)
+    with pytest.raises(PlanError, match=r"8 x A800-80G, here is no GPU"):
+        check_planned(layout, QWEN, CPU, 0)
+    with pytest.raises(PlanError, match=r"8 x A800-80G, here is 4 x A800-80G.*planner\.num_gpus=4"):
+        check_planned(layout, QWEN, "A800-80G", 4)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        (
+            "cluster",
+            {"train_workers": 3},
+            r"cluster\.train_workers: 3, and planner\.planned has 2.*planner\.planned=null",
+        ),
+        (
+            "cluster",
+            {"engines": [{"tp": 1, "count": 3, "slots": 48}]},
+            r"cluster\.engines: 3 x TP1 with 48 slots, and.*1 x TP4",
+        ),
+        ("trainer", {"micro_batch_tokens": 4096}, r"trainer\.micro_batch_tokens: 4096, and planner\.planned has 8192"),
+    ],
+)
+def test_what_was_planned_is_not_changed_by_hand(section: str, change: dict[str, object], message: str) -> None:
+    values = with_plan(_config(), _layout()).model_dump()
+    values[section] |= change
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(values)
+    values["planner"]["planned"] = None
+    config_from_dict(values)
+
+
+def test_a_plan_with_more_engines_than_gpus_or_without_its_boundaries_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"take 8 GPUs, and it is for 7"):
+        with_plan(_config(), _layout(num_gpus=7))
+    with pytest.raises(ConfigError, match=r"2 degrees have 1 boundaries, got 0"):
+        with_plan(_config(), _layout(boundaries_tokens=[]))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "field"),
+    [
+        ({"engines": [{"tp": 1}]}, "engines"),
+        ({"rollout_workers": 2}, "rollout_workers"),
+        ({"train_workers": 2}, "train_workers"),
+    ],
+)
+def test_what_is_to_be_planned_is_not_also_given(cluster: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{field}: planner\.layout=auto plans it"):
+        _config(cluster=cluster, planner={"layout": "auto"})
+    _config(cluster=cluster)
+    with pytest.raises(ConfigError, match=r"--write FILE, start those workers"):
+        _config(cluster={"scheduler": "tcp://there:8786"}, planner={"layout": "auto"})
+
+
+def test_the_block_says_what_was_chosen_why_and_what_lost() -> None:
+    text = "\n".join(layout_lines(_layout()))
+    for words in (
+        "8 x A800-80G",
+        "bottleneck training",
+        "2 x TP1, 48 at once",
+        "1 x TP4, 9 at once on each, from 812 generated",
+    ):
+        assert words in text
+    assert "8,192 tokens" in text
+    assert "a datasheet" in text
+    assert "13 s: another" in text
+    assert isinstance(_layout().engines[0], PlannedEngines)
