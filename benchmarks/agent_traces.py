@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.config.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
+from libra.types import ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")
 """Names of sets whose file name goes on, e.g. ``tau_airline_gpt4o.csv``."""
@@ -22,11 +23,11 @@ TOOL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation of ``tokens`` and what its tool returned; an empty tool: it called none and was over."""
+    """One generation of ``tokens`` and what its tool returned; `NO_TOOL`: none came back, and it was over."""
 
     tokens: int
     tool: str
-    status: str
+    status: ToolOutcome
     payload_tokens: int
     seconds: float
 
@@ -76,10 +77,10 @@ def read_traces(path: Path) -> list[Trace]:
 
 
 def _turn(turn: AgentTurn) -> Turn:
-    tokens, over = turn.completion_tokens, turn.tool == "none" and turn.status == "end"
+    tokens = turn.completion_tokens
     seconds = turn.gap_s
     if seconds is None:
         seconds = (TOKEN_S * tokens if turn.llm_s is None else turn.llm_s) + (
             TOOL_S if turn.tool_s is None else turn.tool_s
         )
-    return Turn(tokens, "" if over else turn.tool, "" if over else turn.status, turn.payload_tokens, max(seconds, 1e-3))
+    return Turn(tokens, turn.tool, turn.status, turn.payload_tokens, max(seconds, 1e-3))

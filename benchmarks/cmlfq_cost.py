@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.report import Figure, emit
 from libra.errors import ConfigError
 from libra.policy.messages import QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 
 TURNS = 40
 GROUP = 16
@@ -117,7 +117,7 @@ class Load:
                         Phase.TOOL,
                         0,
                         TOOLS[tools[i]],
-                        "failure" if failed[i] else "success",
+                        ToolStatus.ERROR if failed[i] else ToolStatus.OK,
                         0.1,
                         payload[i],
                     ),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.agent_traces import Trace
 from libra.policy.forecast import Forecaster
 from libra.policy.messages import QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.types import Phase
+from libra.types import NO_TOOL, Phase
 
 Floats = NDArray[np.float64]
 
@@ -41,12 +41,12 @@ def start(forecaster: Forecaster, trace: Trace) -> None:
 def turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
     """Tell of one turn; whether a tool returned."""
     made = trace.turns[index]
-    forecaster.handle(QuantumFinished(trace.key, Phase.ROLLOUT, made.tokens, "", "", 0.0))
-    if made.tool:
+    forecaster.handle(QuantumFinished(trace.key, Phase.ROLLOUT, made.tokens, "", NO_TOOL, 0.0))
+    if made.status:
         forecaster.handle(
             QuantumFinished(trace.key, Phase.TOOL, 0, made.tool, made.status, 0.0, payload_tokens=made.payload_tokens)
         )
-    return bool(made.tool)
+    return bool(made.status)
 
 
 def told(forecaster: Forecaster, traces: Iterable[Trace]) -> None:

@@ -77,7 +77,7 @@ async def quantum(key: str, generation_s: float, tool_s: float) -> int:
             "kind": "quantum", "run": RUN, "epoch": 0, "key": key, "quantum": done, "end": "answered" if ends else "",
             "next": following, "goes_on": False, "failure": "none", "detail": "", "version": 0,
             "tokens": chance.randint(20, 400) if generates else 0, "tool": "" if generates else chance.choice(TOOLS),
-            "status": "" if generates else chance.choice(("success", "success", "failure")),
+            "status": "" if generates else chance.choice(("ok", "ok", "error")),
             "payload_tokens": 0 if generates else chance.randint(0, 800), "context_tokens": 300 * (done + 1),
             "start_s": began_s, "stop_s": time.time(),
         },

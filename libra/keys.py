@@ -19,6 +19,8 @@ ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMM
 """Resources that workers supply: slots of an engine, actions at once, replicas, graders at once, and the one committer."""
 TP, THREADS = "TP", "THREADS"
 """What a rollout worker says of its engine, as resources that no task takes: tensor-parallel degree, and torch threads per rank."""
+PASS_US = "PASS_US"
+"""Another one: microseconds that each of its passes takes at least."""
 
 HYBRID = "HYBRID"
 """What a rollout worker says that can change roles in mid-run, as a resource that no task takes; see `libra.scheduler.roles`."""

@@ -7,10 +7,10 @@ action (TOOL slot). A *version* is a number given to weights, 0 for those the ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +103,35 @@ class ToolStatus(StrEnum):
     TRUNCATED = "truncated"  # the tool returned more than max_payload_chars; the rest was dropped
 
 
+NO_TOOL: Final = ""
+"""In place of a `ToolStatus` where no tool came back: after a generation alone, and in a trajectory's last turn."""
+
+ToolOutcome = ToolStatus | Literal[""]
+"""How a turn's tools came back, or `NO_TOOL`. Every log, store, trace and policy has these words and no others."""
+
+_OUTCOMES: Mapping[str, ToolOutcome] = {NO_TOOL: NO_TOOL, **{str(status): status for status in ToolStatus}}
+
+
+def tool_outcome(word: str) -> ToolOutcome:
+    """The outcome that a word of Libra's own files means; ValueError where it is none."""
+    try:
+        return _OUTCOMES[word]
+    except KeyError:
+        raise ValueError(
+            f"status {word!r} is no tool outcome; allowed are {', '.join(ToolStatus)}, and nothing where no tool came back"
+        ) from None
+
+
+def turn_outcome(statuses: Iterable[ToolStatus]) -> ToolOutcome:
+    """One outcome for all calls of a turn: that of the first that is not `ToolStatus.OK`; `NO_TOOL` where there was no call."""
+    outcome: ToolOutcome = NO_TOOL
+    for status in statuses:
+        if status is not ToolStatus.OK:
+            return status
+        outcome = status
+    return outcome
+
+
 class TrajectoryId(NamedTuple):
     """Position of a trajectory in its run; ``split`` is "train" or "eval" (then ``iteration`` is the weight version)."""
 
@@ -145,13 +174,23 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """What one call gave back. ``content`` is what the model reads; ``latency_s`` is wall time of the call."""
+    """What one call gave back. ``content`` is what the model reads; ``latency_s`` is wall time of the call.
+
+    ValueError where ``status`` is no `ToolStatus`: whatever it says goes to logs, stores and forecasts.
+    """
 
     tool: str
     status: ToolStatus
     content: str
     latency_s: float = 0.0
     payload_chars: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.status, ToolStatus):
+            raise ValueError(
+                f"ToolReturn of {self.tool!r}: status {self.status!r}; it is one of "
+                f"{', '.join(f'ToolStatus.{status.name}' for status in ToolStatus)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +273,7 @@ class StepSeconds:
     num_steps : int
         Passes behind the fit.
     error_frac : float
-        Mean of abs(predicted / measured - 1) over passes that were not fitted.
+        Mean of abs(predicted / measured - 1) over passes that were not fitted, up to eight in a row added up.
     """
 
     fixed_s: float

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra.cli.checks import Check
-from libra.cluster.checks import NEEDED, resource_problems
+from libra.cluster.checks import NEEDED, engine_problems, resource_problems
 from libra.cluster.contact import connect
 from libra.cluster.settings import cluster_setting_problems
+from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zar
 """Compared beside those that Dask itself compares; results of one are read by another."""
 
 
-def cluster_checks(address: str) -> Iterator[Check]:
-    """Every check of the cluster whose scheduler is at ``address``."""
+def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
+    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` (None: of the defaults)."""
     try:
         client = connect(address, set_as_default=False)
     except (OSError, TimeoutError, ValueError, ClusterError) as error:
@@ -30,7 +31,7 @@ def cluster_checks(address: str) -> Iterator[Check]:
         yield Check("scheduler", "ok", f"{address}; dashboard {client.dashboard_link}")
         yield from version_checks(client.get_versions(packages=PACKAGES))
         yield from setting_checks(client)
-        yield from role_checks(client.scheduler_info()["workers"], address)
+        yield from role_checks(client.scheduler_info(n_workers=-1)["workers"], address, config)
 
 
 def version_checks(found: Any) -> Iterator[Check]:
@@ -66,15 +67,24 @@ def setting_checks(client: Client) -> Iterator[Check]:
         yield Check("Dask settings", "ok", "as Libra needs them")
 
 
-def role_checks(workers: Mapping[str, Mapping[str, Any]], address: str) -> Iterator[Check]:
-    """There are workers for every resource, one committer, one replica, and threads for every slot.
+def role_checks(
+    workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig | None = None
+) -> Iterator[Check]:
+    """There are workers for every resource, one committer, as many replicas and engines as asked for, and threads for every slot.
 
     Parameters
     ----------
     workers : mapping
-        ``Client.scheduler_info()["workers"]``.
+        ``Client.scheduler_info(n_workers=-1)["workers"]``.
+    config : RunConfig, optional
+        What asks for them; None: the defaults.
     """
-    problems = resource_problems(workers, address)
+    config = config or config_from_dict({})
+    cluster = config.cluster
+    problems = resource_problems(
+        workers, address, train_workers=cluster.train_workers, hybrid_workers=cluster.hybrid_workers
+    )
+    problems += engine_problems(workers, address, config)
     for problem in problems:
         detail, _, advice = problem.partition("; type: ")
         yield Check("workers", "fail", detail, advice)

@@ -24,7 +24,7 @@ def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     """Every check of this machine and, where there is an address, of the cluster behind it."""
     checks = list(machine_checks(config, local_cluster=scheduler is None))
     if scheduler is not None:
-        return [*checks, *cluster_checks(scheduler)]
+        return [*checks, *cluster_checks(scheduler, config)]
     detail = f"a run makes its own local cluster and sets the {len(SETTINGS)} settings it needs"
     return [*checks, Check("Dask settings", "ok", detail)]
 

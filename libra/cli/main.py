@@ -186,7 +186,8 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
-    tell_ignored(loaded, "plan", overrides, {"--trace": choice["trace"]})
+    # A file that is written holds what was typed, for whoever reads it.
+    tell_ignored(loaded, None if choice["write"] else "plan", overrides, {"--trace": choice["trace"]})
     print_plan(loaded, config, **choice)
 
 

@@ -85,7 +85,7 @@ def print_plan(
     if note:
         click.echo(f"\n{note}")
     if written is not None:
-        click.echo("\n" + "\n".join(layout_lines(written)))
+        click.echo("\n" + "\n".join(layout_lines(written, config.policy.name)))
         click.echo(f"written: {write}; type libra run {write}, or libra cluster slurm {write} up")
 
 
@@ -123,5 +123,5 @@ def shown_layout(config: RunConfig) -> RunConfig:
     """``config`` as a run starts it on this machine; a plan that it starts is printed, in one short block."""
     made = laid_out(config)
     if made.planner.planned is not None:
-        click.echo("\n".join(layout_lines(made.planner.planned)))
+        click.echo("\n".join(layout_lines(made.planner.planned, made.policy.name)))
     return made

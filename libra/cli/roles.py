@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from libra.cluster.running import reach
-from libra.errors import ConfigError
+from libra.errors import ClusterError, ConfigError
 from libra.graph.asking_roles import RoleControl
 
 _WANTED = re.compile(r"(?P<worker>[^=\s]+)=(?P<role>rollout|train|lent)(?::tp(?P<tp>[1-9]\d*))?")
@@ -54,16 +54,19 @@ def roles_command(
             "libra roles: --wait waits for the change that is asked for, and none is; type e.g. rollout-0=train"
         )
     client, contact = reach(run_dir, scheduler)
+    generation, done, rows = None, True, list[dict[str, Any]]()
     with client:
-        roles = RoleControl.of_run(client, contact.run, contact.epoch)
-        generation, done = None, True
-        if wanted:
-            generation = roles.change(wanted)
-        elif cancel is not None:
-            generation = roles.cancel(cancel)
-        if generation is not None and wait:
-            done = roles.wait(generation)
-        rows = roles.rows()
+        if contact.hybrid_workers:
+            roles = RoleControl.of_run(client, contact.run, contact.epoch)
+            if wanted:
+                generation = roles.change(wanted)
+            elif cancel is not None:
+                generation = roles.cancel(cancel)
+            if generation is not None and wait:
+                done = roles.wait(generation)
+            rows = roles.rows()
+        elif wanted or cancel is not None:  # its scheduler knows no such request
+            raise ClusterError(f"libra roles: {table(rows)[0]}")
     if as_json:
         click.echo(
             json.dumps({"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows})

@@ -34,11 +34,14 @@ class RunContact:
         This start of the run.
     scheduler : str
         What ``--scheduler`` takes: an address, or the path of a cluster.json.
+    hybrid_workers : int
+        `cluster.hybrid_workers`: how many of its workers can change roles.
     """
 
     run: str
     epoch: int
     scheduler: str
+    hybrid_workers: int
 
     def write(self, directory: Path) -> None:
         """Put the file into the run's directory."""

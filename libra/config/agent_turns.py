@@ -2,17 +2,21 @@
 
 Columns: ``source, model, task, sample, turn, tool, status, payload_chars, prompt_tokens, completion_tokens, llm_s, tool_s, gap_s``;
 each reader says which it cannot do without, the others may be missing or empty. A data directory has its files in ``agent_turns``.
+Words of ``status`` become `libra.types.ToolOutcome` here, by `libra.config.outcome_words`.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
+from libra.config.outcome_words import AGENT_TURNS, outcome_of
 from libra.errors import ConfigError
+from libra.types import NO_TOOL, ToolOutcome
 
 CHARS_PER_TOKEN = 4
 
@@ -28,6 +32,10 @@ class AgentTurn(NamedTuple):
         Context before it.
     completion_tokens, payload_tokens : int
         What it generated; characters that its tool returned over ``CHARS_PER_TOKEN``.
+    tool : str
+        The tool's name; empty where none came back, and where the file does not say.
+    status : ToolOutcome
+        How it came back; `NO_TOOL`: none did, the trajectory ended with this turn (or the file has no statuses at all).
     llm_s, tool_s, gap_s : float or None
         Seconds of the generation, of the tool, until the next turn began.
     """
@@ -36,7 +44,7 @@ class AgentTurn(NamedTuple):
     prompt_tokens: int | None
     completion_tokens: int
     tool: str
-    status: str
+    status: ToolOutcome
     payload_tokens: int
     llm_s: float | None
     tool_s: float | None
@@ -64,7 +72,8 @@ def agent_turn_files(data: Path, option: str = "--data") -> list[Path]:
 def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces") -> list[Recorded]:
     """The trajectories of one file, in its order; ``where`` says what it was given as.
 
-    Raises ConfigError where it cannot be read, a required column is missing, or a number is none.
+    Raises ConfigError where it cannot be read, a required column is missing, a number is none, or a status is no word of the
+    format; where ``status`` is required, also where a turn that is not the last of its trajectory has none.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -92,7 +101,22 @@ def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> li
         except ValueError as error:
             raise ConfigError(f"{where}, line {reader.line_num}, task {task!r}: {error}") from error
         found.setdefault((source, model, task, sample), []).append(turn)
-    return [Recorded(*names, tuple(sorted(turns, key=lambda turn: turn.number))) for names, turns in found.items()]
+    recorded = [Recorded(*names, tuple(sorted(turns, key=lambda turn: turn.number))) for names, turns in found.items()]
+    if "status" in required:
+        for one in recorded:
+            _check_outcomes(one, where)
+    return recorded
+
+
+def _check_outcomes(one: Recorded, where: str) -> None:
+    """ConfigError where a trajectory goes on after a turn from which no tool came back."""
+    for turn, following in pairwise(one.turns):
+        if turn.status == NO_TOOL:
+            ends = " or ".join(repr(word) for word, outcome in AGENT_TURNS.items() if outcome == NO_TOOL)
+            raise ConfigError(
+                f"{where}, task {one.task!r}, sample {one.sample!r}, turn {turn.number}: status {ends}, which is for the last "
+                f"turn; this one is followed by turn {following.number}"
+            )
 
 
 def _turn(row: dict[str, str]) -> AgentTurn:
@@ -109,12 +133,14 @@ def _turn(row: dict[str, str]) -> AgentTurn:
         return value
 
     prompt = number("prompt_tokens")
+    status = outcome_of(row.get("status") or "", AGENT_TURNS)
+    ends = status == NO_TOOL and "status" in row
     return AgentTurn(
         int(number("turn") or 0),
         None if prompt is None else int(prompt),
         int(number("completion_tokens") or 0),
-        row.get("tool") or "",
-        row.get("status") or "",
+        "" if ends else row.get("tool") or "",
+        status,
         int(number("payload_chars") or 0) // CHARS_PER_TOKEN,
         *(number(name) for name in ("llm_s", "tool_s", "gap_s")),
     )

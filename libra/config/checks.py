@@ -89,6 +89,20 @@ def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
                 (name, "rollout.engine"),
                 f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm",
             )
+    paced = any(group.min_pass_s is not None for group in cluster.engines)
+    for name, asked_for, instead in (
+        (
+            "rollout.kv_cache_gib",
+            rollout.kv_cache_gib is not None,
+            "vllm.kv_cache_gib says how much KV a vllm engine holds",
+        ),
+        ("cluster.engines", paced, "only transformers engines wait out min_pass_s"),
+    ):
+        if rollout.engine == "vllm" and asked_for:
+            yield CrossFieldProblem(
+                (name, "rollout.engine"),
+                f"{name}: {instead}, and rollout.engine=vllm; leave it out, or type rollout.engine=transformers",
+            )
     if rollout.engine == "vllm" and rollout.exact_logprobs:
         yield CrossFieldProblem(
             ("rollout.exact_logprobs", "rollout.engine"),
@@ -298,15 +312,21 @@ def _planned_layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
         yield from _as_planned(config)
     elif planner.layout == "auto":
         for name, given, typed in (
-            ("cluster.engines", bool(cluster.engines), "planner.fixed_engines, e.g. planner.fixed_engines={1: 2}"),
-            ("cluster.rollout_workers", cluster.rollout_workers != 1, "planner.fixed_engines, e.g. {1: 2}"),
+            ("cluster.engines", bool(cluster.engines), 'planner.fixed_engines={"1": 2}, by degree'),
+            (
+                "cluster.rollout_workers",
+                cluster.rollout_workers != 1,
+                f'planner.fixed_engines={{"{config.rollout.tp}": {cluster.rollout_workers}}}',
+            ),
             ("cluster.train_workers", cluster.train_workers != 1, f"planner.fixed_train_gpus={cluster.train_workers}"),
+            ("policy.boundaries_tokens", bool(config.policy.boundaries_tokens), ""),
         ):
             if given:
+                fixed = f" (to fix it for the plan: {typed})" if typed else ""
                 yield CrossFieldProblem(
                     (name, "planner.layout"),
-                    f"{name}: planner.layout=auto plans it, and would not heed what is given; leave it out (to fix it for the "
-                    f"plan: {typed}), or type planner.layout=configured",
+                    f"{name}: planner.layout=auto plans it, and would not heed what is given; leave it out{fixed}, or type "
+                    "planner.layout=configured",
                 )
     if planner.layout == "auto" and cluster.scheduler is not None:
         yield CrossFieldProblem(
@@ -326,8 +346,9 @@ def _as_planned(config: RunConfig) -> Iterator[CrossFieldProblem]:
         ("cluster.train_workers", cluster.train_workers, planned.train_gpus),
         ("trainer.micro_batch_tokens", config.trainer.micro_batch_tokens, planned.micro_batch_tokens),
         ("cluster.engines", _engine_words(engines), _engine_words(sorted(e.key for e in planned.engines))),
+        ("policy.boundaries_tokens", config.policy.boundaries_tokens, planned.route),
     ):
-        if has != wanted:
+        if has != wanted and not (name.startswith("policy.") and config.policy.name != "cmlfq"):
             yield CrossFieldProblem(
                 (name, "planner.planned"),
                 f"{name}: {has}, and planner.planned has {wanted}; leave {name} as it was planned, or type planner.planned=null "

@@ -98,6 +98,9 @@ class RolloutSection(Section):
     off policy by that (vllm). Each such token is recorded with its KV's version. false: running requests are computed anew."""
     slots: AtLeastOne = 64
     """Trajectories that generate at once on one engine."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Most KV that one engine holds, in GiB (transformers; a vllm engine has `vllm.kv_cache_gib`). With less than all slots need at
+    `max_context_tokens`, turns wait until theirs fits, and contexts kept between turns make way. None: what all slots need."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
     as the environment says, which is "hermes" unless it says otherwise."""
@@ -310,6 +313,9 @@ class EngineGroup(Section):
     """Trajectories that generate at once on one of them. None: `rollout.slots`."""
     count: AtLeastOne = 1
     """Number of such workers."""
+    min_pass_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that each forward pass of one of them takes at least (transformers): it waits out the rest. Makes engines of
+    different speeds on one machine, for measurements and tests. None: as fast as it can."""
 
 
 class ClusterSection(Section):

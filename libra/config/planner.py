@@ -61,6 +61,15 @@ class PlannedLayout(Section):
             (engines.tp, tokens) for engines, tokens in zip(self.engines, self.boundaries_tokens, strict=False)
         )
 
+    @property
+    def route(self) -> dict[str, float]:
+        """`boundaries` as `policy.boundaries_tokens`; a degree that no length is meant for is left out."""
+        found: dict[str, float] = {}
+        for tp, tokens in self.boundaries:
+            if tokens > max(found.values(), default=0.0):
+                found[f"tp{tp}"] = tokens
+        return found
+
 
 class PlannerSection(Section):
     """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it, unless it is to
@@ -68,8 +77,8 @@ class PlannerSection(Section):
 
     layout: Literal["configured", "auto"] = "configured"
     """What a run starts. configured: what section `cluster` says. auto: before any worker starts, it plans for its own model,
-    trainer and batch, and starts that: `cluster.train_workers`, `cluster.engines` and `trainer.micro_batch_tokens` are then the
-    plan's."""
+    trainer and batch, and starts that: `cluster.train_workers`, `cluster.engines`, `policy.boundaries_tokens` and
+    `trainer.micro_batch_tokens` are then the plan's."""
     planned: PlannedLayout | None = None
     """The plan that the settings of `cluster` and `trainer` were taken from, as `libra plan --write` and `layout` auto write it. A
     run on another model or other hardware is refused. None: nobody planned them."""

@@ -136,7 +136,7 @@ __all__ = [
     "to_json",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 """Layout of an event; a change that old code cannot read takes the next number."""
 
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
@@ -234,7 +234,9 @@ def to_json(event: Event | Mapping[str, Any]) -> str:
 
 
 def from_dict(values: Mapping[str, Any]) -> Event:
-    """The event that a dict describes; StoreError where schema, name or a field is unknown, or a field is missing."""
+    """The event that a dict describes; StoreError where schema, name or a field is unknown, a field is missing, or says a word that
+    it cannot say.
+    """
     if values.get("schema") != SCHEMA:
         raise StoreError(
             f"event of schema {values.get('schema')!r}, this Libra reads {SCHEMA}; use the Libra that wrote it"
@@ -246,6 +248,8 @@ def from_dict(values: Mapping[str, Any]) -> Event:
         return kind(**{name: _frozen(value) for name, value in values.items() if name not in ("schema", "name")})
     except TypeError as error:
         raise StoreError(f"event {kind.name}: {error}; its fields are {', '.join(_FIELDS[kind])}") from error
+    except ValueError as error:
+        raise StoreError(f"event {kind.name}: {error}; use the Libra that wrote it") from error
 
 
 def from_json(line: str) -> Event:

@@ -10,6 +10,7 @@ from json.encoder import encode_basestring_ascii as text
 from math import isfinite
 
 from libra.errors import StoreError
+from libra.types import ToolOutcome
 
 
 class Lines:
@@ -83,7 +84,7 @@ class Lines:
         quantum: int,
         tokens: int,
         tool: str,
-        status: str,
+        status: ToolOutcome,
         payload_tokens: int,
         latency_s: float,
         worker: str,

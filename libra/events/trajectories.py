@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from libra.events.event import Event
+from libra.types import ToolOutcome, tool_outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ class QuantumFinished(Event):
     """A quantum's record is committed.
 
     ``tokens`` were generated, the oldest by weights ``version`` (-1: none); ``tool`` and ``status`` are those of an action,
-    which appended ``payload_tokens``. ``end`` says why the trajectory ended, empty where it goes on. ``latency_s`` is wall
-    time on the worker.
+    which appended ``payload_tokens``; ``status`` is empty (`libra.types.NO_TOOL`) where no tool came back. ``end`` says why the
+    trajectory ended, empty where it goes on. ``latency_s`` is wall time on the worker. ValueError where ``status`` is no outcome.
     """
 
     name: ClassVar[str] = "quantum_finished"
@@ -110,12 +111,15 @@ class QuantumFinished(Event):
     quantum: int
     tokens: int
     tool: str
-    status: str
+    status: ToolOutcome
     payload_tokens: int
     latency_s: float
     worker: str
     version: int
     end: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "status", tool_outcome(self.status))
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,10 @@ class WorkerCapacity(Event):
     rollout_slots: int
     tool_slots: int
     kv_tokens: int
-    token_s: float
-    token_full_s: float
-    prefill_token_s: float
+    alone_s_per_token: float
+    full_s_per_token: float
+    prefill_s_per_token: float
+    beside_s_per_token: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class RoleControl:
 
     @classmethod
     def of_run(cls, client: Client, run: str, epoch: int) -> RoleControl:
-        """The roles of a run that somebody else started, on the scheduler of ``client``; where none can change, `rows` is empty."""
+        """The roles of a run that somebody else started with workers that can change, on the scheduler of ``client``."""
         control = cls.__new__(cls)
         control._client, control._of = client, {"run": run, "epoch": epoch}
         return control

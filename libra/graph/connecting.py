@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed import Client
@@ -31,6 +32,9 @@ def connected(config: RunConfig) -> tuple[Client, SpecCluster | None]:
         ) from error
 
 
-def address_of(client: Client) -> str:
-    """Where the scheduler of a client is."""
-    return str(client.scheduler_info(n_workers=0)["address"])
+def address_of(client: Client, config: RunConfig) -> str:
+    """Where the scheduler of a run is, as ``--scheduler`` takes it from any directory: a file, or an address."""
+    typed = config.cluster.scheduler
+    if typed is not None and "://" not in typed and Path(typed).is_file():
+        return str(Path(typed).absolute())
+    return typed or str(client.scheduler_info(n_workers=0)["address"])

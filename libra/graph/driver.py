@@ -246,7 +246,8 @@ class Session:
         check_loadable(client, self.spec)
         self._hosted = True
         client.register_plugin(LibraHost(self.spec))
-        RunContact(self.spec.run, self.spec.epoch, config.cluster.scheduler or address_of(client)).write(self.directory)
+        where = address_of(client, config)
+        RunContact(self.spec.run, self.spec.epoch, where, config.cluster.hybrid_workers).write(self.directory)
         if config.planner.planned is not None:
             self._tell("layout_planned", layout_event(config.planner.planned))
 

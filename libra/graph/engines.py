@@ -1,7 +1,7 @@
 """The engine of a rollout worker: what it is made of, from the configuration and what the worker says of itself.
 
-A worker speaks through the resources it supplies: ROLLOUT (slots), and TP and THREADS where its engine differs from what the
-configuration says. Engines of one kind, tensor-parallel degree and number of threads are one *bucket*.
+A worker speaks through the resources it supplies: ROLLOUT (slots), and TP, THREADS and PASS_US where its engine differs from what
+the configuration says. Engines of one kind, tensor-parallel degree, number of threads and least seconds per pass are one *bucket*.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class EngineKind:
         Torch threads, per tensor-parallel rank; None: all cores.
     share : Share or None
         Part of the machine that it has; None: that of its worker.
+    min_pass_s : float
+        Seconds that each of its passes takes at least.
     """
 
     engine: str
@@ -67,6 +69,7 @@ class EngineKind:
     tp: int = 1
     threads: int | None = None
     share: Share | None = None
+    min_pass_s: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
@@ -77,6 +80,7 @@ class EngineKind:
             int(supply[keys.ROLLOUT]),
             int(supply.get(keys.TP, 0)) or config.rollout.tp,
             threads,
+            min_pass_s=supply.get(keys.PASS_US, 0) / 1e6,
         )
         check_parallel(kind.engine, kind.tp)
         return kind
@@ -84,7 +88,8 @@ class EngineKind:
     @property
     def bucket(self) -> str:
         """Name of its capacity class, as ``vllm-tp2-threads1``."""
-        return f"{self.engine}-tp{self.tp}" + (f"-threads{self.threads}" if self.threads is not None else "")
+        threads = f"-threads{self.threads}" if self.threads is not None else ""
+        return f"{self.engine}-tp{self.tp}{threads}" + (f"-pass{1e3 * self.min_pass_s:g}ms" if self.min_pass_s else "")
 
 
 def check_parallel(engine: str, tp: int) -> None:
@@ -153,5 +158,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         threads=kind.threads,
         version=version,
         exact_logprobs=config.rollout.exact_logprobs,
+        kv_cache_gib=config.rollout.kv_cache_gib,
+        min_pass_s=kind.min_pass_s,
         device=config.cluster.device,
     )

@@ -35,6 +35,7 @@ from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
+from libra.graph.declaring import Declaring
 from libra.graph.dispatching import RowKeeper, keeper_of
 from libra.graph.engines import EngineKind, make_engine, told_of
 from libra.graph.failures import FAULTS, failure_of
@@ -49,7 +50,7 @@ from libra.graph.saving import CheckpointWriter
 from libra.graph.serving import Serving
 from libra.graph.setting_up import close_environment, told_if_it_fails
 from libra.graph.spec import RunSpec
-from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
+from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record, returned
 from libra.keys import host_name
 from libra.store.epochs import Epoch
 from libra.store.journal import Journal
@@ -192,7 +193,7 @@ class LibraHost(WorkerPlugin):
     async def _start_engine(self, kind: EngineKind, *, asleep: bool) -> None:
         """An engine, or where it is to begin ``asleep`` what is needed to wake one."""
         self.chat = self._load_chat()
-        self.kind = kind
+        self.kind, self.declaring = kind, Declaring(self)
         self.serving = Serving(
             Path(self.spec.from_checkpoint or self.model_dir),
             build=partial(make_engine, self.spec.config, kind),
@@ -285,7 +286,9 @@ class LibraHost(WorkerPlugin):
         return None if self.server is None else (self.server.holder.host, self.server.holder.port)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        """Report of this worker's engine; Dask puts the address into "worker"."""
+        """Report of this worker's engine, and before it what a new one says of itself; Dask puts the address into "worker"."""
+        if kind in ("joined", "awake", "served") and self.serving is not None and not self.serving.asleep:
+            self.declaring.tell(anew=kind != "served")
         if kind == "served" and self.serving is not None:
             fields |= told_of(self.kind, self.serving.engine)
         report(self.worker, self.spec, kind, name=str(self.worker.name), address=self.worker.address, **fields)
@@ -380,6 +383,7 @@ class LibraHost(WorkerPlugin):
                 priority=priority_here(self.worker, key),
             )
         )
+        self.declaring.after_a_turn()
         text = self.chat.decode(output.token_ids)
         calls = self._parse(text)
         self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)
@@ -469,8 +473,7 @@ class LibraHost(WorkerPlugin):
         """
         new = state.records[first:]
         generated = [r for r in new if r["kind"] == "generation"]
-        returned = [r for record in new if record["kind"] == "action" for r in record["returns"]]
-        bad = [r["status"] for r in returned if r["status"] != "ok"]
+        tool, status = returned(new)
         failed = next((r for r in new if r["kind"] == "failure"), None)
         report(
             self.worker,
@@ -485,8 +488,8 @@ class LibraHost(WorkerPlugin):
             detail=failed["detail"] if failed else state.detail,
             tokens=sum(len(r["token_ids"]) for r in generated),
             version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
-            tool=returned[0]["tool"] if returned else "",
-            status=(bad[0] if bad else "ok") if returned else "",
+            tool=tool,
+            status=str(status),
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
             context_tokens=len(state.context),
             start_s=started_s,

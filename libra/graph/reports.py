@@ -17,8 +17,8 @@ TOPIC = "libra"
 def report(worker: Worker, spec: RunSpec, kind: str, /, **fields: Any) -> None:
     """Send one report; ``fields`` must be msgpack-able.
 
-    Kinds: quantum, ended, given_back, group, published, joined, ready, not_ready, served, quarantined, asleep, awake, step,
-    iteration.
+    Kinds: quantum, ended, given_back, group, published, joined, declared, ready, not_ready, served, quarantined, asleep, awake,
+    step, iteration.
     """
     worker.log_event(TOPIC, {"kind": kind, "run": spec.run, "epoch": spec.epoch, **fields})
 

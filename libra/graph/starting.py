@@ -132,7 +132,7 @@ def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
     section = config.planner
     calibration = getattr(section, "calibration", None)
     if calibration is not None:
-        return section.gpu, f"what {calibration} measured"
+        return section.gpu or (machine.gpu if _known(machine.gpu) else None), f"what {calibration} measured"
     if machine.gpu == CPU:
         if section.gpu is None:
             raise PlanError(
@@ -170,9 +170,8 @@ def _known(gpu: str) -> bool:
 def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> PlannedLayout:
     """The plan for ``config`` on the hardware that section ``planner`` names, wherever that is."""
     calibration = getattr(config.planner, "calibration", None)
-    name = load_gpu(config.planner.gpu or DEFAULT_GPU).name
-    if calibration is not None and config.planner.gpu is None:
-        name = CPU
+    named = config.planner.gpu
+    name = this_machine().gpu if calibration is not None and named is None else load_gpu(named or DEFAULT_GPU).name
     rests_on = f"datasheet and tables of {name}" if calibration is None else f"what {calibration} measured"
     return plan_layout(without_layout(config), name, rests_on, turns)
 

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.types import (
+    NO_TOOL,
     EndReason,
     Episode,
     FailureClass,
@@ -28,12 +29,14 @@ from libra.types import (
     Prompt,
     StopReason,
     ToolCall,
+    ToolOutcome,
     ToolReturn,
     ToolStatus,
     Trajectory,
     TrajectoryId,
     Turn,
     TurnOutput,
+    turn_outcome,
 )
 
 
@@ -74,6 +77,12 @@ def action_record(turn: int, returns: Sequence[ToolReturn], observation_ids: NDA
         ],
         "observation_ids": observation_ids,
     }
+
+
+def returned(records: Iterable[Mapping[str, Any]]) -> tuple[str, ToolOutcome]:
+    """First tool and outcome of the calls that came back in these records of one turn; ("", `NO_TOOL`) where none did."""
+    found = [r for record in records if record["kind"] == "action" for r in record["returns"]]
+    return (found[0]["tool"] if found else ""), turn_outcome(ToolStatus(r["status"]) for r in found)
 
 
 def failure_record(failure: FailureClass, detail: str) -> dict[str, Any]:
@@ -241,7 +250,7 @@ class TrajectoryState:
                     {
                         "turn": record["turn"],
                         "tool": record["calls"][0]["name"] if record["calls"] else "",
-                        "status": "",
+                        "status": NO_TOOL,
                         "num_calls": len(record["calls"]),
                         "prompt_tokens": context,
                         "generated_tokens": len(record["token_ids"]),
@@ -258,9 +267,8 @@ class TrajectoryState:
                 )
                 context += len(record["token_ids"])
             elif record["kind"] == "action":
-                bad = [r["status"] for r in record["returns"] if r["status"] != ToolStatus.OK]
                 rows[-1] |= {
-                    "status": bad[0] if bad else str(ToolStatus.OK),
+                    "status": str(returned([record])[1]),
                     "observation_tokens": len(record["observation_ids"]),
                     "tool_s": max((r["latency_s"] for r in record["returns"]), default=0.0),
                     "payload_chars": sum(r["payload_chars"] for r in record["returns"]),

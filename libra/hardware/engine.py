@@ -118,6 +118,11 @@ class ModelOnGPU:
         object.__setattr__(self, "_prefill", self._prefill_grid())
 
     @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's keys and values on all GPUs of the engine together."""
+        return int(self.shape.kv_bytes_per_token(self.tp)) * self.tp
+
+    @property
     def free_bytes(self) -> float:
         """Bytes of each GPU left for keys and values; negative where the weights do not fit."""
         allowed = self.memory_frac * self.gpu.memory_bytes

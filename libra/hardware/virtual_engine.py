@@ -25,6 +25,7 @@ import numpy as np
 from libra.errors import ConfigError
 from libra.hardware.residuals import Residuals
 from libra.hardware.seconds import EngineSeconds
+from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256
 """Tables of step seconds are made once per so many tokens of context: a lookup instead of a sum over operators."""
@@ -68,6 +69,17 @@ class EngineTables:
         if found is None:
             found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * CONTEXT_GRAIN)
         return found
+
+    def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
+        """What such an engine declares. Its seconds are those of the tables alone at ``context_tokens`` and with slots and memory
+        full; between the two they go with the context held. Bytes are 0 where the seconds know none.
+        """
+        alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
+        context_token_s = (self.step_s(slots, tokens) - alone_s) / tokens
+        prefill_token_s = self.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens)
+        token_bytes = int(getattr(self.seconds, "kv_token_bytes", 0))
+        steps = StepSeconds(alone_s, 0.0, max(0.0, context_token_s), prefill_token_s, 0, 0.0)
+        return EngineCapacity(tokens, tokens * token_bytes, token_bytes, slots, self.seconds.tp, steps)
 
 
 class Counters(NamedTuple):

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra.observe.token_text import Decode
-from libra.types import FailureClass, Trajectory
+from libra.types import NO_TOOL, FailureClass, ToolStatus, Trajectory
 
 STYLES: Mapping[str, str] = {"prompt": "dim", "generated": "bold green", "observation": "yellow"}
 
@@ -170,7 +170,7 @@ def _turns(trajectory: Trajectory) -> RenderableType:
         table.add_row(
             str(turn["turn"]),
             Text(turn["tool"]),
-            Text(status, style="" if status in ("", "ok") else "red"),
+            Text(status, style="" if status in (NO_TOOL, ToolStatus.OK) else "red"),
             str(turn["num_calls"]),
             str(turn["prompt_tokens"]),
             str(turn["generated_tokens"]),

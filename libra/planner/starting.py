@@ -26,6 +26,8 @@ from libra.planner.snapshot import Snapshot
 
 CPU = "cpu"
 """Name of hardware without a GPU: a rank of one worker stands for one."""
+ROUTED = "cmlfq"
+"""The policy that a plan's boundaries between degrees mean something to."""
 LARGER_PAYS_FRAC = 0.02
 """A larger micro-batch has to shorten the optimizer step by this share; what is shorter by less is not told apart by the model."""
 SIZES = (1, 2, 4, 8)
@@ -122,6 +124,8 @@ def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
     engines = [{"tp": e.tp, "count": e.count, "slots": e.concurrency} for e in layout.engines]
     values["cluster"] |= {"train_workers": layout.train_gpus, "engines": engines, "rollout_workers": 1}
     values["trainer"] |= {"micro_batch_tokens": layout.micro_batch_tokens}
+    if config.policy.name == ROUTED:
+        values["policy"] |= {"boundaries_tokens": layout.route}
     values["planner"] |= {"layout": "configured", "planned": layout.model_dump()}
     return config_from_dict(values)
 
@@ -159,8 +163,11 @@ def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: 
         )
 
 
-def layout_lines(layout: PlannedLayout) -> list[str]:
-    """A plan that is started, in one short block: what was chosen and why, what it rests on, and what lost."""
+def layout_lines(layout: PlannedLayout, policy: str = ROUTED) -> list[str]:
+    """A plan that is started, in one short block: what was chosen and why, what it rests on, and what lost.
+
+    ``policy`` is `policy.name` of the run: only `ROUTED` heeds the boundaries between degrees.
+    """
     ranks = "ranks on CPU cores" if layout.gpu == CPU else f"x {layout.gpu}"
     starts = (0.0, *layout.boundaries_tokens)
     many = len(layout.engines) > 1
@@ -173,7 +180,7 @@ def layout_lines(layout: PlannedLayout) -> list[str]:
         f"layout        planned for {layout.model} on {layout.num_gpus} {ranks}: a step of {layout.step_s:.3g} s, "
         f"bottleneck {layout.why}",
         f"  training    {layout.train_gpus} x, micro-batches of {layout.micro_batch_tokens:,} tokens",
-        f"  rollout     {engines}",
+        f"  rollout     {engines}" + (f"; policy.name={policy} heeds no lengths" if many and policy != ROUTED else ""),
         f"  rests on    {layout.rests_on}",
         *(f"  lost        {line}" for line in layout.lost),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.attained import CompletedCalls, Mlfq
 from libra.policy.cmlfq import CMLFQ, Oracle, Predictor
+from libra.policy.declared import joined_of, off_by_frac
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
@@ -77,6 +78,8 @@ __all__ = [
     "WorkerLeft",
     "boundaries_of",
     "groups_named",
+    "joined_of",
     "learns_after",
     "make_ordering",
+    "off_by_frac",
 ]

@@ -9,6 +9,8 @@ Invariants
 2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
    at home there, unless moving pays (`Loads.better_home`); whoever prefers its bucket; whoever is overdue (level -1); and, where
    a slot would stay free otherwise, whoever waits elsewhere so long that computing its context again pays (`_pays`).
+   Lengths and prices count only between engines that have told what they are (`WorkerJoined.told`): where one of those with a
+   free slot has not, a first home is where most slots are free, and nobody moves but to one that is idle.
 3. Who is overdue and under way goes before everybody else; who is overdue and has not begun, before everybody who has not. So
    nobody waits for ever: those under way come to an end, and their KV memory goes to the first in order.
 4. Where a plan means a bucket for its length, one without a home begins there, unless no slot there is free or another engine
@@ -21,7 +23,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from libra.policy.fleet import Fleet
@@ -370,12 +372,15 @@ class Dispatcher:
             target = self._first_home(queue, entry)
             if target is not None:
                 best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
+                silent = self._silent(queue.free)
+                if silent is not None:
+                    reason += f": by free slots, for {silent} has not told its speed"
         if best is None:
             return None
         if reason == "home":
             better = self._loads.better_home(best[2], queue.free)
             if better is not None:
-                worker, reason = better[0], f"move: both engines are over {better[1]:.0f} s sooner"
+                worker, reason = better[0], f"move: both engines are over {_seconds(better[1])} sooner"
         return Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
@@ -393,9 +398,14 @@ class Dispatcher:
         if first is None or home is not None or not begins_tp:
             return first
         planned = self._roomiest(queue, key, self._fleet.of_degree(begins_tp))
-        if planned is None or self._loads.finish_s(key, planned) > PLANNED_FACTOR * self._loads.finish_s(key, first):
+        if planned is None or self._silent(queue.free) is not None:
             return first
-        return planned
+        cost = self._cost(key)
+        return first if cost(key, planned) > PLANNED_FACTOR * cost(key, first) else planned
+
+    def _cost(self, key: str) -> Callable[[str, str], float]:
+        """What engines that have told their speed are compared by for ``key``: when they are over, else their pace."""
+        return self._loads.finish_s if self._loads.believed(key) else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
         """The one of ``workers`` with a free slot and KV memory for ``key`` where all is over first; of many, of a sample."""
@@ -408,11 +418,18 @@ class Dispatcher:
         return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
 
     def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
-        """Of engines that are as good, one with few of its siblings: their lengths go together, and add up."""
-        best, least = None, None
-        loads = self._loads
+        """Of engines that are as good, one with few of its siblings: their lengths go together, and add up.
+
+        As good: over in as many seconds where lengths are believed, else of the same pace; where one of the engines with a free
+        slot has not told its speed, with as many free slots.
+        """
+        best: str | None = None
+        least: tuple[float, int, int, str] | None = None
+        loads, told = self._loads, self._silent(queue.free) is None
+        cost = self._cost(key)
         for worker in workers:
-            rank = (loads.finish_s(key, worker), loads.siblings(key, worker), -queue.free[worker], worker)
+            free = -queue.free[worker]
+            rank = (cost(key, worker) if told else free, loads.siblings(key, worker), free, worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best
@@ -425,15 +442,38 @@ class Dispatcher:
             if home is None:
                 continue
             target = self._roomiest(queue, key, queue.free)
-            if target is not None and self._pays(queue, key, home, target):
-                return Place(key, Phase.ROLLOUT, target, "move: the queue at home is longer than computing it again")
+            if target is not None and (reason := self._pays(queue, key, home, target)):
+                return Place(key, Phase.ROLLOUT, target, f"move: {reason}")
         return None
 
-    def _pays(self, queue: _Phase, key: str, home: str, target: str) -> bool:
-        """Whether all who wait at ``home`` together win more by one fewer than the move costs (each is served one turn earlier)."""
-        price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[target].spec.prefill_token_s
+    def _pays(self, queue: _Phase, key: str, home: str, target: str) -> str:
+        """Why ``key``, which waits for ``home``, had better go on ``target``; empty where it had not.
+
+        Where lengths are believed: both engines are over sooner. Else: all who wait there together win more by one fewer (each is
+        served one turn earlier) than the move costs.
+        """
+        hosts = self._fleet.hosts
+        if not (hosts[home].spec.told and hosts[target].spec.told):
+            idle = not queue.taken.get(target)
+            return "an engine that has not told its speed is idle" if idle and not hosts[target].spec.told else ""
+        if self._loads.believed(key):
+            sooner_s = self._loads.sooner_s(key, target)
+            return f"both engines are over {_seconds(sooner_s)} sooner" if sooner_s > 0.0 else ""
+        price_s = self._fleet.context_tokens.get(key, 0) * hosts[target].spec.prefill_s_per_token
         turn_s = self._quantum_s.get(home, 0.0) / max(1, queue.slots.get(home, 1))
-        return price_s <= queue.waiting_at.get(home, 0) * turn_s
+        pays = price_s <= queue.waiting_at.get(home, 0) * turn_s
+        return "the queue at home is longer than computing it again" if pays else ""
+
+    def _silent(self, workers: Iterable[str]) -> str | None:
+        """The first of ``workers`` whose engine has not told its speed, by name; None where all have."""
+        if not self._fleet.silent:
+            return None
+        return min((worker for worker in workers if worker in self._fleet.silent), default=None)
+
+
+def _seconds(value: float) -> str:
+    """Seconds for people, with two digits at least."""
+    return f"{value:.0f} s" if value >= 10.0 else f"{value:.2g} s"
 
 
 def _order(orders: dict[str, _Order], name: str, serials: dict[str, int]) -> _Order:

@@ -55,18 +55,11 @@ class Host:
     context_tokens: int = 0
     residents: int = 0
 
-    def token_s(self, more_tokens: float = 0.0, held_tokens: float | None = None) -> float:
-        """Seconds per token with ``more_tokens`` of context beside those at home there: linear between alone and full.
-
-        ``held_tokens`` stands for the contexts at home there, where somebody knows better what they grow to.
-        """
+    def s_per_token(self, held_tokens: float, others: int) -> float:
+        """Seconds per token of one that generates beside ``others``, with ``held_tokens`` of context in all; `spec` is told."""
         spec = self.spec
-        if spec.kv_tokens:
-            held = self.context_tokens if held_tokens is None else held_tokens
-            load = (held + more_tokens) / spec.kv_tokens
-        else:
-            load = self.running / max(1, spec.rollout_slots)
-        return spec.token_s + (spec.token_full_s - spec.token_s) * load
+        beside = min(others, max(0, spec.rollout_slots - 1))
+        return spec.alone_s_per_token + spec.beside_s_per_token * beside + spec.context_s_per_token * held_tokens
 
 
 class Fleet:
@@ -78,6 +71,7 @@ class Fleet:
         self.context_tokens: dict[str, int] = {}
         self._running: dict[str, str] = {}
         self.buckets: dict[str, list[str]] = {}
+        self.silent: set[str] = set()  # workers whose engine has not told what it is
 
     def handle(self, event: Event) -> None:
         """Follow one event."""
@@ -127,18 +121,23 @@ class Fleet:
         if host is None:
             self.hosts[spec.worker] = Host(spec)
         else:
-            self.buckets[host.spec.bucket].remove(spec.worker)
+            self._out_of_bucket(host.spec)
             host.spec = spec
         self.buckets.setdefault(spec.bucket, []).append(spec.worker)
+        (self.silent.discard if spec.told else self.silent.add)(spec.worker)
+
+    def _out_of_bucket(self, spec: WorkerJoined) -> None:
+        names = self.buckets[spec.bucket]
+        names.remove(spec.worker)
+        if not names:
+            del self.buckets[spec.bucket]
 
     def _left(self, worker: str) -> None:
         host = self.hosts.pop(worker, None)
         if host is None:
             return
-        names = self.buckets[host.spec.bucket]
-        names.remove(worker)
-        if not names:
-            del self.buckets[host.spec.bucket]
+        self.silent.discard(worker)
+        self._out_of_bucket(host.spec)
         for table in (self.home, self._running):
             for key in [key for key, at in table.items() if at == worker]:
                 del table[key]
@@ -182,7 +181,7 @@ class Fleet:
         """Know what ``snapshot`` says and nothing else."""
         self.__init__()  # type: ignore[misc]
         for spec in snapshot["hosts"]:
-            self.hosts[spec["worker"]] = Host(WorkerJoined(**spec))
+            self._joined(WorkerJoined(**spec))
         self.buckets = {bucket: list(names) for bucket, names in snapshot["buckets"].items()}
         self.context_tokens = {str(key): int(tokens) for key, tokens in snapshot["context_tokens"].items()}
         for key, worker in snapshot["home"].items():

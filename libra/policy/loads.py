@@ -1,12 +1,17 @@
 """What each engine has still to do and to hold for the trajectories that are at home there, as far as it is believed.
 
-An engine gives every running trajectory a token per step, and a step takes a + c x (context of all of them) seconds. So the
-longest of them ends after a x (its tokens) + c x (sum over all of tokens left x context meanwhile): `finish_s`. Beliefs err, and
-of many that are believed to be short one is long: where a trajectory goes first, the longest is taken to be the `UNSURE`-norm of
-what all there have left, which is the longest where one stands out, and more than it where there are many. It goes where the end
-is soonest. That is where the boundaries between buckets come from: the longer ones go to the faster engines as far as those have
-the capacity, and the longest ones share their engine with few. Nothing is decided by fixed lengths. A move later must pay for the
-longest itself: by the norm nearly every move would, and most would be mistakes.
+An engine gives every running trajectory a token per step, and a step takes a + b x (how many run) + c x (context of all of them)
+seconds. So the longest of them ends after a x (steps) + b x (tokens left of all) + c x (sum over all of tokens left x context
+meanwhile): `finish_s`. There are as many steps as the longest has tokens left, or more where the slots are too few. Beliefs err,
+and of many that are believed to be short one is long: where a trajectory goes first, the longest is taken to be the `UNSURE`-norm
+of what all there have left, which is the longest where one stands out, and more than it where there are many. It goes where the
+end is soonest. That is where the boundaries between buckets come from: the longer ones go to the faster engines as far as those
+have the capacity, and the longest ones share their engine with few. Nothing is decided by fixed lengths. A move later must pay
+for the longest itself: by the norm nearly every move would, and most would be mistakes.
+
+All of this is seconds, and compared with seconds. It needs what engines declare: of one that has told nothing (`WorkerJoined.told`)
+no end is known, and whoever asks for one is wrong. Where nothing is believed of a trajectory there is only a pace, in seconds per
+token, which is compared with paces.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ), whose boundaries are fixed lengths and whose moves are free of charge.
 """
@@ -43,6 +48,7 @@ class _Load:
 
     members: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # room, tokens left, work
     room: float = 0.0
+    left: float = 0.0
     work: float = 0.0
     longest: float | None = 0.0  # None: to be looked up
     peak: float = 0.0  # sum of powers of tokens left
@@ -97,6 +103,7 @@ class Loads:
             del self._home[key]
             room, left, work = load.members.pop(key)
             load.room -= room
+            load.left -= left
             load.work -= work
             load.peak = self._without(load, left)
             if left == load.longest:
@@ -110,6 +117,7 @@ class Loads:
         room = self._room(key)
         load.members[key] = (room, left, work)
         load.room += room
+        load.left += left
         load.work += work
         load.peak += self._power(left)
         if load.longest is not None:
@@ -130,6 +138,7 @@ class Loads:
         room = self._room(key)
         load.members[key] = (room, left, work)
         load.room += room - old_room
+        load.left += left - old_left
         load.work += work - old_work
         load.peak = self._without(load, old_left, key) + self._power(left)
         if load.longest is not None:
@@ -161,24 +170,38 @@ class Loads:
             return True
         return load.room + self._room(key) <= capacity
 
-    def finish_s(self, key: str, worker: str) -> float:
-        """Seconds until ``worker`` is over, were ``key`` at home there too.
+    def believed(self, key: str) -> bool:
+        """Whether anything is believed of what ``key`` has left."""
+        return self._left.get(key, (0.0,))[0] > 0.0
 
-        Where nothing is believed of ``key``: seconds per token there, by what it holds.
-        """
-        host, load = self._fleet.hosts[worker], self._loads.get(worker)
-        if not self._left.get(key, (0.0,))[0] or not host.spec.kv_tokens:
-            own = load is not None and key in load.members
-            return host.token_s(0.0 if own else self._room(key), load.room if load is not None else 0.0)
+    def finish_s(self, key: str, worker: str) -> float:
+        """Seconds until ``worker``, which has told what it is, is over, were ``key`` at home there too, of which lengths are
+        believed."""
+        load = self._loads.get(worker)
         left, work = self._work(key)
         if load is None:
-            return self._end_s(worker, left, work)
-        return self._end_s(
-            worker,
-            math.pow(load.peak if key in load.members else load.peak + self._power(left), 1.0 / self._exponent)
-            / THOUSANDS,
-            load.work if key in load.members else load.work + work,
-        )
+            return self._end_s(worker, left, left, work)
+        if key in load.members:
+            return self._end_s(worker, self._peak(load.peak), load.left, load.work)
+        return self._end_s(worker, self._peak(load.peak + self._power(left)), load.left + left, load.work + work)
+
+    def pace_s_per_token(self, key: str, worker: str) -> float:
+        """Seconds per token on ``worker``, which has told what it is, were ``key`` at home there too."""
+        load = self._loads.get(worker)
+        held, others = (load.room, len(load.members)) if load is not None else (0.0, 0)
+        if load is not None and key in load.members:
+            others -= 1
+        else:
+            held += self._room(key)
+        return self._fleet.hosts[worker].s_per_token(held, others)
+
+    def sooner_s(self, key: str, worker: str) -> float:
+        """How many seconds sooner the engine of ``key`` and that of ``worker`` are over if it moves, its price paid; 0: not."""
+        home = self._home.get(key)
+        if home is None or home == worker or not self.believed(key):
+            return 0.0
+        here_s, without_s = self._ends_here_s(key, home)
+        return max(0.0, self._sooner_s(key, worker, here_s, without_s))
 
     def mean_left(self, workers: Iterable[str]) -> int:
         """Tokens that those at home on ``workers`` are believed to have left, on average; 0 where there are none."""
@@ -191,46 +214,67 @@ class Loads:
         None where there is none for which that is worth computing its context again.
         """
         home = self._home.get(key)
-        left = self._left.get(key, (0.0, 0.0))[0]
-        if home is None or not left or len(self._fleet.hosts) < 2:
+        if home is None or not self.believed(key) or len(self._fleet.hosts) < 2 or not self._told(home):
             return None
-        load = self._loads[home]
-        longest = self._longest(load)
-        here_s = self._end_s(home, longest, load.work)
+        here_s, without_s = self._ends_here_s(key, home)
         targets = self._first_over()
-        _, own_left, own_work = load.members[key]
-        if own_left == longest:
-            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
-        without_s = self._end_s(home, longest, load.work - own_work)
         if without_s > SOONER_FACTOR * here_s:
             return None
         for worker in targets:
-            if worker == home or worker not in free or worker not in self._fleet.hosts:
+            if worker == home or worker not in free or not self._told(worker):
                 continue
-            price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_token_s
-            after_s = max(without_s, self.finish_s(key, worker) + price_s)
-            if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
-                continue
-            if self.fits(key, worker):
-                return worker, here_s - after_s
+            sooner_s = self._sooner_s(key, worker, here_s, without_s)
+            if sooner_s > 0.0 and self.fits(key, worker):
+                return worker, sooner_s
         return None
 
+    def _told(self, worker: str) -> bool:
+        host = self._fleet.hosts.get(worker)
+        return host is not None and host.spec.told
+
+    def _ends_here_s(self, key: str, home: str) -> tuple[float, float]:
+        """Seconds until the home of ``key`` is over, and until it were without it."""
+        load = self._loads[home]
+        longest = self._longest(load)
+        here_s = self._end_s(home, longest, load.left, load.work)
+        _, own_left, own_work = load.members[key]
+        if own_left == longest:
+            longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
+        return here_s, self._end_s(home, longest, load.left - own_left, load.work - own_work)
+
+    def _sooner_s(self, key: str, worker: str, here_s: float, without_s: float) -> float:
+        """Seconds that a move to ``worker`` saves; 0 where that is too little for its price, or for how far beliefs err."""
+        price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_s_per_token
+        after_s = max(without_s, self.finish_s(key, worker) + price_s)
+        if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
+            return 0.0
+        return here_s - after_s
+
     def _first_over(self) -> list[str]:
-        """The engines that have least to do, looked up now and then."""
+        """The engines that have least to do of those that told what they are, looked up now and then."""
         self._changes += 1
         if self._changes % LISTED_EVERY == 1 or not self._idlest:
             ends = []
             for worker in self._fleet.hosts:
                 load = self._loads.get(worker)
-                ends.append((self._end_s(worker, self._longest(load), load.work) if load is not None else 0.0, worker))
+                if self._told(worker):
+                    end_s = self._end_s(worker, self._longest(load), load.left, load.work) if load is not None else 0.0
+                    ends.append((end_s, worker))
             self._idlest = [worker for _, worker in sorted(ends)[:LOOKED_AT]]
         return self._idlest
 
-    def _end_s(self, worker: str, longest: float, work: float) -> float:
+    def _end_s(self, worker: str, longest: float, left: float, work: float) -> float:
+        """Seconds until an engine is over whose longest trajectory has ``longest`` tokens to go, and all together ``left``."""
         spec = self._fleet.hosts[worker].spec
-        if not spec.kv_tokens:
-            return spec.token_s * longest
-        return spec.token_s * longest + (spec.token_full_s - spec.token_s) / spec.kv_tokens * work
+        steps = max(longest, left / max(1, spec.rollout_slots))
+        return (
+            (spec.alone_s_per_token - spec.beside_s_per_token) * steps
+            + spec.beside_s_per_token * left
+            + spec.context_s_per_token * work
+        )
+
+    def _peak(self, power: float) -> float:
+        return math.pow(max(0.0, power), 1.0 / self._exponent) / THOUSANDS
 
     def _power(self, left: float) -> float:
         return math.pow(left * THOUSANDS, self._exponent)

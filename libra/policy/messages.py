@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
-from libra.types import Phase
+from libra.types import Phase, ToolOutcome
 
 T = TypeVar("T")
 
@@ -67,14 +67,15 @@ class QuantumStarted:
 class QuantumFinished:
     """A quantum was committed: a generation of ``tokens`` tokens, or an action whose tool came back with ``status``.
 
-    A generation whose tools ran inline names them too. ``payload_tokens`` are those that the tools put into the context.
+    A generation whose tools ran inline names them too; ``status`` is `NO_TOOL` where none came back. ``tool`` may be empty where
+    one did: a malformed call need not name any. ``payload_tokens`` are those that the tools put into the context.
     """
 
     key: str
     phase: Phase
     tokens: int
     tool: str
-    status: str
+    status: ToolOutcome
     latency_s: float
     payload_tokens: int = 0
 
@@ -133,11 +134,14 @@ class WorkerJoined:
         Quanta of each phase that it takes at once.
     kv_tokens : int
         Tokens of KV that its engine holds; 0: not known.
-    token_s, token_full_s : float
-        Seconds per generated token of a trajectory that is alone in the engine, and of one when its KV memory is full (or
-        its slots, where ``kv_tokens`` is not known); 0: not known.
-    prefill_token_s : float
-        Seconds to compute the KV of one token of context again; 0: not known.
+    alone_s_per_token, full_s_per_token : float
+        Seconds per generated token of a trajectory that is alone in the engine, and of one when its slots are taken and its KV
+        memory is full; 0: not known, and then nothing is known of its speed.
+    prefill_s_per_token : float
+        Seconds to compute the KV of one token of context again.
+    beside_s_per_token : float
+        Seconds that each other generation running there adds to a token, however short its context is; the rest of what a full
+        engine is slower by goes with the KV held.
     """
 
     worker: str
@@ -145,9 +149,21 @@ class WorkerJoined:
     rollout_slots: int = 0
     tool_slots: int = 0
     kv_tokens: int = 0
-    token_s: float = 0.0
-    token_full_s: float = 0.0
-    prefill_token_s: float = 0.0
+    alone_s_per_token: float = 0.0
+    full_s_per_token: float = 0.0
+    prefill_s_per_token: float = 0.0
+    beside_s_per_token: float = 0.0
+
+    @property
+    def told(self) -> bool:
+        """Whether its engine has said what it holds and how fast it is: where it has not, nothing is placed by lengths."""
+        return self.kv_tokens > 0 and self.alone_s_per_token > 0.0
+
+    @property
+    def context_s_per_token(self) -> float:
+        """Seconds that each token of context at home there adds to a generated one; `told` must be true."""
+        beside_s = self.beside_s_per_token * max(0, self.rollout_slots - 1)
+        return max(0.0, self.full_s_per_token - self.alone_s_per_token - beside_s) / self.kv_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class PaperRule:
     def _returned(self, event: QuantumFinished) -> None:
         _, states, generated = self._paths[event.key]
         generated[-1] += event.tokens
-        if event.tool:
+        if event.status:
             states.append(state_name(event.tool, event.status, event.payload_tokens))
             generated.append(generated[-1])
 
@@ -98,7 +98,9 @@ class PaperRule:
 
     def _slowest_first(self) -> list[str]:
         fleet = self._fleet
-        return sorted(fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.token_s, bucket))
+        return sorted(
+            fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.alone_s_per_token, bucket)
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """Everything it knows, as values that JSON can hold; see `restore`."""

@@ -2,7 +2,7 @@
 
 What its released code (NetX-lab/Libra @c51bf84) adds is here too: payload classes at 500 and 5,000 characters, and the 90th
 percentile of the last 200 visits. Deviations: payloads are measured in tokens as everywhere here, so the classes are at 125 and
-1,250 (four characters each); a tool failed where its status says so, not where its text contains "error".
+1,250 (four characters each); a tool failed where its status says so (`FAILED`), not where its text contains "error".
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from libra.types import ToolStatus
+
 PAYLOAD_EDGES = (125, 1250)
 WINDOW = 200
+FAILED = frozenset({ToolStatus.ERROR, ToolStatus.TIMEOUT, ToolStatus.MALFORMED})
+"""What counts as a failure in a tree that tells two outcomes apart. A return that was cut for its length succeeded."""
 
 
-def state_name(tool: str, status: str, payload_tokens: int) -> str:
+def state_name(tool: str, status: ToolStatus, payload_tokens: int) -> str:
     """A tool's return as the tree knows it: tool, payload class, outcome."""
     size = sum(payload_tokens > edge for edge in PAYLOAD_EDGES)
-    return f"{tool}:{size}:{'success' if status in ('ok', 'success') else 'failure'}"
+    return f"{tool}:{size}:{'failure' if status in FAILED else 'success'}"
 
 
 class Node:

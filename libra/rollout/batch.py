@@ -13,6 +13,8 @@ Invariants
    those of waiting trajectories last. A running one never is.
 4. All cached KV was computed by the weights in use: ``load`` drops it. So a token's KV version equals its weight version.
 5. What was cached is reused only as far as its tokens equal the new context, compared one by one.
+6. Contexts of running requests with all that they may still generate, and contexts retained, are never more than ``kv_tokens``.
+   That counts tokens; the memory they lie in is that of the longest for every slot (`libra.rollout.slots`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 
 from libra.errors import EngineError
 from libra.rollout import probing
+from libra.rollout.capacity import PassMeter
 from libra.rollout.checkpoint import copy_weights
 from libra.rollout.engine import EngineStats
 from libra.rollout.forward import Forward
@@ -70,8 +73,12 @@ class SlotBatch:
         version: int,
         fused: bool = True,
         exact_logprobs: bool = False,
+        kv_tokens: int | None = None,
+        min_pass_s: float = 0.0,
     ) -> None:
         self.model, self.version, self.exact_logprobs = model, version, exact_logprobs
+        self.kv_tokens = slots * max_context_tokens if kv_tokens is None else kv_tokens
+        self.min_pass_s, self.meter = min_pass_s, PassMeter()
         self.vocab_size: int = model.config.vocab_size
         # One slot more than requests can have: that of `score`.
         head = model.get_output_embeddings().weight
@@ -236,11 +243,17 @@ class SlotBatch:
             self._take_over()
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
+        context_tokens, prefilled = int(self.known[level].sum()), len(ids_T) - step.num_rows
         ended: list[tuple[Job, TurnOutput]] = []
         if len(level):
             ended = self._sample(hidden if level_rows is None else hidden[level_rows], level)
+        spent_s = time.perf_counter() - begun_s
+        if spent_s < self.min_pass_s:
+            time.sleep(self.min_pass_s - spent_s)
+            spent_s = time.perf_counter() - begun_s
         self.steps += 1
-        self.busy_s += time.perf_counter() - begun_s
+        self.busy_s += spent_s
+        self.meter.add(len(level), context_tokens, prefilled, spent_s)
         return ended
 
     def _settle(self) -> None:
@@ -360,6 +373,8 @@ class SlotBatch:
             job = self.waiting[0][2]
             name = job.request.trajectory_id
             slot = self.slot_of.get(name)
+            if not self._make_room(len(job.request.context_ids) + job.request.max_new_tokens, slot):
+                return
             slot = self._room() if slot is None else slot
             if slot is None:
                 return
@@ -372,12 +387,31 @@ class SlotBatch:
         free = np.flatnonzero(self.state == FREE)
         if len(free):
             return int(free[0])
-        retained = np.flatnonzero(self.state == RETAINED)
-        if not len(retained):
-            return None
-        slot = min(retained, key=lambda slot: (self.owner[slot] in self.waiting_jobs, self.used_at[slot]))
-        self._free(int(slot))
-        return int(slot)
+        slot = self._least_worth()
+        if slot is not None:
+            self._free(slot)
+        return slot
+
+    def _least_worth(self, but: int | None = None) -> int | None:
+        """The retained slot least worth keeping: of those that wait last, then least recently used; None where there is none."""
+        retained = [int(slot) for slot in np.flatnonzero(self.state == RETAINED) if slot != but]
+        return min(retained, key=lambda slot: (self.owner[slot] in self.waiting_jobs, self.used_at[slot]), default=None)
+
+    def _make_room(self, need: int, own: int | None) -> bool:
+        """Whether ``need`` tokens of KV fit beside what runs, in place of slot ``own``; retained ones make way."""
+        running = self.state == RUNNING
+        reserved = int((self.known[running] - self.generated[running] + self.limit[running]).sum())
+        if reserved + need > self.kv_tokens:
+            return False
+        while reserved + need + self._retained_tokens(own) > self.kv_tokens:
+            slot = self._least_worth(own)
+            assert slot is not None, "what is retained was counted, and is not there"
+            self._free(slot)
+        return True
+
+    def _retained_tokens(self, but: int | None) -> int:
+        retained = self.state == RETAINED
+        return int(self.known[retained].sum()) - (int(self.known[but]) if but is not None else 0)
 
     def _place(self, job: Job, slot: int, now_s: float) -> None:
         request = job.request

@@ -24,7 +24,7 @@ from libra.errors import EngineError
 from libra.hardware import Residuals
 from libra.hardware.virtual_engine import EngineTables, Request, VirtualEngine
 from libra.rollout.engine import EngineStats
-from libra.types import StopReason, TurnOutput, TurnRequest
+from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 FILLER = 0
 """Token id of every emulated token but the last."""
@@ -82,6 +82,8 @@ class EmulatedEngine:
         Requests of one group share the KV of their prompt. None: none does.
     load_s : float
         Emulated seconds of a change of weights.
+    typical_context_tokens : int
+        Context of most turns, at which it says how fast it is.
     residuals : Residuals, optional
         Draw seconds around the tables' with ``seed``, as measured ones lie around predictions. None: exact seconds.
     """
@@ -95,6 +97,7 @@ class EmulatedEngine:
         clock: Clock | None = None,
         group_of: Callable[[TurnRequest], tuple[str, int]] | None = None,
         load_s: float = 0.0,
+        typical_context_tokens: int = 1,
         name: str = "emulated",
         residuals: Residuals | None = None,
         seed: int = 0,
@@ -103,6 +106,7 @@ class EmulatedEngine:
         self.version = version
         self.clock = ScaledClock() if clock is None else clock
         self._virtual = VirtualEngine(name, tables, residuals=residuals, rng=np.random.default_rng(seed))
+        self._tables, self._typical_context_tokens = tables, typical_context_tokens
         self._slots, self._tokens_of, self._load_s = slots, tokens_of, load_s
         self._group_of = group_of or (lambda request: (request.trajectory_id, 0))
         self._turns: dict[str, tuple[TurnRequest, asyncio.Future[TurnOutput], float]] = {}
@@ -210,6 +214,10 @@ class EmulatedEngine:
             running, waiting, kept, self._slots, self.version, c.generated_tokens, c.prefilled_tokens, c.cached_tokens,
             c.busy_s, 0,
         )  # fmt: skip
+
+    def capacity(self) -> EngineCapacity:
+        """What its tables say: an emulation measures nothing, so its seconds are those that it takes, exactly."""
+        return self._tables.capacity(self._slots, self._typical_context_tokens)
 
     async def close(self) -> None:
         """Fail what is pending."""

@@ -8,6 +8,7 @@ Invariants
 4. ``load_version`` takes effect between two tokens. It changes nothing where it raises.
 5. A trajectory has at most one request in the engine. Between its turns the engine may keep its KV; it never has to.
 6. Smaller ``priority`` is served first, then earlier arrival; a running request is never preempted.
+7. It never holds more than its ``capacity`` says, and what that says of seconds was measured on its own passes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.types import TurnOutput, TurnRequest
+from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,9 @@ class RolloutEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
+
+    def capacity(self) -> EngineCapacity:
+        """What a started engine can hold, and how fast its last passes were; any thread may ask, at any time."""
 
     async def close(self) -> None:
         """Fail what is pending with EngineError and release everything; may be called twice."""

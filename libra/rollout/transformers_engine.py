@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from libra.errors import EngineError, LibraError
 from libra.rollout import slots as slot_cache
 from libra.rollout.batch import Job, SlotBatch
+from libra.rollout.capacity import kv_token_bytes, tokens_within
 from libra.rollout.checkpoint import load_causal_lm
 from libra.rollout.engine import EngineStats
 from libra.tensors import compute_device
-from libra.types import TurnOutput, TurnRequest
+from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,12 @@ class TransformersEngine:
     exact_logprobs : bool
         Record log-probabilities that each piece of a turn has when it is scored alone, uncached (`libra.scoring`), in place
         of those that the batch drew it from: a forward pass more per turn.
+    kv_cache_gib : float or None
+        Most KV that it holds, in GiB; None: what all slots need at full length. With less, requests wait until theirs fits with
+        all that they may generate, and what is retained between turns makes way.
+    min_pass_s : float
+        Seconds that each forward pass takes at least: the rest is waited out. For measurements that need engines of different
+        speeds on one machine.
     device : {"auto", "cpu", "cuda"}
         `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
     """
@@ -73,6 +80,8 @@ class TransformersEngine:
         threads: int | None = None,
         version: int = 0,
         exact_logprobs: bool = False,
+        kv_cache_gib: float | None = None,
+        min_pass_s: float = 0.0,
         device: str = "cpu",
     ) -> None:
         if slots < 1 or max_context_tokens < 2:
@@ -81,7 +90,8 @@ class TransformersEngine:
             )
         self.model_dir, self.slots, self.max_context_tokens = Path(model_dir), slots, max_context_tokens
         self.dtype, self.threads, self.version = dtype, threads, version
-        self.exact_logprobs, self.device = exact_logprobs, device
+        self.exact_logprobs, self.kv_cache_gib, self.min_pass_s = exact_logprobs, kv_cache_gib, min_pass_s
+        self.device = device
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
@@ -148,6 +158,15 @@ class TransformersEngine:
         """Counters as of about now (the engine's thread may be in the middle of a step)."""
         return self._open().stats()
 
+    def capacity(self) -> EngineCapacity:
+        """What it holds, and the seconds of its last passes."""
+        batch = self._open()
+        token_bytes = self._token_bytes
+        return EngineCapacity(
+            kv_tokens=batch.kv_tokens, kv_bytes=batch.kv_tokens * token_bytes, kv_token_bytes=token_bytes,
+            slots=self.slots, tp=1, steps=batch.meter.seconds(),
+        )  # fmt: skip
+
     async def close(self) -> None:
         """Fail what is pending and join the thread; may be called twice."""
         if self._thread is None:
@@ -189,6 +208,8 @@ class TransformersEngine:
                 torch.set_num_threads(self.threads)
             slot_cache.register()
             model = load_causal_lm(self.model_dir, self.dtype, slot_cache.SLOT_ATTENTION)
+            self._token_bytes = kv_token_bytes(model.config.to_dict(), self.dtype)
+            budget = self.kv_cache_gib
             model.to(compute_device(self.device))
             batch = SlotBatch(
                 model,
@@ -196,6 +217,8 @@ class TransformersEngine:
                 max_context_tokens=self.max_context_tokens,
                 version=self.version,
                 exact_logprobs=self.exact_logprobs,
+                kv_tokens=None if budget is None else tokens_within(budget, self._token_bytes, self.max_context_tokens),
+                min_pass_s=self.min_pass_s,
             )
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
             self._answer(loaded, error)

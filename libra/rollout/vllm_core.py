@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError, ModelError
 from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
+from libra.rollout.capacity import PassMeter
 from libra.rollout.requests import QueuedJob, packed_priority
+from libra.rollout.vllm_passes import PROBE_ID, PassWatch
 from libra.rollout.vllm_settings import PROBE, VLLMSettings, check_installed, engine_args, environment
 from libra.rollout.vllm_worker import Part
 from libra.types import StopReason, TurnOutput
@@ -46,15 +48,19 @@ class EngineGone(EngineError):
 class Core:
     """A running engine process and its client. Made by `Core.start`."""
 
-    def __init__(self, llm: Any, settings: VLLMSettings) -> None:
+    def __init__(self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None) -> None:
         self.llm, self.settings = llm, settings
+        self.passes = PassWatch(meter or PassMeter())
         self.steps = self.generated_tokens = 0
         self._probes = 0
         self._count_steps()
 
     @classmethod
-    async def start(cls, settings: VLLMSettings, version: int) -> Core:
-        """Start the process, load the model, and warm it up. Takes 20 s and more, in which this event loop stands still."""
+    async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
+        """Start the process, load the model, and warm it up. Takes 20 s and more, in which this event loop stands still.
+
+        ``meter``: of the engine, which goes on where a process was replaced; None: a new one.
+        """
         check_installed()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -64,7 +70,7 @@ class Core:
             on_cpu = bool(current_platform.is_cpu())
             with _BUILDING, environment(settings, on_cpu=on_cpu):
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
-            core = cls(llm, settings)
+            core = cls(llm, settings, meter)
             await llm.update_weight_version(str(version))
             for temperature in (0.0, 1.0):  # kernels are made when they are first used, on both ways of sampling
                 await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
@@ -150,11 +156,13 @@ class Core:
 
     async def pause(self) -> None:
         """Stop between two steps; what runs keeps its place."""
+        self.passes.stood()
         with _errors("pause"):
             await self.llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
+        self.passes.stood()
         with _errors("resume"):
             await self.llm.resume_generation()
 
@@ -220,11 +228,17 @@ class Core:
         final = None
         prompt = {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
         sampled = _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling)
-        async for output in self.llm.generate(prompt, sampled, f"probe-{self._probes}", priority=PROBE):
+        async for output in self.llm.generate(prompt, sampled, f"{PROBE_ID}{self._probes}", priority=PROBE):
             final = output
         if self.generated_tokens - tokens == new:  # nobody else was served meanwhile
             self.steps, self.generated_tokens = steps, tokens
         return final
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the process has room for, on all ranks together."""
+        cache = self.llm.vllm_config.cache_config
+        return int(cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
@@ -254,6 +268,7 @@ class Core:
             if outputs.outputs:
                 self.steps += 1
                 self.generated_tokens += sum(len(each.new_token_ids) for each in outputs.outputs)
+                self.passes.saw(outputs)
             return outputs
 
         client.get_output_async = counted

@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError, WeightsError
+from libra.rollout.capacity import PassMeter, kv_token_bytes
 from libra.rollout.engine import EngineStats
 from libra.rollout.requests import QueuedJob, RequestQueue, check_request, packed_priority
 from libra.rollout.vllm_core import Core, EngineGone
 from libra.rollout.vllm_settings import VLLMSettings, check_installed, max_model_tokens, read_model_config
 from libra.rollout.vllm_weights import ExpectedWeights
-from libra.types import StopReason, TurnOutput, TurnRequest
+from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class VLLMEngine:
         self._since_s: float | None = None  # when the engine last became busy
         self._busy_s = 0.0
         self._steps = self._generated = self._prefilled = self._cached = 0
+        self._meter = PassMeter()
+        self._kv_tokens = 0
 
     # -- what callers use --------------------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ class VLLMEngine:
         check_installed()
         config = read_model_config(self.settings.model_dir)
         self._vocab_size = int(config["vocab_size"])
+        self._token_bytes = kv_token_bytes(config, self.settings.dtype, self.settings.tp)
         self._max_scored = max_model_tokens(config, self.settings) - 1
         self._expected = ExpectedWeights.of(self.settings.model_dir, tied=bool(config["tie_word_embeddings"]))
         self._loop = asyncio.new_event_loop()
@@ -148,6 +152,14 @@ class VLLMEngine:
             prefilled_tokens=self._prefilled, cached_tokens=self._cached,
             busy_s=self._busy_s + (time.perf_counter() - since_s if since_s is not None else 0.0),
             steps=self._steps + (core.steps if core else 0),
+        )  # fmt: skip
+
+    def capacity(self) -> EngineCapacity:
+        """Its process's KV blocks, and the seconds of its last passes, those of a process before it included."""
+        self._check_open()
+        return EngineCapacity(
+            kv_tokens=self._kv_tokens, kv_bytes=self._kv_tokens * self._token_bytes, kv_token_bytes=self._token_bytes,
+            slots=self.settings.slots, tp=self.settings.tp, steps=self._meter.seconds(),
         )  # fmt: skip
 
     @property
@@ -226,7 +238,8 @@ class VLLMEngine:
 
     async def _start(self) -> None:
         async with self._lock:
-            self._core = await Core.start(self.settings, self.version)
+            self._core = await Core.start(self.settings, self.version, self._meter)
+            self._kv_tokens = self._core.kv_tokens
 
     async def _generate(self, request: TurnRequest) -> TurnOutput:
         job = QueuedJob(next(self._tickets), request, time.perf_counter())
@@ -409,7 +422,7 @@ class VLLMEngine:
         if self._core is None:
             self.restarts += 1
             version, directory = self.version, self._directory
-            core = await Core.start(self.settings, self._first_version)
+            core = await Core.start(self.settings, self._first_version, self._meter)
             self._core, self.version, self._directory = core, self._first_version, None
             if self._paused:
                 await core.pause()

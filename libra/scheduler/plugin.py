@@ -218,7 +218,7 @@ class LibraPlugin(SchedulerPlugin):
                 if self.trajectories.contended:
                     tell_contention(self._scheduler, msg["address"], True)
                 self.trajectories.kick()
-            case "ready" | "not_ready":
+            case "declared" | "ready" | "not_ready":
                 self._set_up(state, msg)
             case "plan" | "prompts" | "boundaries":
                 self._driver_reported(state, msg)
@@ -313,9 +313,14 @@ class LibraPlugin(SchedulerPlugin):
         self._apply(state, state.policy.handle(BoundariesSet(boundaries)))
 
     def _set_up(self, state: RunState, msg: dict[str, Any]) -> None:
-        """What a worker needs for a run is there, or could not be made; then it goes on counting as one that joins."""
+        """What a worker needs for a run is there, or could not be made; then it goes on counting as one that joins. Or its engine
+        says what it is."""
         if msg["kind"] == "not_ready":
             self.not_ready.failed(state, msg)
+            return
+        if msg["kind"] == "declared":
+            self.trajectories.workers.declared(state, msg)
+            self.trajectories.kick()
             return
         state.joining.discard(msg["address"])
         self.not_ready.ready(state.run, msg["address"])
@@ -345,7 +350,6 @@ class LibraPlugin(SchedulerPlugin):
         if not self.runs:
             return
         self.trajectories.kick()  # a worker that has just joined takes tasks a moment after the hook that told us
-        self.trajectories.respeed()
         dispatcher = self.trajectories.dispatcher
         waiting = {phase: dispatcher.num_waiting(phase) for phase in Phase}
         used = {phase: dispatcher.slots(phase)[0] for phase in Phase}

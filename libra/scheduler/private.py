@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from libra.keys import PARK, THREADS, TP
+from libra.keys import PARK, PASS_US, THREADS, TP
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -135,9 +135,9 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
 
 
 def bucket(scheduler: Scheduler, address: str) -> str:
-    """Rollout capacity class of a worker: what it says of its engine (TP, THREADS); empty where it says nothing."""
+    """Rollout capacity class of a worker: what it says of its engine (TP, THREADS, PASS_US); empty where it says nothing."""
     ws = scheduler.workers.get(address)
-    said = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS)} if ws is not None else {}
+    said = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)} if ws is not None else {}
     return "-".join(f"{name.lower()}{count}" for name, count in said.items() if count)
 
 

@@ -40,7 +40,7 @@ from libra.scheduler.applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
 from libra.scheduler.workers import Workers
-from libra.types import Phase
+from libra.types import Phase, tool_outcome
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -110,11 +110,6 @@ class Trajectories:
         for event in self.workers.left(address):
             self._tell_all(event)
         self.kick()
-
-    def respeed(self) -> None:
-        """Tell how fast workers turned out, where that has changed."""
-        for event in self.workers.respeeded():
-            self._tell_all(event)
 
     # ---------------------------------------------------------------- parked
 
@@ -279,10 +274,8 @@ class Trajectories:
         latency_s = round(msg["stop_s"] - msg["start_s"], 6)
         name = msg["tool"] if phase is Phase.TOOL else "generate"
         self.stream.add(msg["key"], address, phase, msg["start_s"], msg["stop_s"], name)
-        if phase is Phase.ROLLOUT:
-            running = self.dispatcher.running_on(tracked.worker, phase)
-            self.workers.generated(tracked.worker, running, msg["tokens"], msg["stop_s"] - msg["start_s"])
-        tokens, tool, status, payload = msg["tokens"], msg["tool"], msg["status"], msg["payload_tokens"]
+        tokens, tool, payload = msg["tokens"], msg["tool"], msg["payload_tokens"]
+        status = tool_outcome(msg["status"])
         state.note(
             state.lines.quantum_finished,
             msg["key"],

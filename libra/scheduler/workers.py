@@ -1,53 +1,49 @@
-"""Which workers the dispatcher and the orderings know, kept equal to what the scheduler knows; and how fast they turned out.
+"""Which workers the dispatcher and the orderings know, kept equal to what the scheduler knows, and to what their engines declare.
 
 Invariants
 1. A worker is told of as joined before anything is placed on it, and as left before it joins again.
 2. One that joins while runs go on is told of once its part of each of them is set up: until then nothing that it were given
    would begin, and others can.
+3. What is told of an engine is what it declared last, or so near to it that nobody would decide otherwise (`RETOLD_FRAC`). One
+   that has not measured its own passes yet counts as fast as one of its bucket that has; where there is none, nothing is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from libra.policy import WorkerJoined, WorkerLeft
+from libra.policy import WorkerJoined, WorkerLeft, joined_of, off_by_frac
 from libra.scheduler import private
-from libra.types import Phase
+from libra.types import EngineCapacity, Phase, StepSeconds
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
 
-FORGETTING = 0.02
-"""Weight of the newest generation in a worker's measured speed."""
+    from libra.scheduler.run_state import RunState
+
 RETOLD_FRAC = 0.25
-"""A worker's speed is told anew when it is off by so much of what was told last."""
-MEASURED_AFTER = 32
-"""Generations before a speed is told for the first time."""
+"""An engine's seconds are told anew when they are off by so much of what was told last."""
+_SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s")
 
 
-class Speed:
-    """Seconds per token of generations on one worker, against how many ran there at once: a line with forgetting."""
+@dataclass(slots=True)
+class _Declared:
+    """What an engine says of itself; ``told`` is the declaration that the policy was last told, None before."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._n = self._y = self._nn = self._ny = 0.0
+    bucket: str
+    capacity: EngineCapacity
+    told: EngineCapacity | None = None
 
-    def add(self, running: int, token_s: float) -> None:
-        """A generation ended that took so long per token, while so many ran."""
-        self.count += 1
-        weight = max(FORGETTING, 1.0 / self.count)
-        self._n += weight * (running - self._n)
-        self._y += weight * (token_s - self._y)
-        self._nn += weight * (running * running - self._nn)
-        self._ny += weight * (running * token_s - self._ny)
 
-    def at(self, running: int) -> float:
-        """Seconds per token with so many at once, never below 0 slope: more company makes nobody faster."""
-        spread = self._nn - self._n * self._n
-        slope = max(0.0, (self._ny - self._n * self._y) / spread) if spread > 1e-9 else 0.0
-        return max(self._y + slope * (running - self._n), 0.1 * self._y)
+def capacity_of(msg: dict[str, Any]) -> EngineCapacity:
+    """The declaration in a worker's report: the fields of `libra.events.EngineDeclared`."""
+    steps = None
+    if msg["fixed_s"] is not None:
+        seconds = {name: float(msg[name]) for name in _SECONDS}
+        steps = StepSeconds(**seconds, num_steps=msg["num_steps"], error_frac=msg["error_frac"])
+    return EngineCapacity(msg["kv_tokens"], msg["kv_bytes"], msg["kv_token_bytes"], msg["slots"], msg["tp"], steps)
 
 
 class Workers:
@@ -57,12 +53,15 @@ class Workers:
         self._scheduler = scheduler
         self.told: dict[str, WorkerJoined] = {}
         self.address: dict[str, str] = {}
-        self._speed: dict[str, Speed] = {}
-        self._declared: dict[str, WorkerJoined] = {}
+        self._declared: dict[str, _Declared] = {}
 
-    def declare(self, spec: WorkerJoined) -> None:
-        """Say what a worker can do, by name; its speed is then not measured. Its slots are what it supplies."""
-        self._declared[spec.worker] = spec
+    def declared(self, state: RunState, msg: dict[str, Any]) -> None:
+        """An engine says what it is; the log has it before anybody acts on it."""
+        fields = {name: value for name, value in msg.items() if name in _FIELDS}
+        state.emit("engine_declared", worker=msg["name"], **fields)
+        before = self._declared.get(msg["name"])
+        told = before.told if before is not None and before.bucket == msg["bucket"] else None
+        self._declared[msg["name"]] = _Declared(msg["bucket"], capacity_of(msg), told)
 
     def changes(self, silent: Collection[str], joining: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
         """What has changed since the last call, to be told at once, in this order.
@@ -81,46 +80,57 @@ class Workers:
             for address in {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}
         }
         for name in [name for name, address in self.address.items() if present.get(name) != address]:
-            del self.told[name], self.address[name]
-            self._speed.pop(name, None)
-            yield WorkerLeft(name)
+            yield self._gone(name)
         for name, address in present.items():
             slots = supply[Phase.ROLLOUT].get(address, 0), supply[Phase.TOOL].get(address, 0)
-            told = self.told.get(name)
-            if told is not None and (told.rollout_slots, told.tool_slots) == slots:
+            told, declared = self.told.get(name), self._declared.get(name)
+            as_told = told is not None and (told.rollout_slots, told.tool_slots) == slots
+            if as_told and (declared is None or not self._differs(declared)):
                 continue
-            joined = replace(
-                told or self._declared.get(name) or WorkerJoined(name, bucket=private.bucket(self._scheduler, address)),
-                rollout_slots=slots[0],
-                tool_slots=slots[1],
-            )
+            if declared is None:
+                bucket = private.bucket(self._scheduler, address)
+                joined = WorkerJoined(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
+            else:
+                declared.told = self._as_its_bucket(declared)
+                joined = joined_of(name, declared.bucket, declared.told, rollout_slots=slots[0], tool_slots=slots[1])
             self.told[name], self.address[name] = joined, address
             yield joined
 
     def left(self, address: str) -> Iterator[WorkerLeft]:
         """A worker has died, or was removed."""
         for name in [name for name, at in self.address.items() if at == address]:
-            del self.told[name], self.address[name]
-            self._speed.pop(name, None)
-            yield WorkerLeft(name)
+            yield self._gone(name)
 
-    def generated(self, worker: str, running: int, tokens: int, seconds: float) -> None:
-        """A generation ended there."""
-        if tokens > 0 and worker in self.told and worker not in self._declared:
-            self._speed.setdefault(worker, Speed()).add(max(1, running), seconds / tokens)
+    def _gone(self, name: str) -> WorkerLeft:
+        """It is not there; what its next process holds, that will say."""
+        del self.told[name], self.address[name]
+        self._declared.pop(name, None)
+        return WorkerLeft(name)
 
-    def respeeded(self) -> Iterator[WorkerJoined]:
-        """Workers whose measured speed is not what was told of them, with the new one."""
-        for name, speed in self._speed.items():
-            told = self.told[name]
-            if speed.count < MEASURED_AFTER:
-                continue
-            token_s, full_s = speed.at(1), speed.at(told.rollout_slots)
-            if abs(full_s - told.token_full_s) <= RETOLD_FRAC * told.token_full_s:
-                continue
-            # Computing a token of context costs an engine no more than giving one to everybody in a full batch costs per head.
-            prefill_s = full_s / max(1, told.rollout_slots)
-            self.told[name] = replace(
-                told, token_s=round(token_s, 9), token_full_s=round(full_s, 9), prefill_token_s=round(prefill_s, 9)
-            )
-            yield self.told[name]
+    def _differs(self, declared: _Declared) -> bool:
+        """Whether an engine is noticeably not what was told of it."""
+        return declared.told is None or off_by_frac(self._as_its_bucket(declared), declared.told) > RETOLD_FRAC
+
+    def _as_its_bucket(self, declared: _Declared) -> EngineCapacity:
+        """What it declares, with the seconds of the first of its bucket that has measured some, where it has not itself."""
+        if declared.capacity.steps is not None:
+            return declared.capacity
+        alike = (other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket)
+        return replace(declared.capacity, steps=next((steps for steps in alike if steps is not None), None))
+
+
+_FIELDS = frozenset(
+    (
+        "engine",
+        "bucket",
+        "model",
+        "kv_tokens",
+        "kv_bytes",
+        "kv_token_bytes",
+        "slots",
+        "tp",
+        *_SECONDS,
+        "num_steps",
+        "error_frac",
+    )
+)

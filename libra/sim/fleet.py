@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from libra.errors import ConfigError
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import WorkerJoined
+from libra.policy import WorkerJoined, joined_of
 from libra.sim.workload import TrajectoryPlan
 
 MAX_SLOTS = 256
@@ -29,16 +29,7 @@ class EngineSpec(NamedTuple):
 
     def joined(self, context_tokens: int) -> WorkerJoined:
         """What the policy is told of it, at contexts of this many tokens."""
-        tables, slots = self.tables, self.slots
-        return WorkerJoined(
-            self.name,
-            self.bucket,
-            rollout_slots=slots,
-            kv_tokens=tables.kv_capacity_tokens,
-            token_s=tables.step_s(1, context_tokens),
-            token_full_s=tables.step_s(slots, tables.kv_capacity_tokens),
-            prefill_token_s=tables.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens),
-        )
+        return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
 
 
 def typical_context(plans: Iterable[TrajectoryPlan]) -> int:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from libra.errors import RunDirectoryError
+from libra.errors import RunDirectoryError, StoreError
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
+from libra.types import ToolOutcome, tool_outcome
+
+
+def _outcome(path: Path, row: int, word: str) -> ToolOutcome:
+    """How the tools of a stored turn came back; StoreError where its status is no outcome."""
+    try:
+        return tool_outcome(word)
+    except ValueError as error:
+        raise StoreError(f"{path}, row {row} of the turns: {error}; use the Libra that wrote it") from error
 
 
 def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
@@ -43,10 +52,10 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
             steps = tuple(
                 TurnPlan(
                     max(1, int(turns["generated_tokens"][i])),
-                    str(turns["tool"][i]),
-                    str(turns["status"][i]),
+                    str(turns["tool"][i]) if turns["status"][i] else "",  # a last turn's call was not made any more
+                    _outcome(path, i, str(turns["status"][i])),
                     max(0, int(turns["observation_tokens"][i])),
-                    max(0.0, float(turns["tool_s"][i])) if turns["tool"][i] else 0.0,
+                    max(0.0, float(turns["tool_s"][i])) if turns["status"][i] else 0.0,
                 )
                 for i in rows
             )

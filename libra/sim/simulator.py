@@ -46,7 +46,7 @@ from libra.policy import (
 from libra.sim.fleet import EngineSpec, typical_context
 from libra.sim.outcome import Dispatched, Outcome
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
-from libra.types import Phase
+from libra.types import NO_TOOL, Phase
 
 TOOLS = "tools"
 """Name of the one worker that runs all tools."""
@@ -312,8 +312,8 @@ class Simulator:
             run.computed_tokens = run.context_tokens
             run.quanta += 1
             latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
-            self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, "", "", latency_s))
-            if not turn.tool:
+            self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, "", NO_TOOL, latency_s))
+            if turn.status == NO_TOOL:
                 self._end(run)
             elif self._around.tool_slots is None:
                 run.started_s = self._now

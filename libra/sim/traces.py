@@ -12,9 +12,9 @@ import numpy as np
 
 from libra.config.agent_turns import AgentTurn, read_agent_turns
 from libra.sim.workload import Trace, TurnPlan
+from libra.types import NO_TOOL
 
 REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
-_ENDS = ("", "end", "none")
 
 
 def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -26,7 +26,7 @@ def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
-    """Trajectories of one file, in its order; ConfigError where columns are missing or a number is none."""
+    """Trajectories of one file, in its order; ConfigError where columns are missing, or a number or a status is none."""
     rng = np.random.default_rng([seed, 0x7001])
     return [
         _trace(f"{one.model}/{one.task}" if one.model else one.task, one.source, one.turns, rng)
@@ -44,11 +44,10 @@ def _trace(task: str, source: str, recorded: tuple[AgentTurn, ...], rng: np.rand
         payload = prompts[i + 1] - prompts[i] - new[i] if not last and prompts[i] and prompts[i + 1] else 0
         if payload <= 0:
             payload = turn.payload_tokens
-        tool = turn.tool or "tool"
-        ends = last and (turn.status in _ENDS or tool in _ENDS)
         tool_s = float(drawn[i]) if turn.tool_s is None else turn.tool_s
         turns.append(
-            TurnPlan(new[i], "" if last else tool, "" if ends else turn.status, 0 if last else payload,
-                     0.0 if last else tool_s)
-        )  # fmt: skip
+            TurnPlan(new[i], "", NO_TOOL, 0, 0.0)
+            if last  # whatever came back then, nobody read it
+            else TurnPlan(new[i], turn.tool or "tool", turn.status, payload, tool_s)
+        )
     return Trace(task, next((prompt for prompt in prompts if prompt), 1), tuple(turns), source)

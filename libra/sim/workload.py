@@ -16,6 +16,7 @@ from typing import NamedTuple
 from libra import keys
 from libra.errors import ConfigError
 from libra.policy.messages import GroupsNamed
+from libra.types import NO_TOOL, ToolOutcome, ToolStatus, tool_outcome
 
 SCHEMA = 1
 """Layout of a workload file."""
@@ -25,8 +26,8 @@ class TurnPlan(NamedTuple):
     """One generation, and the tool that answers it."""
 
     new_tokens: int  # generated, >= 1
-    tool: str  # empty: the trajectory ends here
-    status: str
+    tool: str  # empty where none comes back, and where a malformed call named none
+    status: ToolOutcome  # NO_TOOL: none comes back, the trajectory ends here
     payload_tokens: int  # what the tool puts into the context
     tool_s: float
 
@@ -97,7 +98,7 @@ class Workload(NamedTuple):
                     int(group),
                     int(sample),
                     int(prompt),
-                    tuple(TurnPlan(*turn) for turn in turns),
+                    tuple(_turn(where, (iteration, group, sample), i, *turn) for i, turn in enumerate(turns)),
                     str(family),
                     *map(str, name),
                 )
@@ -113,8 +114,32 @@ class Workload(NamedTuple):
             ) from error
 
 
+def _turn(
+    where: str,
+    place: tuple[int, int, int],
+    index: int,
+    new_tokens: int,
+    tool: str,
+    status: str,
+    payload_tokens: int,
+    tool_s: float,
+) -> TurnPlan:
+    """A turn as a file has it; ConfigError where its status is no outcome."""
+    try:
+        return TurnPlan(new_tokens, tool, tool_outcome(status), payload_tokens, tool_s)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: turn {index} of trajectory {place}: {error}; save the workload again with this Libra "
+            "(libra simulate ... --save-workload FILE)"
+        ) from error
+
+
 def checked(workload: Workload, where: str) -> Workload:
-    """``workload`` itself; ConfigError where two trajectories have one place, or a turn cannot be run."""
+    """``workload`` itself; ConfigError where two trajectories have one place, or a turn cannot be run.
+
+    A turn can be run where its numbers can be, and where a tool comes back from it if and only if another turn follows it; only
+    the last one may have a tool as well, whose return nobody reads.
+    """
     seen = set()
     for plan in workload.trajectories:
         place = plan[:3]
@@ -129,6 +154,11 @@ def checked(workload: Workload, where: str) -> Workload:
             if turn.new_tokens < 1 or turn.payload_tokens < 0 or not 0.0 <= turn.tool_s < float("inf"):
                 raise ConfigError(
                     f"{where}: turn {index} of trajectory {place}: {turn}; tokens are >= 1, seconds finite"
+                )
+            if turn.status == NO_TOOL and (turn.tool or index + 1 < len(plan.turns)):
+                raise ConfigError(
+                    f"{where}: turn {index} of trajectory {place}: {turn}; its tool needs a status "
+                    f"({', '.join(ToolStatus)}), and only the last turn may be without a tool"
                 )
     return workload
 
@@ -238,11 +268,11 @@ def synthetic(
         lengths = np.maximum(1, rng.lognormal(4.8, 1.1, count)).astype(int)
         payloads = rng.lognormal(5.0, 1.2, count).astype(int)
         seconds = np.where(rng.random(count) < 0.75, 0.04, rng.gamma(2.0, 5.0, count))
-        payloads[-1] = 0
         rows = [
-            TurnPlan(int(lengths[i]), "tool" if i + 1 < count else "", "ok", int(payloads[i]), float(seconds[i]))
-            for i in range(count)
+            TurnPlan(int(lengths[i]), "tool", ToolStatus.OK, int(payloads[i]), float(seconds[i]))
+            for i in range(count - 1)
         ]
+        rows.append(TurnPlan(int(lengths[-1]), "", NO_TOOL, 0, float(seconds[-1])))
         plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
     return Workload(name, tuple(plans))
 

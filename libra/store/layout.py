@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from libra.errors import StoreError
 from libra.store.groups import prompt_to_json
-from libra.types import Trajectory
+from libra.types import NO_TOOL, Trajectory, tool_outcome
 
 SCHEMA = 2
 """Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
@@ -68,7 +68,11 @@ TURN = (
     Column("trajectory", "int32", "row in the trajectory level"),
     Column("turn", "int32", "0-based"),
     Column("tool", "string", "name of the last tool called; empty: none"),
-    Column("status", "string", "how that call came back: ok, error, timeout, malformed, truncated; empty: no call"),
+    Column(
+        "status",
+        "string",
+        "how its calls came back: ok, error, timeout, malformed, truncated; empty: no call, or none was made any more",
+    ),
     Column("num_calls", "int32", "tool calls of this turn"),
     Column("prompt_tokens", "int32", "tokens of context before the generation"),
     Column("cached_tokens", "int32", "of these, tokens whose KV cache was there already"),
@@ -214,6 +218,10 @@ def _turn(turn: Mapping[str, Any], trajectory: Trajectory, row: int) -> dict[str
             f"trajectory {trajectory.trajectory_id}: a turn has the fields {sorted(strangers)}, and the store has no "
             f"columns for them; allowed are {', '.join(column.name for column in TURN[1:])}"
         )
+    try:
+        tool_outcome(turn.get("status") or NO_TOOL)
+    except ValueError as error:
+        raise StoreError(f"trajectory {trajectory.trajectory_id}, turn {turn.get('turn')}: {error}") from error
     return {**turn, "trajectory": row}
 
 

@@ -21,12 +21,13 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
+from libra.graph.declaring import declared_fields
 from libra.graph.reports import TOPIC
 from libra.rollout.emulated_engine import Clock, EmulatedEngine, ScaledClock, Timer, lengths_from
 from libra.scheduler import LibraPlugin
 from libra.sim import EngineSpec, Workload, typical_context
 from libra.sim.workload import prompts_of
-from libra.types import Phase, TurnRequest
+from libra.types import NO_TOOL, Phase, TurnRequest
 
 TOOLS = "tools"
 
@@ -81,11 +82,12 @@ class Scene:
         self.clock = clock
         self.workload = workload
         self.plans = {workload.key(plan): plan for plan in workload.trajectories}
+        context = typical_context(workload.trajectories)
         turns = {(key, i): turn.new_tokens for key, plan in self.plans.items() for i, turn in enumerate(plan.turns)}
         self.engines = {
             spec.name: EmulatedEngine(
                 spec.tables, slots=spec.slots, tokens_of=lengths_from(turns), clock=self.clock, name=spec.name,
-                group_of=self._group,
+                group_of=self._group, typical_context_tokens=context,
             )
             for spec in specs
         }  # fmt: skip
@@ -127,7 +129,7 @@ async def quantum(key: str, run: str) -> int:
     scene.busy.discard(key)
     scene.last_s = max(scene.last_s, scene.clock.now_s())
     scene.quanta[key] = done + 1
-    ends = done + 2 >= 2 * len(plan.turns) and not (generates and turn.tool)
+    ends = done + 2 >= 2 * len(plan.turns) and not (generates and turn.status)
     following = "" if ends else str(Phase.TOOL if generates else Phase.ROLLOUT)
     if ends:
         scene.engines[scene.home[key]].forget(key)
@@ -138,7 +140,7 @@ async def quantum(key: str, run: str) -> int:
             "kind": "quantum", "run": run, "epoch": 0, "key": key, "quantum": done, "end": "answered" if ends else "",
             "next": following, "goes_on": False, "failure": "none", "detail": "", "version": 0,
             "tokens": turn.new_tokens if generates else 0, "tool": "" if generates else turn.tool,
-            "status": "" if generates else turn.status, "payload_tokens": 0 if generates else turn.payload_tokens,
+            "status": NO_TOOL if generates else str(turn.status), "payload_tokens": 0 if generates else turn.payload_tokens,
             "context_tokens": scene.context[key], "start_s": began_s, "stop_s": scene.clock.now_s(),
         },
     )  # fmt: skip
@@ -179,14 +181,15 @@ async def emulate(
         plugin = scheduler.plugins[LibraPlugin.name]
         if speedup is None:
             scheduler.periodic_callbacks["libra-sample"].stop()  # it looks for free slots twice a second of wall time
-        context = typical_context(workload.trajectories)
-        for spec in specs:
-            plugin.trajectories.workers.declare(spec.joined(context))
         family = workload.trajectories[0].family
         plugin.register_run(
             run=run, epoch=0, directory=str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=True,
             policy=policy, family=family,
         )  # fmt: skip
+        for spec in specs:  # as a worker's host does when its engine has started
+            declared = declared_fields(scene.engines[spec.name].capacity())
+            kind = {"engine": "emulated", "bucket": spec.bucket, "model": "emulated"}
+            plugin.log_event(TOPIC, {"kind": "declared", "run": run, "epoch": 0, "name": spec.name, **kind, **declared})
         if names := prompts_of(workload, workload.trajectories).groups:
             told = {"kind": "prompts", "iteration": 0, "prompts": [prompt for _, prompt in names]}
             plugin.log_event(TOPIC, {"run": run, "epoch": 0, **told})

@@ -28,7 +28,7 @@ from libra.errors import ContextOverflow, EngineError, WeightsError
 from libra.projections import project_tensors
 from libra.rollout.engine import RolloutEngine
 from libra.testing.models import VOCAB, Models, ask
-from libra.types import StopReason, TurnOutput, TurnRequest
+from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 SLOTS = 4
 MAX_CONTEXT_TOKENS = 512
@@ -86,6 +86,34 @@ class EngineContract:
         """Serve the first model under a number of its own; what a check begins with."""
         await engine.load_version(engine.version + 1, models.first)
         return engine.version
+
+    # -- what it declares (invariant 7) ------------------------------------------------------------------------------
+
+    def test_it_declares_what_it_holds_and_the_seconds_of_its_own_passes(self, run: Any, models: Models) -> None:
+        """Room for a whole context at least, bytes that are its tokens', and seconds that its passes took, not others'."""
+
+        async def body(engine: RolloutEngine) -> tuple[EngineCapacity, EngineCapacity, float]:
+            await self.serve_first(engine, models)
+            before, busy_s, steps = engine.capacity(), engine.stats().busy_s, engine.stats().steps
+            for number in range(3):  # batches of different sizes, or nothing could be told apart
+                width = (1, SLOTS, 2)[number]
+                asked = (ask(f"d{number}-{n}", length=20 + 60 * n, new=100, seed=n) for n in range(width))
+                await asyncio.gather(*(engine.generate(request) for request in asked))
+            passes = engine.stats().steps - steps
+            return before, engine.capacity(), (engine.stats().busy_s - busy_s) / passes
+
+        before, after, pass_s = run(body)
+        assert (after.kv_tokens, after.kv_token_bytes, after.slots, after.tp) == (
+            before.kv_tokens, before.kv_token_bytes, SLOTS, before.tp,
+        )  # fmt: skip
+        assert after.kv_tokens >= MAX_CONTEXT_TOKENS
+        assert after.kv_bytes == after.kv_tokens * after.kv_token_bytes > 0
+        steps = after.steps
+        assert steps is not None, "after 300 passes"
+        assert min(steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s) >= 0.0
+        assert steps.num_steps >= 32
+        # A pass of a batch in between, by what it declares, is of the size of those that were timed from outside.
+        assert 0.2 * pass_s < steps.step_s(2, 2 * 150) < 5.0 * pass_s
 
     # -- tokens and log-probabilities (invariants 1 and 2) -----------------------------------------------------------
 

@@ -13,6 +13,7 @@ from libra.errors import ConfigError
 from libra.policy.forecast import Forecast
 from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.posterior import GlobalMean, Oracle
+from libra.types import NO_TOOL, ToolStatus
 
 
 class Listener(GlobalMean):
@@ -31,7 +32,10 @@ class Listener(GlobalMean):
 
 def trace(name: str, *tokens: int, group: str = "", last: str = "") -> Trace:
     tools = ["ls"] * (len(tokens) - 1) + [last]
-    turns = tuple(Turn(made, tool, "success", 10, float(made)) for made, tool in zip(tokens, tools, strict=True))
+    turns = tuple(
+        Turn(made, tool, ToolStatus.OK if tool else NO_TOOL, 10, float(made))
+        for made, tool in zip(tokens, tools, strict=True)
+    )
     return Trace(name, group or name, group or name, "family", turns)
 
 

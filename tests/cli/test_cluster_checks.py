@@ -11,6 +11,7 @@ from distributed import LocalCluster
 
 from libra.cli import cluster_checks as checks
 from libra.cluster.settings import DASK_SETTINGS
+from libra.config import config_from_dict
 
 
 def versions(**changed: str) -> dict[str, Any]:
@@ -98,3 +99,14 @@ def test_a_stock_cluster_is_told_what_it_lacks() -> None:
     assert stealing.state == "fail"
     assert stealing.advice.startswith("libra doctor --settings > libra-dask.yaml")
     assert found["workers"].state == "fail"
+
+
+def test_engines_that_a_configuration_lists_have_to_be_there() -> None:
+    listed = config_from_dict(
+        {"rollout": {"engine": "vllm"}, "cluster": {"engines": [{"tp": 2, "slots": 8}], "threads": 4}}
+    )
+    found = [check.detail for check in checks.role_checks(WORKERS, "tcp://s", listed)]
+    assert any("1 engines of TP 2, 4 threads, 8 slots are listed, 0 are there" in detail for detail in found)
+    assert any("0 are listed" in detail for detail in found)
+    (check,) = checks.role_checks(WORKERS, "tcp://s", config_from_dict({}))  # none is listed: whatever is there will do
+    assert check.state == "ok"

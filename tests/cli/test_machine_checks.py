@@ -145,7 +145,9 @@ def test_more_threads_than_cores_are_told() -> None:
 
 
 def test_the_port_is_not_looked_at_when_the_scheduler_is_somewhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.cli.doctor.cluster_checks", lambda address: iter([Check("scheduler", "ok", address)]))
+    monkeypatch.setattr(
+        "libra.cli.doctor.cluster_checks", lambda address, config: iter([Check("scheduler", "ok", address)])
+    )
     config = config_from_dict({}, ["cluster.dashboard_port=0"])
     assert "dashboard port" in {check.name for check in diagnose(config, None)}
     names = {check.name for check in diagnose(config, "tcp://h:1")}

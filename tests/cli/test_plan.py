@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from libra.cli.main import cli
+from libra.cli.main import cli, main
 from libra.cli.plan import fixed_by, read_trace
 from libra.config import dump_config, load_config
 from libra.errors import ConfigError, PlanError
 from libra.graph.driver import Session
 from libra.planner.configured import snapshot_of
+from libra.planner.starting import configured_deployment, with_plan
 
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
 
@@ -127,3 +128,53 @@ def test_choices_that_cannot_be_say_what_to_type(repository: Path) -> None:
             str(repository / "configs/qwen3_4b_gpu.yaml"),
             ("planner.generated_p50_tokens=1000", "planner.generated_p99_tokens=10"),
         )
+
+
+def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plans" / "plan.yaml"
+    file.parent.mkdir()
+    given = ("run.eta=1", "environment.name=libra.testing:FixedTurns", "trainer.algorithm=gspo")
+    words = _run(repository, *given, "--write", str(file))
+    assert f"written: {file}; type libra run {file}" in words
+    made = load_config(str(file))
+    assert "warning" not in words
+    values = json.loads(_run(repository, given[0], "--json"))
+    deployed = configured_deployment(made)
+    assert deployed.train_gpus == values["training"]["gpus"]
+    assert deployed.engines == {bucket["tp"]: bucket["engines"] for bucket in values["buckets"]}
+    assert deployed.concurrency == {bucket["tp"]: bucket["concurrency"] for bucket in values["buckets"]}
+    layout = made.planner.planned
+    assert layout is not None
+    assert (layout.gpu, layout.num_gpus, layout.step_s) == ("A800-80G", 16, values["step_s"])
+    plain = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, *given))
+    started = with_plan(plain, layout)
+    assert made == started  # overrides that were typed are in the file, too
+    assert "extends: " in file.read_text()
+    _run(repository, *given, "--write", str(file))  # a plan may be written anew
+    (tmp_path / "mine.yaml").write_text("run: {eta: 1}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is there, and no plan"):
+        _run(repository, "--write", str(tmp_path / "mine.yaml"))
+    with pytest.raises(ConfigError, match="--what-if plans more than that"):
+        _run(repository, "--what-if", "--write", str(tmp_path / "other.yaml"))
+
+
+def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    _run(repository, "--write", str(file))
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", str(file), f"run.dir={tmp_path / 'runs'}", *more])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    assert "planner.planned: the plan is for 16 x A800-80G, here is " in refused()
+    other = refused("model.path=libra/tiny-arithmetic")
+    assert "the plan is for Qwen3-4B" in other
+    assert "model.path is tiny_arithmetic" in other
+    assert "2, and planner.planned has 1; leave cluster.train_workers as it was planned" in refused(
+        "cluster.train_workers=2"
+    )
+    assert not (tmp_path / "runs").exists()

@@ -209,7 +209,7 @@ def test_what_is_no_run_is_told_what_to_type(libra: Libra, run_dir: Path, tmp_pa
 
 def test_another_schema_is_refused_with_its_line(libra: Libra, run_dir: Path) -> None:
     path = run_dir / "events.jsonl"
-    path.write_text(path.read_text().replace('"schema":3', '"schema":1'))
+    path.write_text(path.read_text().replace('"schema":4', '"schema":1'))
     code, _, err = libra("replay", run_dir)
     assert code == 2
-    assert "line 1: event of schema 1, this Libra reads 3; use the Libra that wrote it" in err
+    assert "line 1: event of schema 1, this Libra reads 4; use the Libra that wrote it" in err

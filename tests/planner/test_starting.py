@@ -77,6 +77,8 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
     layout = layout_of(plan, snapshot.shape, micro_batch_tokens, "A800-80G", "a datasheet")
     started = with_plan(config, layout)
     assert configured_deployment(started) == Deployed.of(plan)
+    pairs = [(f"tp{b.tp}", b.to_tokens) for b in plan.buckets[:-1]]
+    assert list(started.policy.boundaries_tokens.items()) == [pair for pair in pairs if pair[1] > 0]
     assert started.trainer.micro_batch_tokens == micro_batch_tokens >= 16384
     assert layout.boundaries_tokens == tuple(bucket.to_tokens for bucket in plan.buckets[:-1])
     assert layout.boundaries == tuple((bucket.tp, bucket.to_tokens) for bucket in plan.buckets[:-1])
@@ -130,6 +132,11 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both() -> N
             {"engines": [{"tp": 1, "count": 3, "slots": 48}]},
             r"cluster\.engines: 3 x TP1 with 48 slots, and.*1 x TP4",
         ),
+        (
+            "policy",
+            {"boundaries_tokens": {"tp1": 5.0}},
+            r"policy\.boundaries_tokens: .*5\.0.*planner\.planned has .*812",
+        ),
         ("trainer", {"micro_batch_tokens": 4096}, r"trainer\.micro_batch_tokens: 4096, and planner\.planned has 8192"),
     ],
 )
@@ -167,6 +174,8 @@ def test_what_is_to_be_planned_is_not_also_given(cluster: dict[str, object], fie
 
 def test_the_block_says_what_was_chosen_why_and_what_lost() -> None:
     text = "\n".join(layout_lines(_layout()))
+    assert "policy.name=fifo heeds no lengths" in "\n".join(layout_lines(_layout(), "fifo"))
+    assert "heeds" not in text
     for words in (
         "8 x A800-80G",
         "bottleneck training",

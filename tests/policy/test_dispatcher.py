@@ -26,9 +26,13 @@ KEYS = [f"k{i}" for i in range(8)]
 WORKERS = {"a": ("tp1", 1), "b": ("tp1", 2), "c": ("tp4", 2)}
 
 
+TOLD = {"kv_tokens": 10**9, "alone_s_per_token": 0.01, "full_s_per_token": 0.02}
+"""Of an engine with room for everybody."""
+
+
 def joined(name: str, **more: Any) -> WorkerJoined:
     bucket, slots = WORKERS[name]
-    return WorkerJoined(name, bucket, rollout_slots=slots, tool_slots=slots, **more)
+    return WorkerJoined(name, bucket, rollout_slots=slots, tool_slots=slots, **(TOLD | more))
 
 
 def park(dispatcher: Dispatcher, key: str, order: int, *, phase: Phase = ROLLOUT, context: int = 0) -> None:
@@ -53,7 +57,7 @@ MOVES = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(MOVES)
 def test_nothing_is_lost_or_run_twice_and_no_slot_is_given_twice(moves: list[tuple[Any, ...]]) -> None:
-    """KV and prices unknown: then it is work conserving without exception."""
+    """Room for everybody, and moves free of charge: then it is work conserving without exception."""
     dispatcher = Dispatcher()
     waiting: dict[str, tuple[Phase, int]] = {}
     running: dict[str, tuple[Phase, str]] = {}
@@ -124,7 +128,7 @@ def at_home(dispatcher: Dispatcher, key: str, context: int) -> str:
 
 
 def test_a_slot_goes_to_who_is_at_home_there_before_one_who_would_move() -> None:
-    dispatcher = two_workers(prefill_token_s=1.0)
+    dispatcher = two_workers(prefill_s_per_token=1.0)
     homes = {key: at_home(dispatcher, key, 100) for key in ("x", "y", "z")}
     assert sorted(homes.values()) == ["a", "b", "b"]
     (mine,) = (key for key, home in homes.items() if home == "a")
@@ -138,34 +142,34 @@ def test_a_slot_goes_to_who_is_at_home_there_before_one_who_would_move() -> None
 def test_a_move_must_pay() -> None:
     for price, moved in ((0.001, True), (10.0, False)):
         dispatcher = Dispatcher()
-        dispatcher.handle(WorkerJoined("a", rollout_slots=1, prefill_token_s=price))
+        dispatcher.handle(WorkerJoined("a", rollout_slots=1, prefill_s_per_token=price, **TOLD))
         for key in ("x", "y"):  # y waits for x's slot
             at_home(dispatcher, key, 100)
             dispatcher.handle(QuantumFinished(key, ROLLOUT, 10, "", "", 4.0))
         park(dispatcher, "x", 0, context=100)
         assert dispatcher.dispatch(ROLLOUT)[0].worker == "a"
         park(dispatcher, "y", 1, context=100)
-        dispatcher.handle(WorkerJoined("b", rollout_slots=1, prefill_token_s=price))
+        dispatcher.handle(WorkerJoined("b", rollout_slots=1, prefill_s_per_token=price, **TOLD))
         places = dispatcher.dispatch(ROLLOUT)
         assert [place.worker for place in places] == (["b"] if moved else [])
 
 
 def test_a_preferred_bucket_takes_it_as_soon_as_it_has_room() -> None:
     dispatcher = Dispatcher()
-    dispatcher.handle(joined("a", prefill_token_s=1e9))
+    dispatcher.handle(joined("a", prefill_s_per_token=1e9))
     at_home(dispatcher, "x", 100)
     dispatcher.handle(QuantumFinished("x", ROLLOUT, 10, "", "", 1.0))
     at_home(dispatcher, "blocker", 100)
     park(dispatcher, "x", 0, context=100)
     dispatcher.apply([Prefer("x", ("tp4",), "test")])
     assert dispatcher.dispatch(ROLLOUT) == ()
-    dispatcher.handle(joined("c", prefill_token_s=1e9))
+    dispatcher.handle(joined("c", prefill_s_per_token=1e9))
     assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "c", "preferred bucket"),)
 
 
 def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_overdue_one_is_next() -> None:
     dispatcher = Dispatcher()
-    dispatcher.handle(WorkerJoined("a", rollout_slots=4, kv_tokens=1300))
+    dispatcher.handle(WorkerJoined("a", rollout_slots=4, **(TOLD | {"kv_tokens": 1300})))
     assert at_home(dispatcher, "x", 700) == "a"
     park(dispatcher, "y", 0, context=700)
     park(dispatcher, "z", 5, context=200)
@@ -181,7 +185,7 @@ def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_over
 
 
 def test_a_lost_home_is_no_home() -> None:
-    dispatcher = two_workers(prefill_token_s=1e9)
+    dispatcher = two_workers(prefill_s_per_token=1e9)
     home = at_home(dispatcher, "x", 100)
     dispatcher.handle(WorkerLeft(home))
     park(dispatcher, "x", 0, context=100)
@@ -192,7 +196,9 @@ def test_a_lost_home_is_no_home() -> None:
 def test_among_many_engines_a_sample_is_weighed_and_the_load_still_spreads() -> None:
     dispatcher = Dispatcher()
     for i in range(200):
-        dispatcher.handle(WorkerJoined(f"w{i}", rollout_slots=4, kv_tokens=10_000, token_s=0.01, token_full_s=0.05))
+        dispatcher.handle(
+            WorkerJoined(f"w{i}", rollout_slots=4, kv_tokens=10_000, alone_s_per_token=0.01, full_s_per_token=0.05)
+        )
     for i in range(200):
         park(dispatcher, f"k{i}", i, context=1000)
     homes = [place.worker for place in dispatcher.dispatch(ROLLOUT)]
@@ -203,7 +209,7 @@ def test_among_many_engines_a_sample_is_weighed_and_the_load_still_spreads() -> 
 def test_the_only_engine_with_room_is_found_among_many() -> None:
     dispatcher = Dispatcher()
     for i in range(200):
-        dispatcher.handle(WorkerJoined(f"w{i}", rollout_slots=2, kv_tokens=1000))
+        dispatcher.handle(WorkerJoined(f"w{i}", rollout_slots=2, **(TOLD | {"kv_tokens": 1000})))
         at_home(dispatcher, f"k{i}", 900)
     dispatcher.handle(TrajectoryEnded("k137"))
     park(dispatcher, "new", 0, context=900)
@@ -216,7 +222,9 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order() -> None
     """One of each group in turn, as many groups as engines: by number of residents alone a whole group would share an engine."""
     dispatcher = Dispatcher()
     for name in ("a", "b"):
-        dispatcher.handle(WorkerJoined(name, "tp1", rollout_slots=8, kv_tokens=10**6, token_s=0.01, token_full_s=0.03))
+        dispatcher.handle(
+            WorkerJoined(name, "tp1", rollout_slots=8, kv_tokens=10**6, alone_s_per_token=0.01, full_s_per_token=0.03)
+        )
     for order, (sample, group) in enumerate((s, g) for s in range(4) for g in ("g", "h")):
         key = f"{group}{sample}"
         dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0, group))

@@ -10,7 +10,7 @@ import pytest
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, groups_named
 from libra.policy.posterior import Dials, Posterior
 from libra.policy.posterior.history import FIRST_BELIEF, KEPT, History
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 
 PROMPTS, SAMPLES = 40, 4
 
@@ -36,7 +36,9 @@ def live(posterior: Posterior, iteration: int, prompts: list[str], means: list[f
     }
     for number, key in enumerate(sorted(lengths, key=lengths.__getitem__)):
         for _ in range(5):
-            posterior.handle(QuantumFinished(key, Phase.ROLLOUT, max(1, int(lengths[key] / 5)), "ls", "success", 1.0))
+            posterior.handle(
+                QuantumFinished(key, Phase.ROLLOUT, max(1, int(lengths[key] / 5)), "ls", ToolStatus.OK, 1.0)
+            )
         posterior.handle(TrajectoryEnded(key))
         if number % 16 == 15:
             posterior.learn()

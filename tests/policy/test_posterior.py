@@ -20,7 +20,7 @@ from libra.errors import ConfigError
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecaster
 from libra.policy.posterior import FORECASTERS, Dials, LengthPredictor, Oracle, PaperTree, Posterior
-from libra.types import Phase
+from libra.types import NO_TOOL, Phase, ToolStatus
 
 KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])
 STEPS = st.lists(
@@ -49,7 +49,7 @@ def take(forecaster: Forecaster, step: tuple[Any, ...]) -> Any:
             forecaster.handle(parked(key, key[:3], "family"))
             forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
             if tool:
-                status = "success" if success else "failure"
+                status = ToolStatus.OK if success else ToolStatus.ERROR
                 forecaster.handle(QuantumFinished(key, Phase.TOOL, 0, tool, status, 1.0, payload_tokens=tokens % 2000))
             return forecaster.remaining(key)
         case ("end", key, completed):
@@ -71,7 +71,7 @@ def run(forecaster: Forecaster, key: str, turns: list[tuple[int, str]], *, group
     """A whole trajectory, then a call of learn."""
     forecaster.handle(parked(key, group, family))
     for tokens, tool in turns:
-        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, tool, "success", 1.0))
+        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, tool, ToolStatus.OK if tool else NO_TOOL, 1.0))
     forecaster.handle(TrajectoryEnded(key))
     forecaster.learn()
 
@@ -116,7 +116,7 @@ def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero
     posterior = Posterior()
     for key, tokens in (("short", 10), ("long", 1000)):
         posterior.handle(parked(key))
-        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "ls", "success", 1.0))
+        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "ls", ToolStatus.OK, 1.0))
     short, long = posterior.remaining("short"), posterior.remaining("long")
     assert short.order_tokens < long.order_tokens
     assert short.skill == long.skill == 0.0
@@ -140,7 +140,7 @@ def test_a_tool_that_tells_the_length_earns_weight_and_skill() -> None:
     assert sum(posterior.weights.values()) > 0.5
     for key, tool in (("a", "ls"), ("b", "debug")):
         posterior.handle(parked(key))
-        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, 100, tool, "success", 1.0))
+        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, 100, tool, ToolStatus.OK if tool else NO_TOOL, 1.0))
     assert posterior.remaining("b").order_tokens > 2 * posterior.remaining("a").order_tokens
     assert posterior.remaining("b").mean_tokens > 2 * posterior.remaining("a").mean_tokens
 
@@ -167,7 +167,7 @@ def test_finished_siblings_tell() -> None:
         for sample in range(3):
             run(posterior, f"{group}-{sample}", [(100, "ls")] * turns, group=group)
         posterior.handle(parked(group, group))
-        posterior.handle(QuantumFinished(group, Phase.ROLLOUT, 100, "ls", "success", 1.0))
+        posterior.handle(QuantumFinished(group, Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
     assert posterior.remaining("long").order_tokens > 3 * posterior.remaining("short").order_tokens
 
 
@@ -187,9 +187,9 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one() -> None:
         for sample in (1, 2):
             forecaster.handle(parked(f"new-{sample}", "new"))
             for _ in range(30):
-                forecaster.handle(QuantumFinished(f"new-{sample}", Phase.ROLLOUT, 100, "ls", "success", 1.0))
+                forecaster.handle(QuantumFinished(f"new-{sample}", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
         run(forecaster, "new-3", [(100, "ls")] * 4, group="new")
-        forecaster.handle(QuantumFinished("new-0", Phase.ROLLOUT, 100, "ls", "success", 1.0))
+        forecaster.handle(QuantumFinished("new-0", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
         said.append(forecaster.remaining("new-0").order_tokens)
     assert said[0] > 1.2 * said[1]
 
@@ -205,7 +205,7 @@ def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short() 
         for turn in range(int(np.median(lengths))):
             for number, length in enumerate(lengths):
                 if turn < length:
-                    posterior.handle(QuantumFinished(f"t-{number}", Phase.ROLLOUT, 100, "ls", "success", 1.0))
+                    posterior.handle(QuantumFinished(f"t-{number}", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
                 if turn == length - 1:
                     posterior.handle(TrajectoryEnded(f"t-{number}"))
                     posterior.learn()
@@ -252,7 +252,7 @@ SCRIPT = """
 import json, sys, numpy as np
 from libra.policy import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.posterior import Posterior
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 rng, posterior = np.random.default_rng(0), Posterior()
 for wave in range(6):
     keys = [f"t-{wave}-{i}" for i in range(12)]
@@ -262,7 +262,7 @@ for wave in range(6):
         for key in keys:
             posterior.handle(QuantumFinished(key, Phase.ROLLOUT, int(rng.integers(1, 900)), "", "", 1.0))
             tool = ["ls", "cat", "sed", "pytest"][int(rng.integers(4))]
-            posterior.handle(QuantumFinished(key, Phase.TOOL, 0, tool, "success", 1.0, int(rng.integers(3000))))
+            posterior.handle(QuantumFinished(key, Phase.TOOL, 0, tool, ToolStatus.OK, 1.0, int(rng.integers(3000))))
         if turn > 5:
             posterior.handle(TrajectoryEnded(keys.pop()))
             posterior.learn()
@@ -295,10 +295,10 @@ def test_the_papers_tree_backs_off_to_the_ancestor_and_its_length_there() -> Non
     run(tree, "a", [(10, "ls"), (20, "cat"), (30, "")], group="p")
     run(tree, "b", [(10, "ls"), (40, "cat"), (50, "")], group="q")
     tree.handle(parked("c", "unseen"))
-    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "ls", "success", 1.0))
+    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "ls", ToolStatus.OK, 1.0))
     assert tree.remaining("c").mean_tokens == pytest.approx((50 + 90) / 2)
     assert tree.mean_and_p90("c")[1] == pytest.approx(50 + 0.9 * 40)
-    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "never seen", "success", 1.0))
+    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "never seen", ToolStatus.OK, 1.0))
     assert tree.remaining("c").mean_tokens == pytest.approx(70)
     tree.handle(parked("d", "p"))
     assert tree.remaining("d").mean_tokens == pytest.approx(60)
@@ -315,7 +315,7 @@ def test_the_oracle_says_the_truth_and_a_predictor_what_it_is_asked_for() -> Non
         assert oracle.remaining(key).mean_tokens == truth[key]
         said.append(predictor.remaining(key).order_tokens)
     assert np.corrcoef(np.log(said), np.log(list(truth.values())))[0, 1] == pytest.approx(0.7, abs=0.03)
-    oracle.handle(QuantumFinished("t-0", Phase.ROLLOUT, 5, "ls", "success", 1.0))
+    oracle.handle(QuantumFinished("t-0", Phase.ROLLOUT, 5, "ls", ToolStatus.OK, 1.0))
     assert oracle.remaining("t-0").order_tokens == truth["t-0"] - 5
     with pytest.raises(ConfigError, match="accuracy"):
         LengthPredictor(truth, 0.0, rng)

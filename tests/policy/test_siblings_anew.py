@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from libra.policy.messages import QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.ordering import LEARNS_EVERY, LEARNS_SELDOM, learns_after
 from libra.policy.posterior import Posterior
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 
 
 def told(lengths: list[int], groups: int) -> Posterior:
@@ -18,7 +18,7 @@ def told(lengths: list[int], groups: int) -> Posterior:
         key, group = f"done-{number}", f"g{number % groups}"
         posterior.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, group, "f"))
         posterior.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
-        posterior.handle(QuantumFinished(key, Phase.TOOL, 0, "shell", "success", 1.0, 5))
+        posterior.handle(QuantumFinished(key, Phase.TOOL, 0, "shell", ToolStatus.OK, 1.0, 5))
         posterior.handle(QuantumFinished(key, Phase.ROLLOUT, 1 + tokens // 2, "", "", 1.0))
         posterior.handle(TrajectoryEnded(key, completed=number % 3 != 2))
     for group in range(groups):

@@ -12,6 +12,7 @@ from libra.errors import ConfigError, RunDirectoryError
 from libra.sim import Workload, draw, load_workload, synthetic
 from libra.sim.from_run import workload_of_run
 from libra.sim.traces import load_traces
+from libra.types import ToolStatus
 
 ROWS = """source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,cached_tokens,completion_tokens,llm_s,tool_s
 s,m,t1,0,1,end,end,0,175,0,30,,
@@ -33,7 +34,7 @@ def test_traces_have_the_tokens_and_seconds_of_their_rows(tmp_path: Path) -> Non
     first, second, third = load_traces(traces_in(tmp_path))
     assert agent_turn_files(tmp_path) == [tmp_path / "agent_turns" / "set.csv"]
     assert (first.task, first.prompt_tokens, first.family) == ("m/t1", 100, "s")
-    assert [tuple(turn) for turn in first.turns] == [(20, "bash", "success", 55, 0.5), (30, "", "", 0, 0.0)]
+    assert [tuple(turn) for turn in first.turns] == [(20, "bash", ToolStatus.OK, 55, 0.5), (30, "", "", 0, 0.0)]
     assert second.turns[0].payload_tokens == 10  # the next prompt is not known: characters over four
     assert second.turns[0].tool_s > 0  # not timed: drawn
     assert third.turns[0].new_tokens == 1
@@ -102,6 +103,15 @@ def test_a_workload_file_reads_back(tmp_path: Path) -> None:
         ('{"schema": 9}', "schema 9, this Libra reads 1"),
         ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[0,"","",0,0]]]]}', "turn 0 of trajectory"),
         ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[]]]}', "has 0 turns"),
+        (
+            '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"t","success",3,1.5],[1,"","",0,0]]]]}',
+            r"w.json: turn 0 of trajectory \(0, 0, 0\): status 'success' is no tool outcome; allowed are ok, .*--save-workload",
+        ),
+        (
+            '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"","",3,1.5],[1,"","",0,0]]]]}',
+            "only the last turn may be without a tool",
+        ),
+        ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"t","",3,1.5]]]]}', "its tool needs a status"),
         (
             '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
             "number them apart",

@@ -71,7 +71,7 @@ def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tm
     kinds = config(
         rollout={"engine": "vllm", "slots": 32},
         cluster={"engines": ENGINES, "train_workers": 2, "hybrid_workers": 1},
-        slurm_rollout={"gpus": 1, "cpus": 4, "memory": "1.5 GiB"},
+        slurm_rollout={"gpus": 1, "cpus": 4, "memory": "3 GiB"},
     )
     workers = worker_resources(kinds)
     assert set(workers) == {"rollout-0", "rollout-1", "rollout-2", "train-0", "train-1", "tool-0"}
@@ -79,8 +79,8 @@ def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tm
     assert workers["rollout-2"] == {"ROLLOUT": 8, "TP": 2, "THREADS": 3}
     made = scripts(kinds, tmp_path)
     for name, lines, supply in (
-        ("rollout-1", ("--gres=gpu:1", "--cpus-per-task=4", "--mem=1.5G"), "--resources ROLLOUT=48,TP=1,GPU=1 "),
-        ("rollout-2", ("--gres=gpu:2", "--cpus-per-task=8", "--mem=3G"), "--resources ROLLOUT=8,TP=2,THREADS=3,GPU=2 "),
+        ("rollout-1", ("--gres=gpu:1", "--cpus-per-task=4", "--mem=3G"), "--resources ROLLOUT=48,TP=1,GPU=1 "),
+        ("rollout-2", ("--gres=gpu:2", "--cpus-per-task=8", "--mem=6G"), "--resources ROLLOUT=8,TP=2,THREADS=3,GPU=2 "),
     ):
         for line in lines:
             assert f"#SBATCH {line}" in made[name].splitlines(), made[name]

@@ -57,13 +57,13 @@ def slurm() -> Iterator[Slurm]:
         job = {"cpus": 1, "memory": "2 GiB", "walltime": "00:20:00"}
         settings = {
             "extends": "libra/quickstart",
-            "cluster": {"dashboard_port": 0, "threads": 1},
+            "cluster": {"dashboard_port": 0, "threads": 1, "engines": [{"slots": 128}, {"slots": 32}]},
             "slurm": {
                 "host": "127.0.0.1",
                 "reconcile_s": 1.0,
                 "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"],
             },
-            "slurm_rollout": {**job, "jobs": 2, "partition": "rollout", "gpus": 1},
+            "slurm_rollout": {**job, "partition": "rollout", "gpus": 1},
             "slurm_train": {**job, "partition": "train", "gpus": 1},
             "slurm_tool": {**job, "partition": "train"},
         }
@@ -106,10 +106,14 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm) -
         for line in run.stdout:
             lines.append(line)
             if line.startswith("iteration 0"):
+                asked = slurm.libra("roles", "runs/s")  # through the certificates of the cluster that the run was given
                 subprocess.run(["scancel", first["rollout-1"]], env=slurm.environment, check=True)
         _, errors = run.communicate()
         assert run.returncode == 0, errors
         assert sum(line.startswith("iteration ") for line in lines) == 4
+        assert asked.returncode == 0, asked.stderr
+        assert "no worker of this run can change its role" in asked.stdout
+        assert not (slurm.directory / "runs/s/scheduler.json").exists()
         metrics = [json.loads(row) for row in (slurm.directory / "runs/s/metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in metrics if "reward" in row][:4] == [0, 1, 2, 3]
 
@@ -130,6 +134,43 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm) -
     until(lambda: "libra-" not in slurm.queue(), "jobs are left in the queue", slurm.queue)
     log = (slurm.directory / "slurm/logs/scheduler.log").read_text()
     assert "Traceback" not in log
+
+
+def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_are_not_what_it_lists(
+    slurm: Slurm,
+) -> None:
+    kinds = {
+        "extends": "my.yaml",
+        "rollout": {"engine": "vllm"},
+        "cluster": {"engines": [{"tp": 1, "slots": 16}, {"tp": 2, "slots": 4}], "dashboard_port": 0, "threads": 1},
+    }
+    (slurm.directory / "kinds.yaml").write_text(yaml.safe_dump(kinds))
+    up = slurm.libra("cluster", "slurm", "kinds.yaml", "up")
+    assert up.returncode == 0, up.stderr
+    try:
+        contact = slurm.directory / "slurm" / "cluster.json"
+        with _client(contact) as client:
+            client.wait_for_workers(4, timeout=120)
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            supply = {str(worker["name"]): worker["resources"] for worker in workers.values()}
+            visible = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            gpus = {name: visible[address].split(",") for address, name in _names(client).items()}
+        assert supply["rollout-0"] == {"ROLLOUT": 16, "TP": 1, "THREADS": 1, "GPU": 1}
+        assert supply["rollout-1"] == {"ROLLOUT": 4, "TP": 2, "THREADS": 1, "GPU": 2}
+        assert (len(gpus["rollout-0"]), len(gpus["rollout-1"])) == (1, 2)
+        assert len({*gpus["rollout-0"], *gpus["rollout-1"], *gpus["train-0"]}) == 4
+        jobs = slurm.jobs()
+        command = ["squeue", "-h", "-o", "%i %C", "--jobs", f"{jobs['rollout-0']},{jobs['rollout-1']}"]
+        asked = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, check=True).stdout
+        cores = dict(line.split() for line in asked.splitlines())
+        assert (cores[jobs["rollout-0"]], cores[jobs["rollout-1"]]) == ("1", "2")
+        other = slurm.libra("run", "my.yaml", "--scheduler", "slurm/cluster.json", "run.name=other")
+        assert other.returncode == 2
+        assert "1 engines of TP 1, 1 threads, 128 slots are listed, 0 are there" in other.stderr
+        assert "1 engines of TP 2, 1 threads, 4 slots are there, 0 are listed; type cluster.engines=[]" in other.stderr
+        assert "Traceback" not in other.stderr
+    finally:
+        slurm.libra("cluster", "slurm", "kinds.yaml", "down")
 
 
 def test_nobody_without_the_key_gets_in(slurm: Slurm) -> None:

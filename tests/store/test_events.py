@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from libra.errors import StoreError
 from libra.events import EVENTS, SCHEMA, Event, GateOpened, from_dict, from_json, to_dict, to_json
 from libra.events.lines import Lines
+from libra.types import NO_TOOL, ToolStatus
 
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _BY_TYPE = {
@@ -20,6 +21,7 @@ _BY_TYPE = {
     "bool": st.booleans(),
     "int": st.integers(),
     "float": _FLOATS,
+    "ToolOutcome": st.sampled_from([NO_TOOL, *ToolStatus]),
     "str | None": st.none() | st.text(),
     "int | None": st.none() | st.integers(),
     "float | None": st.none() | _FLOATS,
@@ -63,6 +65,17 @@ def test_the_frequent_lines_are_those_of_their_events(name, data):
 def test_a_frequent_line_refuses_what_json_has_no_word_for():
     with pytest.raises(StoreError, match="latency_s is inf"):
         Lines("demo", SCHEMA).quantum_finished(0.0, "k", "TOOL", 0, 0, "", "", 0, float("inf"), "w", 0, "")
+
+
+@pytest.mark.parametrize("word", ["success", "failure", "OK", "other"])
+def test_a_word_that_is_no_outcome_of_a_tool_is_refused_with_those_that_are(word):
+    line = Lines("demo", SCHEMA).quantum_finished(0.0, "k", "TOOL", 0, 0, "ls", ToolStatus.OK, 0, 1.0, "w", 0, "")
+    assert from_json(line).status is ToolStatus.OK
+    allowed = "allowed are ok, error, timeout, malformed, truncated, and nothing where no tool came back"
+    with pytest.raises(
+        StoreError, match=f"event quantum_finished: status '{word}'.*{allowed}; use the Libra that wrote it"
+    ):
+        from_json(line.replace('"status":"ok"', f'"status":"{word}"'))
 
 
 def test_names_are_past_tense_snake_case_and_each_event_says_run_and_time():

@@ -101,6 +101,10 @@ def test_malformed_trajectories_are_named_and_nothing_is_kept(store, make_trajec
         (make_trajectory(token_ids=np.zeros(20, np.float64)), "token_ids is float64"),
         (make_trajectory(turns=[{"turn": 0, "colour": "red"}]), "colour"),
         (make_trajectory(turns=[{"turn": "first"}]), "column turn"),
+        (
+            make_trajectory(turns=[{"turn": 4, "status": "success"}]),
+            "turn 4: status 'success' is no tool outcome; allowed are ok",
+        ),
         (make_trajectory(failure_detail="\ud800"), "failure_detail"),
     ):
         with pytest.raises(StoreError, match=words):

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from libra.policy.posterior.rows import MAX_ROWS, START, Floats, Table
+from libra.types import ToolStatus
 
 SIGNALS = ("last", "tree", "siblings", "family", "tools")
 """What a forecast may rest on beside progress, in the order of their columns."""
@@ -23,7 +24,11 @@ DECAY = 0.85
 """A tool's count after each later return; half-life 4 returns."""
 TOKEN_SCALE = 1e-3
 
-_COUNTED = TOOL_SLOTS + 3  # failures, other statuses, payload
+OUTCOMES = tuple(ToolStatus)
+"""Outcomes told apart: all there are. Each but the first, which is the ordinary one, has a decayed count of its own."""
+_OUTCOME = {status: number for number, status in enumerate(OUTCOMES)}
+_PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1  # tools, outcomes but the first, then the payload's size
+_COUNTED = _PAYLOAD + 1
 _WIDTHS = {"tools": _COUNTED, "last": 2, "tree": 2, "siblings": 4, "family": 1}
 
 OFFSETS: dict[str, slice] = {}
@@ -37,7 +42,6 @@ _SIBLINGS, _FAMILY, _TOOLS = (OFFSETS[name].start for name in SIGNALS[2:])
 NUM_FEW = _TOOLS
 """Columns before the tools' counts."""
 
-STATUSES = 3
 PAYLOADS = 3
 PAYLOAD_TOKENS = (125, 1250)
 """Bounds of the payload classes: 500 and 5,000 characters at four to a token, as in the paper's published code."""
@@ -45,28 +49,34 @@ TOOLS = 64
 """Tools told apart in states, the last for all others."""
 
 
-def state_of(tool: int, status: str, payload_tokens: int) -> int:
-    """Number of the tool-return state (tool, status, payload class); 0 is the start, so never that."""
-    outcome = 0 if status == "success" else 1 if status == "failure" else 2
+def state_of(tool: int, status: ToolStatus, payload_tokens: int) -> int:
+    """Number of the tool-return state (tool, outcome, payload class); 0 is the start, so never that.
+
+    ValueError for a status that is none of `OUTCOMES`: there is no class for the others.
+    """
+    try:
+        outcome = _OUTCOME[status]
+    except KeyError:
+        raise ValueError(f"status {status!r} is no tool outcome; allowed are {', '.join(OUTCOMES)}") from None
     size = 0 if payload_tokens <= PAYLOAD_TOKENS[0] else 1 if payload_tokens <= PAYLOAD_TOKENS[1] else 2
-    return 1 + (tool * STATUSES + outcome) * PAYLOADS + size
+    return 1 + (tool * len(OUTCOMES) + outcome) * PAYLOADS + size
 
 
 def tool_of(state: int) -> int:
     """Number of the tool of a state that is not the start."""
-    return (state - 1) // (STATUSES * PAYLOADS)
+    return (state - 1) // (len(OUTCOMES) * PAYLOADS)
 
 
 def _contributions() -> Floats:
     """What each state adds to the decayed counts, (states, counted)."""
-    states = 1 + TOOLS * STATUSES * PAYLOADS
+    states = 1 + TOOLS * len(OUTCOMES) * PAYLOADS
     adds = np.zeros((states, _COUNTED))
     for state in range(1, states):
-        outcome, size = (state - 1) // PAYLOADS % STATUSES, (state - 1) % PAYLOADS
+        outcome, size = (state - 1) // PAYLOADS % len(OUTCOMES), (state - 1) % PAYLOADS
         adds[state, min(tool_of(state), TOOL_SLOTS - 1)] = 1.0
         if outcome:
             adds[state, TOOL_SLOTS + outcome - 1] = 1.0
-        adds[state, TOOL_SLOTS + 2] = size
+        adds[state, _PAYLOAD] = size
     return adds
 
 
@@ -125,7 +135,7 @@ def decays(num_rows: int) -> Floats:
 class Pool:
     """The decayed counts of all live trajectories in one array, a row each; rows are used again.
 
-    A row is 108 bytes where an array of its own would be 220.
+    A row is 116 bytes where an array of its own would be 228.
     """
 
     def __init__(self) -> None:

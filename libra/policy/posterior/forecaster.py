@@ -46,8 +46,9 @@ from libra.policy.posterior.learner import Learner, Running
 from libra.policy.posterior.residuals import BACK_OFF, SILENT, child
 from libra.policy.posterior.ridge import EXPERTS
 from libra.policy.posterior.rows import MAX_ROWS, START, STRIDE, Live, Rows, log_tokens, stored_log, stored_shift
+from libra.types import ToolStatus
 
-SCHEMA = 2
+SCHEMA = 3
 """Of snapshots."""
 NAMED = 65_536
 """Groups whose prompts are known before they have come; more drop the oldest."""
@@ -99,13 +100,13 @@ class Posterior:
         """Learn from one event; cheap, the scheduler's loop waits for it."""
         self._moment += 1
         match event:
-            case QuantumFinished(key=key, tokens=tokens, tool=tool):
+            case QuantumFinished(key=key, tokens=tokens, status=status):
                 live = self._live.get(key)
                 if live is not None:
                     live.tokens += tokens
                     live.pending += tokens
-                    if tool:
-                        self._returned(live, tool, event.status, event.payload_tokens)
+                    if status:
+                        self._returned(live, event.tool, status, event.payload_tokens)
             case TrajectoryParked(key=key):
                 if key not in self._live:
                     self._started(key, event.group, event.family)
@@ -137,7 +138,7 @@ class Posterior:
         known = groups.prior * belief / (1.0 - belief) if shift is not None and self.dials.history else 0.0
         groups.recall(group, prompt, known, shift or 0.0)
 
-    def _returned(self, live: Live, tool: str, status: str, payload_tokens: int) -> None:
+    def _returned(self, live: Live, tool: str, status: ToolStatus, payload_tokens: int) -> None:
         number = self._tools.get(tool)
         if number is None:
             number = min(len(self._tools), TOOLS - 1)
@@ -311,7 +312,9 @@ class Posterior:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
         if snapshot["schema"] != SCHEMA:
-            raise ValueError(f"snapshot of a posterior: schema {snapshot['schema']!r}; this version reads {SCHEMA}")
+            raise ValueError(
+                f"snapshot of a posterior: schema {snapshot['schema']!r}, this Libra reads {SCHEMA}; use the Libra that wrote it"
+            )
         self._twin = None
         self._pool = Pool()
         self._live = packing.load_live(snapshot["live"], self._pool)

@@ -8,8 +8,9 @@ from typing import Any
 
 from libra.policy.forecast import Forecast
 from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.types import ToolStatus
 
-State = tuple[str, str, int]
+State = tuple[str, ToolStatus, int]
 """Tool, status, payload tokens of a return."""
 
 
@@ -45,13 +46,13 @@ class Tracker(ABC):
     def handle(self, event: Event) -> None:
         """Learn from one event."""
         match event:
-            case QuantumFinished(key=key, tokens=tokens, tool=tool):
+            case QuantumFinished(key=key, tokens=tokens, status=status):
                 track = self._tracks.get(key)
                 if track is not None:
                     track.tokens += tokens
-                    if tool:
+                    if status:
                         track.marks.append(track.tokens)
-                        track.states.append((tool, event.status, event.payload_tokens))
+                        track.states.append((event.tool, status, event.payload_tokens))
             case TrajectoryParked(key=key):
                 if key not in self._tracks:
                     self._tracks[key] = Track(event.group)
@@ -80,7 +81,7 @@ class Tracker(ABC):
         for key, (group, tokens, marks, states) in snapshot["tracks"].items():
             track = self._tracks[str(key)] = Track(group)
             track.tokens, track.marks = int(tokens), [int(mark) for mark in marks]
-            track.states = [(str(tool), str(status), int(payload)) for tool, status, payload in states]
+            track.states = [(str(tool), ToolStatus(status), int(payload)) for tool, status, payload in states]
         self._load(snapshot["learned"])
 
     @abstractmethod

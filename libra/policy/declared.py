@@ -1,0 +1,57 @@
+"""What the policy is told of a worker, from what its engine declares: the one translation, live and simulated.
+
+Invariants
+1. Seconds come from the engine's measured passes only; before there are any, all of them are 0: not known.
+2. ``alone_s_per_token`` and ``full_s_per_token`` are passes that the declared form gives: of one sequence without context, and
+   of all slots with the KV memory full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from libra.policy.messages import WorkerJoined
+from libra.types import EngineCapacity, StepSeconds
+
+DIGITS = 12
+"""Decimals of seconds that a policy is told, so that a log holds the very numbers that decisions were taken from."""
+
+
+def joined_of(
+    worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
+) -> WorkerJoined:
+    """A worker whose engine declares ``capacity``; ``rollout_slots`` are those it has now (None: the engine's)."""
+    slots = capacity.slots if rollout_slots is None else rollout_slots
+    joined = WorkerJoined(worker, bucket, slots, tool_slots, capacity.kv_tokens)
+    steps = capacity.steps
+    if steps is None:
+        return joined
+    return replace(
+        joined,
+        alone_s_per_token=round(steps.step_s(1, 0), DIGITS),
+        full_s_per_token=round(steps.step_s(slots or capacity.slots, capacity.kv_tokens), DIGITS),
+        prefill_s_per_token=round(steps.prefill_token_s, DIGITS),
+        beside_s_per_token=round(steps.sequence_s, DIGITS),
+    )
+
+
+def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
+    """By how much an engine is not what it was, as a share: infinite where its memory, slots or degree are others, or seconds
+    are known now that were not; else the most that a pass alone, a full one, or one that prefills a context is off.
+    """
+    if (now.kv_tokens, now.slots, now.tp) != (before.kv_tokens, before.slots, before.tp):
+        return float("inf")
+    if now.steps is None or before.steps is None:
+        return 0.0 if now.steps is before.steps else float("inf")
+    context = now.kv_tokens / max(1, now.slots)
+
+    def corners(steps: StepSeconds) -> tuple[float, ...]:
+        return (
+            steps.step_s(1, 0),
+            steps.step_s(now.slots, now.kv_tokens / 2),
+            steps.step_s(now.slots, now.kv_tokens),
+            steps.step_s(1, 0, context),
+        )
+
+    pairs = zip(corners(now.steps), corners(before.steps), strict=True)
+    return max(abs(a - b) / b if b > 0.0 else (0.0 if a == b else float("inf")) for a, b in pairs)

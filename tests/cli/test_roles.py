@@ -1,0 +1,83 @@
+"""``libra roles`` before it reaches a scheduler: what may be typed, and runs that cannot be asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from libra.cli.main import main
+from libra.cli.roles import assignments, table
+from libra.cluster.running import FILE, RunContact, forget
+from libra.errors import ConfigError
+
+
+def _fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["roles", *arguments])
+    told = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert "Traceback" not in told.err
+    return told.err
+
+
+def test_words_become_assignments() -> None:
+    asked = assignments(["rollout-0=rollout:tp2", "rollout-1=lent", "rollout-2=train", "rollout-3=rollout"])
+    assert asked == {
+        "rollout-0": {"role": "rollout", "tp": 2},
+        "rollout-1": {"role": "lent"},
+        "rollout-2": {"role": "train"},
+        "rollout-3": {"role": "rollout"},
+    }
+
+
+@pytest.mark.parametrize(
+    "word", ["rollout-0", "rollout-0=", "=train", "rollout-0=trains", "rollout-0=train:tp2", "a=rollout:tp0"]
+)
+def test_another_word_is_refused_with_one_that_would_do(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"type e\.g\. rollout-0=train"):
+        assignments([word])
+
+
+def test_what_contradicts_itself_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = str(tmp_path)
+    assert "two roles" in _fails(capsys, run, "a=train", "a=lent")
+    assert "one of them at a time" in _fails(capsys, run, "a=train", "--cancel", "1")
+    assert "type e.g. rollout-0=train" in _fails(capsys, run, "--wait")
+
+
+def test_a_run_that_cannot_be_asked_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    run.mkdir()
+    assert "no run here" in _fails(capsys, str(run))
+    (run / "config.resolved.yaml").write_text("run: {name: demo}\n")
+    assert f"is not running, or has not begun its first iteration yet; type libra resume {run}" in _fails(
+        capsys, str(run)
+    )
+    RunContact("demo", 0, "tcp://127.0.0.1:9", 1).write(run)  # of a driver that was killed
+    assert (run / FILE).stat().st_mode & 0o777 == 0o600
+    told = _fails(capsys, str(run))
+    assert f"nobody answers at tcp://127.0.0.1:9; type libra resume {run}" in told
+    assert len(told.strip().splitlines()) == 1
+    (run / FILE).write_text(json.dumps({"run": "demo"}))
+    assert "does not say where the run's scheduler is" in _fails(capsys, str(run))
+    forget(run)
+    forget(run)
+    assert not (run / FILE).exists()
+
+
+def test_the_table_has_a_line_for_each_worker() -> None:
+    row = {
+        "worker": "rollout-0",
+        "role": "train",
+        "tp": 1,
+        "stage": "draining",
+        "for_s": 2.345,
+        "generation": 3,
+        "seconds": None,
+    }
+    head, line = table([row])
+    assert head.split() == ["worker", "role", "tp", "stage", "for_s", "generation", "seconds", "reason"]
+    assert line.split() == ["rollout-0", "train", "1", "draining", "2.3", "3", "-", "-"]
+    assert "cluster.hybrid_workers=1" in table([])[0]

@@ -1,0 +1,82 @@
+"""Files of recorded agents: words of their formats become Libra's outcomes here, and an unknown one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.agent_traces import EXCERPT, read_traces, sets_in
+from libra.config.agent_turns import agent_turn_files, agent_turns, read_agent_turns
+from libra.errors import ConfigError
+from libra.sim.traces import load_traces
+from libra.types import NO_TOOL, ToolStatus
+
+HEAD = "task,sample,turn,tool,status,completion_tokens"
+
+
+def statuses(*rows: str, head: str = HEAD, required: tuple[str, ...] = ("status",)) -> list[tuple[str, str]]:
+    (one,) = agent_turns([head, *rows], required, "traces x.csv")
+    return [(turn.tool, turn.status) for turn in one.turns]
+
+
+@pytest.mark.parametrize(
+    ("word", "outcome"),
+    [
+        ("success", ToolStatus.OK),
+        ("failure", ToolStatus.ERROR),
+        ("timeout", ToolStatus.TIMEOUT),
+        ("format_error", ToolStatus.MALFORMED),
+        *((str(status), status) for status in ToolStatus),
+    ],
+)
+def test_words_of_recorded_agents_and_of_libra_are_outcomes(word: str, outcome: ToolStatus) -> None:
+    found = statuses(f"t,0,0,ls,{word},5", f"t,0,1,ls,{word},5")
+    assert found == [("ls", outcome)] * 2
+    assert all(type(status) is ToolStatus for _, status in found)
+
+
+@pytest.mark.parametrize("row", ["none,end", "echo,end", "ls,", ","])
+def test_a_trajectory_ends_where_no_tool_came_back(row: str) -> None:
+    assert statuses("t,0,0,ls,success,5", f"t,0,1,{row},5") == [("ls", ToolStatus.OK), ("", NO_TOOL)]
+
+
+def test_a_word_that_the_format_does_not_have_is_named_with_its_place_and_those_that_it_has() -> None:
+    with pytest.raises(ConfigError) as error:
+        statuses("t,0,0,ls,success,5", "t,0,1,ls,failed,5")
+    told = str(error.value)
+    assert told.startswith(
+        "traces x.csv, line 3, task 't': status 'failed' is no word of this format; it has success, failure"
+    )
+    assert "timeout, format_error, end, nothing, ok, error, malformed, truncated; " in told
+
+
+@pytest.mark.parametrize("word", ["", "end"])
+def test_a_turn_that_is_followed_by_another_says_how_its_tool_came_back(word: str) -> None:
+    rows = ("t,0,0,ls,success,5", f"t,0,3,ls,{word},5", "t,0,7,ls,success,5")
+    with pytest.raises(ConfigError, match=r"task 't', sample '0', turn 3: status 'end' or '', .*followed by turn 7"):
+        statuses(*rows)
+
+
+def test_readers_that_need_no_outcomes_take_files_without_them() -> None:
+    found = statuses("t,0,0,ls,5", "t,0,1,ls,5", head="task,sample,turn,tool,completion_tokens", required=("task",))
+    assert found == [("ls", NO_TOOL)] * 2
+
+
+def test_every_reader_of_the_excerpts_sees_the_same_outcomes() -> None:
+    for name, path in sets_in(EXCERPT).items():
+        replayed, simulated = read_traces(path), load_traces(path)
+        assert len(replayed) == len(simulated) > 0, name
+        for one, other in zip(replayed, simulated, strict=True):
+            assert [turn.status for turn in one.turns[:-1]] == [turn.status for turn in other.turns[:-1]]
+            assert all(type(turn.status) is ToolStatus for turn in one.turns[:-1])
+            assert other.turns[-1].status == NO_TOOL
+
+
+@pytest.mark.parametrize("path", agent_turn_files(EXCERPT), ids=lambda path: path.stem)
+def test_failures_of_the_excerpts_are_kept(path: Path) -> None:
+    words = [row.split(",") for row in path.read_text().splitlines()]
+    column = words[0].index("status")
+    failed = sum(row[column] == "failure" for row in words[1:])
+    turns = [turn for one in read_agent_turns(path, ("status",)) for turn in one.turns]
+    assert sum(turn.status is ToolStatus.ERROR for turn in turns) == failed > 0

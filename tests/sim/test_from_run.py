@@ -1,0 +1,64 @@
+"""A stored run as a workload: every turn with what its tools came to, and no call that was not made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from libra.errors import StoreError
+from libra.hardware import engine_seconds
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import Fifo
+from libra.sim import Simulator, fleet
+from libra.sim.from_run import workload_of_run
+from libra.store.trajectories import TrajectoryStore
+from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
+
+
+def stored(run_dir: Path, *turns: tuple[str, str]) -> Path:
+    """A run with one trajectory, its turns given as (tool, status)."""
+    rows: list[dict[str, Any]] = [
+        {"turn": i, "tool": tool, "status": status, "prompt_tokens": 10 * (i + 1), "generated_tokens": 3,
+         "observation_tokens": 4 if status else 0, "tool_s": 0.5 if status else 0.0, "generate_s": 0.1}
+        for i, (tool, status) in enumerate(turns)
+    ]  # fmt: skip
+    action, versions = np.array([False, True]), np.array([-1, 0], np.int32)
+    trajectory = Trajectory(
+        TrajectoryId(0, 0, 0), Prompt("p", ()), np.arange(2, dtype=np.int32), action, np.zeros(2, np.float32), versions,
+        versions, rows, EndReason.MAX_TURNS,
+    )  # fmt: skip
+    run_dir.mkdir()
+    with TrajectoryStore.create(run_dir / "trajectories.zarr") as store:
+        store.append([trajectory], batch=0)
+    return run_dir
+
+
+def test_a_malformed_call_that_names_no_tool_ends_nothing_and_a_call_not_made_is_none(tmp_path: Path) -> None:
+    run_dir = stored(tmp_path / "run", ("add", "ok"), ("", "malformed"), ("add", "truncated"), ("add", ""))
+    work = workload_of_run(run_dir)
+    (plan,) = work.trajectories
+    assert [(turn.tool, turn.status) for turn in plan.turns] == [
+        ("add", ToolStatus.OK),
+        ("", ToolStatus.MALFORMED),
+        ("add", ToolStatus.TRUNCATED),
+        ("", NO_TOOL),
+    ]
+    tables = {1: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", 1))}
+    outcome = Simulator(work, fleet({1: 1}, tables, {1: 2}), Fifo()).run()
+    generated = [dispatch for dispatch in outcome.dispatched if dispatch.phase == "ROLLOUT"]
+    assert len(generated) == 4
+
+
+def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path: Path) -> None:
+    run_dir = stored(tmp_path / "run", ("add", "ok"), ("add", "error"))
+    zarr.open_group(run_dir / "trajectories.zarr", mode="r+")["turn/status"][1] = (
+        "failure"  # as another Libra may have it
+    )
+    with pytest.raises(
+        StoreError, match=r"trajectories\.zarr, row 1 of the turns: status 'failure'.*allowed are ok, error"
+    ):
+        workload_of_run(run_dir)
