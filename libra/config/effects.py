@@ -187,6 +187,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "cluster.tool_workers": {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)},
         "cluster.tool_slots": {"run": (LOCAL,), "slurm": ()},
         "cluster.threads": _of("run", "slurm"),
+        "cluster.device": _run(),
         "cluster.dashboard_port": {"run": (LOCAL,), "slurm": ()},
         "observe.tensorboard": _run(),
         "observe.event_log": _run(),

@@ -345,6 +345,9 @@ class ClusterSection(Section):
     """Actions that run at once on one tool worker."""
     threads: AtLeastOne | None = None
     """Torch threads per worker. None: as many as the machine has cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where training replicas and transformers engines compute. auto: on the first GPU that the worker sees (CUDA_VISIBLE_DEVICES),
+    else on the CPU. cuda: an error where a worker sees none. vLLM engines compute on what their installation is for."""
     dashboard_port: Annotated[int, Field(ge=0, le=65535)] = 8787
     """Port of Dask's dashboard with the Libra page. 0: any free port; a busy port is an error."""
 

@@ -165,4 +165,5 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         exact_logprobs=config.rollout.exact_logprobs,
         kv_cache_gib=config.rollout.kv_cache_gib,
         min_pass_s=kind.min_pass_s,
+        device=config.cluster.device,
     )
