@@ -364,7 +364,8 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
             )
     fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
     report(get_worker(), _host(run).spec, "step", step=first["step"], loss=first["loss"], train_s=first["train_s"])
-    return first | fetched
+    fullest = max(int(each.get("peak_bytes", 0)) for each in steps)
+    return first | fetched | {"train_peak_bytes": fullest}
 
 
 def first(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from libra.config import RunConfig
-from libra.errors import LibraError
+from libra.errors import LibraError, ModelError
 from libra.graph.engines import EngineKind
 from libra.graph.questions import Questions
 from libra.graph.replanning import Replanning, RoleCalls, fields_of
 from libra.graph.spec import RunSpec
+from libra.hardware import load_shape
 from libra.planner import PlanLoop, Realised
 from libra.planner.commands import Deployed
-from libra.planner.configured import snapshot_of
+from libra.planner.configured import snapshot_of, trainer_layout
 from libra.planner.cost import Workload
+from libra.planner.cost.training import memory_parts_bytes
 from libra.planner.loop import Outcome
 from libra.planner.measured import Expected, StepForecast, Taken
 from libra.planner.replan import Rules
@@ -88,6 +90,8 @@ class Planning:
         realised, predicted = realised_seconds(values, config, alone), self.predicted
         self.forecast = self.forecast.after(taken(values, realised, self._kinds), engines)
         self._write(iteration, self._compared(realised, predicted))
+        if values.get("train_peak_bytes"):
+            self._write(iteration, compared_memory(self._spec, iteration, float(values["train_peak_bytes"])))
         overlap = config.run.eta > 0 and not follows_evaluation(config, iteration + 1)
         self.predicted = self.forecast.expected(engines, self._questions.lengths(iteration + 1), overlap)
         if self._replanning is not None:
@@ -181,6 +185,27 @@ def taken(values: Mapping[str, Any], realised: Realised, kinds: Mapping[str, Eng
         tokens,
         [(float(chars), float(number)) for chars, number in values["question_tokens"]],
     )
+
+
+def compared_memory(spec: RunSpec, iteration: int, measured_bytes: float) -> dict[str, float]:
+    """Metrics of an iteration: what its training step was predicted to hold at most, against what its fullest worker held."""
+    try:
+        shape = load_shape(spec.model_dir)
+    except ModelError as error:
+        logger.info("no prediction of memory: %s", error)
+        return {"plan/train_peak_bytes": measured_bytes}
+    workload = batch_workload(spec, iteration)
+    layout = replace(trainer_layout(spec.config, workload), on_cpu=True, runtime_bytes=0.0)
+    workers = spec.config.cluster.train_workers
+    predicted = sum(memory_parts_bytes(shape, workload.final_context_tokens, workers, layout).values())
+    logger.info(
+        "training step %d: %.0f MB at most, predicted %.0f MB", iteration, measured_bytes / 1e6, predicted / 1e6
+    )
+    return {
+        "plan/train_peak_bytes": measured_bytes,
+        "plan/predicted_train_peak_bytes": predicted,
+        "plan/train_peak_error_frac": predicted / measured_bytes - 1.0,
+    }
 
 
 def kind_name(kind: EngineKind) -> str:
