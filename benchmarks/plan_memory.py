@@ -10,9 +10,8 @@ Then it loads the model and takes two steps, for the optimizer's states are ther
 mark of the resident set in that one (`libra.train.memory`), less the baseline. Of a trainer whose model is on a GPU it would be
 ``max_memory_allocated``.
 
-The model has no fitted constants: every term of `libra.planner.cost.memory` is counted from what torch holds. Its list of moments was
-checked with the two cells of 57M and fsdp2 with checkpointing and of 41M and ddp without (numbers 3 and 0); of the others nothing
-was known when it was written.
+The model has no fitted constants: every term of `libra.planner.cost.memory` is counted from what torch holds. Its list of
+moments was checked with cells 3 (57M, fsdp2, checkpointing) and 0 (41M, ddp); of the others nothing was known when it was written.
 """
 
 from __future__ import annotations
