@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(train(cell, Path(tiny), Path(model), int(rank), int(port))))
         return
     print(
-        f"fitted_constants: {FITTED_CONSTANTS}: terms are counted from what torch holds; cells 0 and 3 were looked at while they were written"
+        f"fitted_constants: {FITTED_CONSTANTS}; cells 0 and 3 were looked at while the terms were written, the others not"
     )
     print(f"{'model':12} {'layout':22} {'tokens':>12} {'predicted MB':>12} {'measured MB':>12} {'ratio':>6}")
     ratios: dict[str, list[float]] = {}
