@@ -349,6 +349,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
         if (reason := pause_reason(host.spec, result.as_dict())) is not None:
             host.paused = batch["batch"], reason
         numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+        numbers["train_on_gpu"] = int(host.checkpoints.replica.device.type == "cuda")
         numbers |= fetcher.numbers if fetcher is not None else {}
         if rank == 0:
             write_step_record(host.spec, batch["batch"], numbers)
@@ -366,7 +367,8 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
             )
     fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
     report(get_worker(), _host(run).spec, "step", step=first["step"], loss=first["loss"], train_s=first["train_s"])
-    return first | fetched
+    fullest = max(int(each.get("peak_bytes", 0)) for each in steps)
+    return first | fetched | {"train_peak_bytes": fullest}
 
 
 def first(answers: list[dict[str, Any]]) -> dict[str, Any]:

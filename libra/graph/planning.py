@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from libra.config import RunConfig
@@ -20,12 +21,14 @@ from libra.graph.lengths import workload_of
 from libra.graph.questions import Questions
 from libra.graph.replanning import Replanning, RunCalls
 from libra.graph.spec import RunSpec
-from libra.hardware import engine_seconds
+from libra.hardware import ModelShape, engine_seconds, load_shape
 from libra.observe.metrics import read_metrics
 from libra.planner import Realised
 from libra.planner.arrangement_loop import ArrangementLoop, Run, Weighed
 from libra.planner.arrangements import Seat, arranged
-from libra.planner.configured import DEFAULT_GPU, shape_of
+from libra.planner.configured import DEFAULT_GPU, shape_of, trainer_layout
+from libra.planner.cost import Workload
+from libra.planner.cost.training import memory_parts_bytes
 from libra.planner.measured import Expected, StepForecast, Taken
 from libra.planner.replan import Rules
 
@@ -68,6 +71,11 @@ class Planning:
         self.forecast = StepForecast()
         self.predicted: Expected | None = None
         self._first: int | None = None
+        self._shape: ModelShape | None = None
+        try:
+            self._shape = load_shape(spec.model_dir)
+        except ModelError as error:
+            logger.info("no prediction of a step's memory: %s", error)
         planner = spec.config.planner
         self.replanning = Replanning(
             calls,
@@ -105,7 +113,12 @@ class Planning:
         weighed = self.replanning.after(
             iteration, values, realised.step_s, seats, self.forecast, lengths, max(remaining, 0), overlap
         )
-        self._write(iteration, self._compared(realised, predicted) | weighed_metrics(weighed))
+        metrics = self._compared(realised, predicted) | weighed_metrics(weighed)
+        measured_bytes = float(values.get("train_peak_bytes", 0))
+        if self._shape is not None and lengths is not None and measured_bytes:
+            on_cpu = not values.get("train_on_gpu")
+            metrics |= compared_memory(config, self._shape, lengths, measured_bytes, on_cpu=on_cpu)
+        self._write(iteration, metrics)
 
     def _compared(self, realised: Realised, predicted: Expected | None) -> dict[str, float]:
         """Metrics of an iteration: its seconds against the prediction that was made before it, and what was measured."""
@@ -230,3 +243,17 @@ def taken(values: Mapping[str, Any], realised: Realised, kinds: Mapping[str, str
         tokens,
         [(float(chars), float(number)) for chars, number in values["question_tokens"]],
     )
+
+
+def compared_memory(
+    config: RunConfig, shape: ModelShape, workload: Workload, measured_bytes: float, *, on_cpu: bool
+) -> dict[str, float]:
+    """Metrics of an iteration: what its training step was predicted to hold at most, against what its fullest worker held."""
+    layout = replace(trainer_layout(config, workload), on_cpu=on_cpu, runtime_bytes=0.0)
+    workers = config.cluster.train_workers
+    predicted = sum(memory_parts_bytes(shape, workload.final_context_tokens, workers, layout).values())
+    return {
+        "plan/train_peak_bytes": measured_bytes,
+        "plan/predicted_train_peak_bytes": predicted,
+        "plan/train_peak_error_frac": predicted / measured_bytes - 1.0,
+    }

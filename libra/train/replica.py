@@ -48,7 +48,7 @@ from libra.train.layout import checkpoint_activations, local, part_of, shard, wh
 from libra.train.loading import load_model
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
-from libra.train.memory import StepMemory, map_large_tensors
+from libra.train.memory import StepMemory
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack
 from libra.train.partition import karmarkar_karp
@@ -121,10 +121,8 @@ class Replica:
         self.settings = settings
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        map_large_tensors()
-        self._memory = StepMemory()
+        self._memory = StepMemory(device)
         self.model = load_model(self.model_dir, self.dtype)
-        self._memory.device = next(self.model.parameters()).device
         self.group = group or TrainGroup()
         self.hybrids: HybridPool | None = None
         self.steps_done = 0

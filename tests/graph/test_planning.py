@@ -38,6 +38,13 @@ def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_cl
     lines = [json.loads(line) for line in (session.directory / "metrics.jsonl").read_text().splitlines()]
     assert considered
     assert {e["iteration"] for e in considered} == {m["step"] for m in lines if "plan/accepted" in m} <= {0, 1, 2}
+    memory = [row for row in lines if "plan/train_peak_bytes" in row]
+    assert [row["step"] for row in memory] == [0, 1, 2]
+    for row in memory:
+        measured, predicted = row["plan/train_peak_bytes"], row["plan/predicted_train_peak_bytes"]
+        assert measured == values[row["step"]]["train_peak_bytes"] > 0
+        assert predicted > 12 * 1000  # a model of some thousand parameters, with its gradient and AdamW's two moments
+        assert row["plan/train_peak_error_frac"] == pytest.approx(predicted / measured - 1)
     for event in considered:
         assert event["realised_step_s"] == pytest.approx(values[event["iteration"]]["iteration_s"])
         assert (event["train_gpus"], event["engines"], event["accepted"]) == (1, [[1, 1]], False)

@@ -6,7 +6,7 @@ The step of `libra.train.replica` is gone through moment by moment, and the full
     head       + what every layer has kept, logits of a chunk, and the gradient of the output matrix
     layer      + what layers have kept and one layer's gradient on its way (checkpointing: that layer computed again)
     embedding  + all gradients, and twice that of an embedding that is also the head
-    reduce     + all gradients, and the bucket in which they are summed (ddp)
+    reduce     + all gradients, and the bucket in which they are summed (ddp) or the last of them before it is cut (fsdp2)
     publish    standing + all weights on the host, where they are in shards (fsdp2)
 
 What a layer keeps is counted from the autograd graph of transformers' Llama and Qwen decoders with torch's scaled dot product
@@ -185,12 +185,15 @@ def _moments(shape: ModelShape, size: MicroBatchSize, options: MemoryOptions) ->
     for parts in moments.values():
         parts["gradients"] = parts.get("gradients", 0.0) + grads_before
     at_once = (2 if shape.tied else 1) * matrix * w
-    if sharded:  # the ends are reduced last: their gradient, its copy in float32, and gloo's copy of that
-        copies = (2 if options.on_cpu else 1) * wide_w
+    if sharded:
+        before_own = all_grads - (0.0 if before else ends * options.grad_bytes * mine)
         moments["embedding"] = {
-            "gradients": all_grads + max(ends * w + ends * copies, at_once),
-            "gathered": gathered + layer * wide_w / w,
+            "gradients": before_own + 2 * matrix * w,
+            "gathered": gathered + layer * wide_w / w,  # the last layer's gradient is being summed
         }
+        # fully_shard lets the whole weights go, copies their gradient in float32, lets that go; gloo copies it once more.
+        summed = ends * max(w + wide_w, 2 * wide_w if options.on_cpu else 0)
+        moments["reduce"] = {"gradients": all_grads + summed, "gathered": layer * wide_w / w}
         moments["publish"] = {"gathered": float(shape.num_params * w) if options.on_cpu else matrix * w}
     else:
         moments["embedding"] = {"gradients": all_grads + at_once - (0.0 if before else matrix * w)}

@@ -1,0 +1,58 @@
+"""What a step held at most is measured, and what it freed goes back."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from libra.train.memory import StepMemory, map_large_tensors, resident_bytes
+
+LARGE = 64_000_000
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
+
+
+@linux
+def test_the_most_of_a_step_counts_and_not_that_of_the_step_before():
+    assert map_large_tensors()
+    memory = StepMemory()
+    assert memory.peak_bytes() == 0  # no step has begun
+    memory.start()
+    torch.ones(LARGE // 4)
+    assert LARGE * 0.9 < memory.peak_bytes() < 3 * LARGE
+    memory.start()
+    assert memory.peak_bytes() < LARGE * 0.5  # it was given back, and the mark was set back
+
+
+@linux
+def test_what_was_there_before_the_model_does_not_count():
+    before = torch.ones(LARGE // 4)
+    memory = StepMemory()
+    memory.start()
+    assert memory.peak_bytes() < LARGE * 0.5
+    assert memory.before_bytes > LARGE
+    assert resident_bytes() >= before.nbytes
+
+
+@linux
+def test_a_step_reports_it(replica, batch):
+    assert replica().step(batch, 0).peak_bytes > 0
+
+
+def test_on_a_gpu_torch_counts_with_faked_cuda(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    memory = StepMemory("cuda:0")
+    assert memory.peak_bytes() == 0
+    memory.start()
+    assert (calls, memory.peak_bytes(), memory.before_bytes) == (["cuda:0"], 123, 0)
+
+
+def test_where_the_system_does_not_say_nothing_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.import_module("libra.train.memory"), "_CLEAR", tmp_path / "none" / "clear_refs")
+    memory = StepMemory()
+    memory.start()
+    assert memory.peak_bytes() == 0
