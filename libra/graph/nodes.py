@@ -239,7 +239,7 @@ async def batch(run: str, batch: int) -> dict[str, Any]:
         blocks = await worker.scheduler.libra_blocks(run=run, groups=members)
         for row, group, block in zip(rows, groups, blocks, strict=True):
             row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
-    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag) | generated_for(groups)}
+    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag) | generated_for(groups, rows)}
 
 
 def _group_rewards(group: list[Trajectory]) -> GroupRewards:
@@ -277,8 +277,9 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
     }
 
 
-def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens."""
+def generated_for(groups: list[list[Trajectory]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens: those
+    generated, and those of trajectories with a gradient by ``rows``, the batch's facts."""
     by_worker: dict[str, int] = {}
     for trajectory in (member for group in groups for member in group):
         for taken in trajectory.turns:
@@ -288,7 +289,19 @@ def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
         for group in groups
         if group
     ]
-    return {"worker_tokens": by_worker, "question_tokens": asked}
+    trained = [
+        (
+            question_chars(group[0].prompt),
+            sum(
+                len(member.token_ids)
+                for member, advantage, trains in zip(group, row["advantages"], row["trains"], strict=True)
+                if trains and advantage
+            ),
+        )
+        for group, row in zip(groups, rows, strict=True)
+        if group
+    ]
+    return {"worker_tokens": by_worker, "question_tokens": asked, "trained_tokens": trained}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
