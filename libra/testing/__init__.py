@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from libra.testing.environments import DriftingPrompts, FixedTurns
+from libra.testing.environments import DriftingPrompts, FixedTurns, TraceTurns
 
-__all__ = ["DriftingPrompts", "FixedTurns"]
+__all__ = ["DriftingPrompts", "FixedTurns", "TraceTurns"]
