@@ -33,7 +33,7 @@ from libra.graph.host import LibraHost
 from libra.graph.members import members_of
 from libra.graph.pausing import pause_reason
 from libra.graph.publishing import assist, publish_checked
-from libra.graph.questions import question_chars
+from libra.graph.questions import generated_for
 from libra.graph.reports import report
 from libra.graph.setting_up import host_here as _host
 from libra.graph.spec import RunSpec
@@ -275,33 +275,6 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
         "lag": float(lag.mean()) if lag.size else 0.0,
         "lag_max": int(lag.max()) if lag.size else 0,
     }
-
-
-def generated_for(groups: list[list[Trajectory]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens: those
-    generated, and those of trajectories with a gradient by ``rows``, the batch's facts."""
-    by_worker: dict[str, int] = {}
-    for trajectory in (member for group in groups for member in group):
-        for taken in trajectory.turns:
-            by_worker[taken["worker"]] = by_worker.get(taken["worker"], 0) + int(taken["generated_tokens"])
-    asked = [
-        (question_chars(group[0].prompt), sum(member.num_action_tokens for member in group))
-        for group in groups
-        if group
-    ]
-    trained = [
-        (
-            question_chars(group[0].prompt),
-            sum(
-                len(member.token_ids)
-                for member, advantage, trains in zip(group, row["advantages"], row["trains"], strict=True)
-                if trains and advantage
-            ),
-        )
-        for group, row in zip(groups, rows, strict=True)
-        if group
-    ]
-    return {"worker_tokens": by_worker, "question_tokens": asked, "trained_tokens": trained}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
