@@ -30,11 +30,10 @@ from libra.graph.dispatching import FETCHED, SliceFetcher, batch_elsewhere, leng
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.gang_member import turn
 from libra.graph.host import LibraHost
-from libra.graph.lengths import lengths_of
 from libra.graph.members import members_of
 from libra.graph.pausing import pause_reason
 from libra.graph.publishing import assist, publish_checked
-from libra.graph.questions import question_chars
+from libra.graph.questions import generated_for
 from libra.graph.reports import report
 from libra.graph.setting_up import host_here as _host
 from libra.graph.spec import RunSpec
@@ -240,7 +239,7 @@ async def batch(run: str, batch: int) -> dict[str, Any]:
         blocks = await worker.scheduler.libra_blocks(run=run, groups=members)
         for row, group, block in zip(rows, groups, blocks, strict=True):
             row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
-    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag) | generated_for(groups)}
+    return {"batch": batch, "members": rows, "stats": _batch_stats(trajectories, lag) | generated_for(groups, rows)}
 
 
 def _group_rewards(group: list[Trajectory]) -> GroupRewards:
@@ -276,21 +275,6 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
         "lag": float(lag.mean()) if lag.size else 0.0,
         "lag_max": int(lag.max()) if lag.size else 0,
     }
-
-
-def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Tokens that a batch's trajectories were given by each worker; of each group its question's length and its tokens; lengths."""
-    by_worker: dict[str, int] = {}
-    for trajectory in (member for group in groups for member in group):
-        for taken in trajectory.turns:
-            by_worker[taken["worker"]] = by_worker.get(taken["worker"], 0) + int(taken["generated_tokens"])
-    asked = [
-        (question_chars(group[0].prompt), sum(member.num_action_tokens for member in group))
-        for group in groups
-        if group
-    ]
-    lengths = lengths_of(member for group in groups for member in group)
-    return {"worker_tokens": by_worker, "question_tokens": asked, "trajectory_lengths": lengths}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

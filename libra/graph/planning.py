@@ -242,6 +242,7 @@ def taken(values: Mapping[str, Any], realised: Realised, kinds: Mapping[str, str
         realised.step_s,
         tokens,
         [(float(chars), float(number)) for chars, number in values["question_tokens"]],
+        [(float(chars), float(number)) for chars, number in values.get("trained_tokens", ())],
     )
 
 

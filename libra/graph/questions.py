@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from libra.envs import Environment
 from libra.graph.reports import TOPIC
-from libra.types import Prompt
+from libra.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from libra.graph.spec import RunSpec
+    from libra.graph.lengths import lengths_of
+from libra.graph.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,39 @@ logger = logging.getLogger(__name__)
 def question_chars(prompt: Prompt) -> int:
     """Characters of all messages before the first generation."""
     return sum(len(message["content"]) for message in prompt.messages)
+
+
+def generated_for(groups: list[list[Trajectory]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens: those
+    generated, and those of trajectories with a gradient by ``rows``, the batch's facts; and the lengths of its trajectories."""
+    by_worker: dict[str, int] = {}
+    for trajectory in (member for group in groups for member in group):
+        for taken in trajectory.turns:
+            by_worker[taken["worker"]] = by_worker.get(taken["worker"], 0) + int(taken["generated_tokens"])
+    asked = [
+        (question_chars(group[0].prompt), sum(member.num_action_tokens for member in group))
+        for group in groups
+        if group
+    ]
+    trained = [
+        (
+            question_chars(group[0].prompt),
+            sum(
+                len(member.token_ids)
+                for member, advantage, trains in zip(group, row["advantages"], row["trains"], strict=True)
+                if trains and advantage
+            ),
+        )
+        for group, row in zip(groups, rows, strict=True)
+        if group
+    ]
+    lengths = lengths_of(member for group in groups for member in group)
+    return {
+        "worker_tokens": by_worker,
+        "question_tokens": asked,
+        "trained_tokens": trained,
+        "trajectory_lengths": lengths,
+    }
 
 
 def tell_names(client: Client, spec: RunSpec, questions: Questions, iteration: int) -> None:

@@ -2,7 +2,9 @@
 
 Engines of a run may differ: every kind has its own tokens per second, measured over the seconds in which batches were generated.
 What the next batch will generate is expected from its questions, which are known before it begins: a longer question has so far
-had so many more tokens to its answer. Training and the rest of a step (publishing, storing) are expected as they were.
+had so many more tokens to its answer. Training follows the tokens that carry a gradient, which are expected of the questions in the
+same way: groups whose answers are all right have none, and those are the ones of short questions. The rest of a step (publishing,
+storing) is expected as it was.
 
 1. A prediction is made from iterations that have ended, before the one it is for is known of.
 2. There is none before the first iteration: nothing is measured, and nothing is assumed.
@@ -23,6 +25,8 @@ FIRST_WEIGHT = 0.3
 """Weight of a run's first iteration where later ones count 1: allocations, caches and first calls are in its seconds."""
 PRIOR_LOG2 = 0.04
 """How surely rollout's seconds are proportional to its tokens: as surely as from an observation at tokens off by 20 %."""
+PRIOR_TRAINING = 0.04
+"""How surely training's seconds are proportional to the tokens that carry a gradient: as `PRIOR_LOG2` of rollout."""
 PRIOR_QUESTIONS = 2.0
 """How surely the length of a question says nothing: as surely as from so many questions of ordinary spread."""
 
@@ -45,6 +49,9 @@ class Taken:
         Tokens that engines of a kind generated for its batch.
     questions : sequence of (float, float)
         Of each group: length of its question, and tokens generated for it. Lengths in whatever unit `StepForecast.expected` gets.
+    trained : sequence of (float, float)
+        Of each group: length of its question, and tokens of those of its trajectories that carry a gradient. Empty: not known, and
+        training is expected as it was.
     """
 
     rollout_s: float
@@ -53,6 +60,7 @@ class Taken:
     step_s: float
     tokens: Mapping[str, int]
     questions: Sequence[tuple[float, float]]
+    trained: Sequence[tuple[float, float]] = ()
 
     def __post_init__(self) -> None:
         seconds = (self.rollout_s, self.train_s, self.rest_s, self.step_s)
@@ -131,6 +139,8 @@ class StepForecast:
         Decayed sums: what engines of a kind generated, and for how long so many of them were there.
     rollouts : Line
         Log seconds that one engine of the first kind would have taken, over log tokens.
+    gradients, trainings : Line
+        Tokens that carry a gradient over the length of a question; seconds of a training step over such tokens.
     """
 
     num_steps: int = 0
@@ -140,6 +150,8 @@ class StepForecast:
     engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     questions: Line = field(default_factory=Line)
     rollouts: Line = field(default_factory=Line)
+    gradients: Line = field(default_factory=Line)
+    trainings: Line = field(default_factory=Line)
 
     def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
         """What is known once an iteration has ended.
@@ -165,6 +177,10 @@ class StepForecast:
             sums,
             self.questions.after(taken.questions, keep, weight),
             self.rollouts.after(point, keep, weight),
+            self.gradients.after(taken.trained, keep, weight),
+            self.trainings.after(
+                [(sum(tokens for _, tokens in taken.trained), taken.train_s)] if taken.trained else [], keep, weight
+            ),
         )
 
     def tokens_per_s(self) -> dict[str, float]:
@@ -200,17 +216,32 @@ class StepForecast:
         # Twice the tokens are seldom twice the seconds: they fill the batch, and the longest trajectory is not twice as long.
         power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
         rollout_s = usual_s / capacity * (max(tokens, 1.0) / usual) ** power
-        train_s, rest_s = self.train_s / self.weight, self.rest_s / self.weight
+        train_s, rest_s = self._train_s(questions), self.rest_s / self.weight
         step_s = max(rollout_s, train_s + rest_s) if overlap else rollout_s + train_s + rest_s
         return Expected(tokens, rollout_s, train_s, rest_s, step_s)
 
+    def _train_s(self, questions: Sequence[float] | None) -> float:
+        """Seconds of training on a batch of these questions."""
+        usual_s = self.train_s / self.weight
+        if not (questions and self.gradients.n and self.trainings.n):
+            return usual_s
+        usual, mean_s = self.trainings.mean
+        if not usual:
+            return usual_s
+        slope = self.trainings.slope(mean_s / usual, PRIOR_TRAINING * usual**2)
+        return max(mean_s + slope * (expected_of(self.gradients, questions) - usual), 0.1 * mean_s)
+
     def _tokens(self, questions: Sequence[float]) -> float:
         """Tokens expected of questions of these lengths."""
-        line = self.questions
-        if not line.n:
+        if not self.questions.n:
             return math.exp(self.rollouts.mean[0])
-        mean_length, mean_tokens = line.mean
-        spread = max(line.xx / line.n - mean_length**2, 0.0)
-        slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
-        # No answer is shorter than a tenth of the usual one: far from what was seen, a line says nothing.
-        return sum(max(mean_tokens + slope * (length - mean_length), 0.1 * mean_tokens) for length in questions)
+        return expected_of(self.questions, questions)
+
+
+def expected_of(line: Line, lengths: Sequence[float]) -> float:
+    """What a line over lengths of questions expects of these, all together."""
+    mean_length, mean = line.mean
+    spread = max(line.xx / line.n - mean_length**2, 0.0)
+    slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
+    # None has less than a tenth of the usual: far from what was seen, a line says nothing.
+    return sum(max(mean + slope * (length - mean_length), 0.1 * mean) for length in lengths)

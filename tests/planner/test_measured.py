@@ -106,3 +106,24 @@ def test_seconds_that_cannot_be_are_refused() -> None:
         Taken(0.0, 1.0, 0.0, 1.0, {}, [])
     with pytest.raises(PlanError, match="not negative"):
         Taken(1.0, float("nan"), 0.0, 1.0, {}, [])
+
+
+def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_gradient_on() -> None:
+    """Short questions are answered right by all samples, and have none; training takes 0.2 s and 1 ms a token."""
+
+    def step(lengths: Sequence[float]) -> Taken:
+        trained = [(length, max(0.0, length - 40.0)) for length in lengths]
+        return dataclasses.replace(
+            took(lengths), trained=trained, train_s=0.2 + 1e-3 * sum(tokens for _, tokens in trained)
+        )
+
+    rng = np.random.default_rng(0)
+    forecast = StepForecast()
+    for _ in range(8):
+        forecast = forecast.after(step(rng.uniform(50, 200, 16).tolist()), KINDS)
+    usual = forecast.train_s / forecast.weight
+    for lengths in ([60.0] * 16, [190.0] * 16):
+        true = step(lengths).train_s
+        assert expected(forecast, lengths).train_s == pytest.approx(true, rel=0.1)
+        assert abs(usual / true - 1) > 0.3
+    assert expected(forecast, None).train_s == pytest.approx(usual)
