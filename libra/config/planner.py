@@ -96,6 +96,10 @@ class PlannerSection(Section):
     gpu: Annotated[str, Field(min_length=1)] | None = None
     """GPU of every node: a name that Libra knows, or the path of a datasheet. None: for `layout` auto the one of this machine, else
     A800-80G."""
+    calibration: Annotated[Path, Field(strict=False)] | None = None
+    """File that `libra calibrate RUN --save` wrote: engines are as that run measured them instead of as the GPU's tables say, and
+    training is scaled to the steps it took; degrees that it does not know are left out of `tp`. Its weight update is taken where
+    `update_s` is not given. It has to be of the model that `model.path` names. None: the GPU's tables."""
     num_gpus: AtLeastOne | None = None
     """GPUs to share out between training and rollout. None: for `layout` auto as many as this machine has (without a GPU: as many
     as `cluster.threads` goes into its cores), else 8."""
@@ -122,21 +126,13 @@ class PlannerSection(Section):
     """Seconds of a tool call, where the trace does not say."""
     max_concurrency: AtLeastOne = 256
     """Trajectories that generate at once on one engine at most, whatever its memory holds."""
-    training: Literal["dp", "fsdp2"] = "fsdp2"
-    """How training lies on its GPUs: copies (dp), or weights, gradients and optimizer state in shards (fsdp2)."""
-    gradient_checkpointing: bool = True
-    """Keep a layer's input alone in training, and compute the rest again."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory."""
-    logits_chunk_tokens: AtLeastOne | None = 1024
-    """Tokens whose logits training holds at once. None: those of a whole micro-batch."""
-    update_s: Annotated[float, Field(ge=0)] = 10.0
-    """Seconds from a step's end until engines serve its weights."""
+    update_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds from a step's end until engines serve its weights. None: 10, or with `calibration` as measured."""
     min_train_gpus: AtLeastOne = 1
     """Core training pool: at least so many GPUs."""
     min_rollout_gpus: AtLeastOne = 1
     """Core rollout pool: at least so many GPUs."""
     fixed_train_gpus: AtLeastOne | None = None
-    """Exactly so many GPUs for training. None: as is best."""
+    """Exactly so many GPUs for training, one worker each (`cluster.train_workers`). None: as is best."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
     """Exactly so many engines of a degree, e.g. {"1": 4, "8": 1}; degrees that are not named are free."""

@@ -119,6 +119,7 @@ class WorkerCapacity(Event):
     full_s_per_token: float
     prefill_s_per_token: float
     beside_s_per_token: float
+    max_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class EngineDeclared(Event):
     prefill_token_s: float | None = None
     num_steps: int = 0
     error_frac: float | None = None
+    max_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

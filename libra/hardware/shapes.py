@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ class ModelShape:
         Input and output embeddings are one matrix.
     bytes_per_weight : int
         Of weights, activations and KV; 2 for bfloat16.
+    qk_norm : bool
+        Queries and keys are normalised head by head, as Qwen3 does; training keeps what that needs.
     """
 
     name: str
@@ -39,6 +42,7 @@ class ModelShape:
     vocab: int
     tied: bool = False
     bytes_per_weight: int = 2
+    qk_norm: bool = False
 
     @property
     def layer_params(self) -> int:
@@ -103,9 +107,16 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             ffn=int(config["intermediate_size"]),
             vocab=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=kind == "qwen3",
         )
     except KeyError as error:
         raise ModelError(f"model {label}: its config.json has no {error.args[0]}") from error
+
+
+def shape_digest(shape: ModelShape) -> str:
+    """SHA-256 of a model's sizes; its name is no part of it, so that a trained copy of a model is the same."""
+    sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def known_models() -> tuple[str, ...]:

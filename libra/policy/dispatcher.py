@@ -464,16 +464,17 @@ class Dispatcher:
     def _pays(self, queue: _Phase, key: str, home: str, target: str) -> str:
         """Why ``key``, which waits for ``home``, had better go on ``target``; empty where it had not.
 
-        Where lengths are believed: both engines are over sooner. Else: all who wait there together win more by one fewer (each is
-        served one turn earlier) than the move costs.
+        All who wait there together must win more by one fewer (each is served one turn earlier) than the move costs. Where lengths
+        are believed, the two engines must not be over later either.
         """
         hosts = self._fleet.hosts
         if not (hosts[home].spec.told and hosts[target].spec.told):
             idle = not queue.taken.get(target)
             return "an engine that has not told its speed is idle" if idle and not hosts[target].spec.told else ""
         if self._loads.believed(key):
-            sooner_s = self._loads.sooner_s(key, target)
-            return f"both engines are over {_seconds(sooner_s)} sooner" if sooner_s > 0.0 else ""
+            here_s, there_s, _ = self._loads.moved_s(key, target)
+            if there_s > here_s:
+                return ""
         price_s = self._fleet.context_tokens.get(key, 0) * hosts[target].spec.prefill_s_per_token
         turn_s = self._quantum_s.get(home, 0.0) / max(1, queue.slots.get(home, 1))
         pays = price_s <= queue.waiting_at.get(home, 0) * turn_s

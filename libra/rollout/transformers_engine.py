@@ -158,7 +158,7 @@ class TransformersEngine:
         token_bytes = self._token_bytes
         return EngineCapacity(
             kv_tokens=batch.kv_tokens, kv_bytes=batch.kv_tokens * token_bytes, kv_token_bytes=token_bytes,
-            slots=self.slots, tp=1, steps=batch.meter.seconds(),
+            slots=self.slots, tp=1, steps=batch.meter.seconds(), max_context_tokens=self.max_context_tokens,
         )  # fmt: skip
 
     async def close(self) -> None:

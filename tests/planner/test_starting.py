@@ -12,6 +12,7 @@ from libra.config import RunConfig, config_from_dict, dump_config
 from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
+from libra.hardware.shapes import shape_digest
 from libra.planner.commands import Deployed
 from libra.planner.configured import snapshot_of
 from libra.planner.cost import Layout, Workload, training_cost
@@ -23,7 +24,6 @@ from libra.planner.starting import (
     layout_lines,
     layout_of,
     planned,
-    shape_digest,
     with_plan,
 )
 
@@ -69,7 +69,13 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
     config = _config(
         run={"seed": seed, "eta": eta},
         planner=planner | {"tool_s": 0.1 * (seed + 1), "turns": 3},
-        trainer={"prompts": 6, "group_size": 4, "micro_batch_tokens": 16384},
+        trainer={
+            "prompts": 6,
+            "group_size": 4,
+            "micro_batch_tokens": 16384,
+            "layout": "fsdp2",
+            "gradient_checkpointing": True,
+        },
         rollout={"engine": "vllm", "max_context_tokens": 16384, "max_new_tokens": 8192},
     )
     snapshot, _ = snapshot_of(config, None, what_if=True)
@@ -89,7 +95,7 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled() -> None:
-    tokens = Workload.of([512.0] * 16, [1500.0] * 16)
+    tokens = Workload.of([512.0] * 512, [1500.0] * 512)
     gpu = load_gpu("L40S-48G")
     snapshot = Snapshot(gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2)
     _, smaller = planned(snapshot, 2048)
