@@ -97,7 +97,7 @@ class Replanning:
         self._blocked: set[str] = set()  # what was said to be missing
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Hear of contexts of earlier starts, as (iteration, mean at the end), and make room for those to come if it is short."""
+        """Hear of contexts of earlier starts, as (iteration, mean at the end), and make room for those to come."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]

@@ -35,6 +35,7 @@ from libra.planner.arrangements import (
 from libra.planner.cost import Workload
 from libra.planner.measured import Expected, StepForecast
 from libra.planner.played import PlayedEngine, played_s
+from libra.planner.proposal import MIXED_MARGIN_FRAC
 from libra.planner.replan import Considered, Replanner, Rules
 from libra.planner.selector import MAX_DEMAND, RAISED_DEMAND, ContextTrend, Fit, refuge
 from libra.planner.splits import Batch, Fleet, Hybrid, SplitLoop
@@ -247,7 +248,10 @@ class ArrangementLoop:
         ]
 
         def rank(option: Judged) -> tuple[float, int]:
-            return option.fit.slowness, len(kinds_of_change(now.arrangement, option.arrangement))
+            mixed = len({engine.tp for engine in option.arrangement.engines}) > 1
+            stays = option.arrangement.engines == now.arrangement.engines
+            margin = 1.0 if stays or not mixed else 1.0 / (1.0 - MIXED_MARGIN_FRAC)
+            return margin * option.fit.slowness, len(kinds_of_change(now.arrangement, option.arrangement))
 
         best = min(known, key=rank, default=now)
         return (best, "") if now.expected is None or best.fit.slowness < now.fit.slowness else (now, "")
