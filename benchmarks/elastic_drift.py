@@ -128,7 +128,7 @@ class Course:
         return extra_s + rollouts[0] + sum(overlapped) + trainings[-1]
 
 
-TRAINING = TrainingLayout(logits_chunk_tokens=1024)
+TRAINING = TrainingLayout()
 
 
 def cut(trace: Trace) -> Trace:

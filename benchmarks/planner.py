@@ -62,7 +62,7 @@ def posed(workload: Workload, num_gpus: int) -> Problem:
         load_shape("Qwen3-14B"),
         num_gpus,
         workload,
-        training=Layout(logits_chunk_tokens=1024),
+        training=Layout(),
         eta=1,
     )
     return pose(snapshot).problem

@@ -122,14 +122,6 @@ class PlannerSection(Section):
     """Seconds of a tool call, where the trace does not say."""
     max_concurrency: AtLeastOne = 256
     """Trajectories that generate at once on one engine at most, whatever its memory holds."""
-    training: Literal["dp", "fsdp2"] = "fsdp2"
-    """How training lies on its GPUs: copies (dp), or weights, gradients and optimizer state in shards (fsdp2)."""
-    gradient_checkpointing: bool = True
-    """Keep a layer's input alone in training, and compute the rest again."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory."""
-    logits_chunk_tokens: AtLeastOne | None = 1024
-    """Tokens whose logits training holds at once. None: those of a whole micro-batch."""
     update_s: Annotated[float, Field(ge=0)] = 10.0
     """Seconds from a step's end until engines serve its weights."""
     min_train_gpus: AtLeastOne = 1
@@ -137,6 +129,6 @@ class PlannerSection(Section):
     min_rollout_gpus: AtLeastOne = 1
     """Core rollout pool: at least so many GPUs."""
     fixed_train_gpus: AtLeastOne | None = None
-    """Exactly so many GPUs for training. None: as is best."""
+    """Exactly so many GPUs for training, one worker each (`cluster.train_workers`). None: as is best."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
     """Exactly so many engines of a degree, e.g. {"1": 4, "8": 1}; degrees that are not named are free."""

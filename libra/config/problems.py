@@ -33,6 +33,14 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 """What other frameworks call some of our settings."""
 
+_GONE: Mapping[str, str] = {
+    "planner.training": "trainer.layout=ddp or trainer.layout=fsdp2",
+    "planner.gradient_checkpointing": "trainer.gradient_checkpointing=true or false",
+    "planner.offload_optimizer": "trainer.offload=true or false",
+    "planner.logits_chunk_tokens": "trainer.logit_chunk_tokens=1024",
+}
+"""Settings that were copies of another section's, and what to type instead."""
+
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     """One entry of pydantic's ``ValidationError.errors()`` as: what, where, what was got, what is allowed, what to type."""
@@ -52,6 +60,8 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
 def unknown_key_message(path: Sequence[str], where: str) -> str:
     """Message for a key that does not exist, with the nearest one that does."""
     name = ".".join(path)
+    if name in _GONE:
+        return f"{name}{where} is gone: the planner plans the trainer as it is set; type {_GONE[name]} instead"
     nearest = nearest_key(path)
     suggestion = f"; did you mean {nearest}?" if nearest else ""
     if len(path) == 2 and path[0] in sections():

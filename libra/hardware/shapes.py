@@ -27,6 +27,8 @@ class ModelShape:
         Input and output embeddings are one matrix.
     bytes_per_weight : int
         Of weights, activations and KV; 2 for bfloat16.
+    qk_norm : bool
+        Queries and keys are normalised head by head, as Qwen3 does; training keeps what that needs.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModelShape:
     vocab: int
     tied: bool = False
     bytes_per_weight: int = 2
+    qk_norm: bool = False
 
     @property
     def layer_params(self) -> int:
@@ -103,6 +106,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             ffn=int(config["intermediate_size"]),
             vocab=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=kind == "qwen3",
         )
     except KeyError as error:
         raise ModelError(f"model {label}: its config.json has no {error.args[0]}") from error

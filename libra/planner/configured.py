@@ -17,8 +17,8 @@ from libra.planner.trace import drawn
 RUNNABLE_TP: dict[str, tuple[int, ...]] = {"transformers": (1,)}
 """TP degrees that an engine (`rollout.engine`) can run; one that is not named runs any."""
 
-RUNNABLE_TRAIN_GPUS = 1
-"""GPUs that the trainer of this Libra runs on: one replica."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one number of `model.dtype` and `model.master_dtype`."""
 
 
 DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
@@ -34,7 +34,7 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
     turns : Workload or None
         Trajectories of a trace that the batch is drawn from; None: lengths as section ``planner`` gives them.
     what_if : bool
-        Also what engine and trainer of this Libra cannot run.
+        Also what the engine of this configuration cannot run.
     """
     section = config.planner
     degrees = section.tp
@@ -44,8 +44,6 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
         left = [str(tp) for tp in section.tp if tp not in degrees]
         if left:
             notes.append(f"engines of TP {', '.join(left)} (rollout.engine={config.rollout.engine})")
-        if section.fixed_train_gpus is None and (section.num_gpus or DEFAULT_NUM_GPUS) > RUNNABLE_TRAIN_GPUS + 1:
-            notes.append(f"training on more than {RUNNABLE_TRAIN_GPUS} GPU")
     note = (
         f"Not planned, since `libra run` cannot do it yet: {'; '.join(notes)}. --what-if plans with it."
         if notes
@@ -61,26 +59,40 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
             workload=workload,
             tp=tuple(degrees),
             gpus_per_node=section.gpus_per_node,
-            training=Layout(
-                kind=section.training,
-                gradient_checkpointing=section.gradient_checkpointing,
-                recompute_logprobs=config.trainer.old_logp != "behaviour",
-                reference=config.trainer.kl_coef > 0,
-                offload_optimizer=section.offload_optimizer,
-                micro_batch_tokens=config.trainer.micro_batch_tokens,
-                logits_chunk_tokens=section.logits_chunk_tokens,
-                epochs=config.trainer.epochs,
-                minibatches=config.trainer.minibatches,
-            ),
+            training=trainer_layout(config, workload),
             eta=config.run.eta,
             update_s=section.update_s,
             min_train_gpus=section.min_train_gpus,
             min_rollout_gpus=section.min_rollout_gpus,
-            fixed_train_gpus=section.fixed_train_gpus if what_if else RUNNABLE_TRAIN_GPUS,
+            fixed_train_gpus=section.fixed_train_gpus,
             fixed_engines=section.fixed_engines,
             max_concurrency=section.max_concurrency,
         ),
         note,
+    )
+
+
+def trainer_layout(config: RunConfig, workload: Workload) -> Layout:
+    """The trainer as `libra run` would start it with this configuration, for batches like ``workload``."""
+    trainer, model = config.trainer, config.model
+    weight_bytes = DTYPE_BYTES[model.dtype]
+    master_bytes = None if model.master_dtype is None else DTYPE_BYTES[model.master_dtype]
+    several = trainer.epochs * trainer.minibatches > 1
+    return Layout(
+        kind=trainer.layout,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        recompute_logprobs=trainer.old_logp != "behaviour" and several,
+        reference=trainer.kl_coef > 0,
+        offload=trainer.offload,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        max_row_tokens=trainer.max_row_tokens,
+        generated_frac=float(workload.generated_tokens.sum() / workload.final_context_tokens.sum()),
+        logit_chunk_tokens=trainer.logit_chunk_tokens,
+        entropy_bonus=trainer.entropy_coef > 0,
+        epochs=trainer.epochs,
+        minibatches=trainer.minibatches,
+        weight_bytes=weight_bytes,
+        master_bytes=master_bytes if master_bytes is not None and master_bytes > weight_bytes else None,
     )
 
 
@@ -90,7 +102,7 @@ def check_runnable(config: RunConfig) -> list[int]:
     Raises
     ------
     PlanError
-        Section ``planner`` demands a layout that trainer or engines of this Libra cannot run.
+        Section ``planner`` demands engines that `rollout.engine` cannot run.
     """
     section, engine = config.planner, config.rollout.engine
     runnable = RUNNABLE_TP.get(engine)
@@ -100,15 +112,6 @@ def check_runnable(config: RunConfig) -> list[int]:
             f"planner.tp: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {list(section.tp)}; type "
             f"planner.tp={list(runnable or ())}, or --what-if with libra plan"
         )
-    for name, asked in (
-        ("fixed_train_gpus", section.fixed_train_gpus or 0),
-        ("min_train_gpus", section.min_train_gpus),
-    ):
-        if asked > RUNNABLE_TRAIN_GPUS:
-            raise PlanError(
-                f"planner.{name}: the trainer of this Libra runs on {RUNNABLE_TRAIN_GPUS} GPU, got {asked}; type "
-                f"planner.{name}={RUNNABLE_TRAIN_GPUS}, or --what-if with libra plan"
-            )
     wrong = [
         tp for tp, number in section.fixed_engines.items() if number and runnable is not None and tp not in runnable
     ]

@@ -29,7 +29,8 @@ def splits_of(problem: Problem) -> Ints:
     if not runs.any():
         raise PlanError(
             f"training runs on no number of GPUs up to {problem.num_gpus}: its memory does not fit; plan for more GPUs "
-            "(planner.num_gpus), or lower trainer.micro_batch_tokens"
+            "(planner.num_gpus), or type trainer.gradient_checkpointing=true, trainer.layout=fsdp2 or a smaller "
+            "trainer.micro_batch_tokens"
         )
     least_train = int(problem.train_gpus[runs].min())
     if least_train + needed > problem.num_gpus:

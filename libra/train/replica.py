@@ -48,6 +48,7 @@ from libra.train.layout import checkpoint_activations, local, part_of, shard, wh
 from libra.train.loading import load_model
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.master import MasterWeights
+from libra.train.memory import StepMemory, map_large_tensors
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, Sample, pack
 from libra.train.partition import karmarkar_karp
@@ -117,7 +118,10 @@ class Replica:
         self.settings = settings
         self.seed = seed
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        map_large_tensors()
+        self._memory = StepMemory()
         self.model = load_model(self.model_dir, self.dtype)
+        self._memory.device = next(self.model.parameters()).device
         self.group = group or TrainGroup()
         self.hybrids: HybridPool | None = None
         self.steps_done = 0
@@ -194,9 +198,12 @@ class Replica:
     def weights(self) -> dict[str, Tensor]:
         """The state dict to publish, tied tensors once. Views of live storage, which the next step changes.
 
-        Where the model is sharded: copies, and every replica of the group has to ask for them.
+        Where the model is sharded: copies in host memory, and every replica of the group has to ask for them.
         """
-        return {name: whole(tensor) for name, tensor in self.tensors().items()}
+        if not self.is_sharded:
+            return self.tensors()
+        # One at a time: a device that holds a shard of everything need not hold all of everything.
+        return {name: whole(tensor).cpu() for name, tensor in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The same tensors as they lie here, sharded or not."""
@@ -275,6 +282,7 @@ class Replica:
 
     def _step(self, trajectories: Sequence[Trajectory] | BatchElsewhere, step: int) -> StepReport:
         started = time.perf_counter()
+        self._memory.start()
         tally = Tally()
         proximal = self._objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1
         samples = samples_of(trajectories, step, whole=proximal or self.settings.exact_logprobs)
@@ -308,6 +316,7 @@ class Replica:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
                 offer_weights(self)  # to one that came while the step was under way
             tally.add(**self.hybrids.traffic())
+        tally.at_least(peak_bytes=self._memory.peak_bytes())
         self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=time.perf_counter() - started)
         self.steps_done = step + 1
         return self.last_report

@@ -58,6 +58,9 @@ class StepReport:
         Seconds in which the stepped weights were copied for hybrids to pull.
     hybrid_blocked_s : float
         Seconds the step waited before it began, for a copy of the weights that a joiner had asked for.
+    peak_bytes : int
+        The most memory this process held in the step (`libra.train.memory`): on a GPU that of torch's tensors, on a CPU what was
+        resident above what had been before the model was loaded. Of the first core replica; 0 where the system does not say.
     hybrid_sent_bytes, hybrid_received_bytes : int
         Weights and slices to hybrids, gradients from them, in this step.
     """
@@ -107,6 +110,7 @@ class StepReport:
     hybrid_blocked_s: float = 0.0
     hybrid_sent_bytes: int = 0
     hybrid_received_bytes: int = 0
+    peak_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""
@@ -162,6 +166,7 @@ class Tally:
         seconds = ("reduce_s", "hybrid_wait_s", "hybrid_copy_s", "hybrid_blocked_s")
         return {
             **counts,
+            "peak_bytes": int(self.maxima.get("peak_bytes", 0)),
             **{name: int(self.sums.get(name, 0)) for name in sums},
             **{name: self.sums.get(name, 0.0) for name in seconds},
         }

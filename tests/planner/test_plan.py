@@ -24,7 +24,7 @@ from libra.planner.trace import COLUMNS, drawn, workload_of_turns
 def snapshot(num_gpus: int = 32, **changes: object) -> Snapshot:
     tokens = np.random.default_rng(0).lognormal(8.5, 0.7, 96).clip(200, 30_000)
     workload = Workload.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
-    settings = {"training": Layout(logits_chunk_tokens=1024), "update_s": 5.0, **changes}
+    settings = {"training": Layout(), "update_s": 5.0, **changes}
     return Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)  # type: ignore[arg-type]
 
 

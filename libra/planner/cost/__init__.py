@@ -11,6 +11,7 @@
 """
 
 from libra.planner.cost.generation import Generation, generation
+from libra.planner.cost.memory import MemoryOptions, MicroBatchSize, fullest_moment, step_bytes
 from libra.planner.cost.rollout import MAX_SEQUENCES, ManySeconds, RolloutCost, rollout_cost, rollout_costs
 from libra.planner.cost.training import Layout, TrainingCost, training_cost, training_table
 from libra.planner.cost.workload import Workload
@@ -20,12 +21,16 @@ __all__ = [
     "Generation",
     "Layout",
     "ManySeconds",
+    "MemoryOptions",
+    "MicroBatchSize",
     "RolloutCost",
     "TrainingCost",
     "Workload",
+    "fullest_moment",
     "generation",
     "rollout_cost",
     "rollout_costs",
+    "step_bytes",
     "training_cost",
     "training_table",
 ]

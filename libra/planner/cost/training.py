@@ -1,7 +1,8 @@
 """Seconds and bytes of one training step, for the layouts that our trainer runs: data parallel and FSDP2.
 
 1. Every token of the batch is computed once per pass; packing wastes ``padding_frac`` of the rows and nothing else.
-2. Bytes of a GPU are counted per GPU: what FSDP2 shards is divided by the GPUs once, what data parallel copies by none.
+2. Bytes of a GPU are counted per GPU (`libra.planner.cost.memory`): what FSDP2 shards is divided by the GPUs once, what data
+   parallel copies by none.
 3. A step that does not fit is an answer (``fits`` false and by how much), never a smaller step.
 
 Tensor, pipeline and expert parallel training are not here: `Layout.kind` is where they will be named.
@@ -9,7 +10,7 @@ Tensor, pipeline and expert parallel training are not here: `Layout.kind` is whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,10 +21,11 @@ from libra.hardware import GPU, Efficiencies, ModelOnGPU, ModelShape
 from libra.hardware.forms import all_reduce_s
 from libra.hardware.training import backward_over_forward
 from libra.hardware.training import forward_s as model_forward_s
+from libra.planner.cost.memory import WIDE_BYTES, MemoryOptions, MicroBatchSize, step_bytes
 
 Array = NDArray[np.float64]
 
-LayoutKind = Literal["dp", "fsdp2"]
+LayoutKind = Literal["ddp", "fsdp2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +34,41 @@ class Layout:
 
     Attributes
     ----------
-    kind : "dp" or "fsdp2"
-        Copies of everything, or weights, gradients and optimizer states sharded over the GPUs.
+    kind : "ddp" or "fsdp2"
+        Copies of everything, or weights, gradients and optimizer states sharded over the GPUs: ``trainer.layout``.
     gradient_checkpointing : bool
         Keep only each layer's input and compute its forward again in the backward pass.
     recompute_logprobs : bool
         One forward pass more per step, before it, for the policy's own log-probabilities.
     reference : bool
-        Likewise for a frozen reference model, whose weights are held too.
-    offload_optimizer : bool
-        Optimizer states live in the host's memory; they cross ``host_bytes_per_s`` twice per step.
+        Likewise for a frozen reference model, whose weights are held too, whole on each GPU.
+    offload : bool
+        Of fsdp2: shards live in the host's memory and cross ``host_bytes_per_s``.
     micro_batch_tokens : int
         Tokens of one forward pass on one GPU.
-    logits_chunk_tokens : int or None
-        Tokens whose logits are held at once (`libra.train.chunked`). None: all of a micro-batch.
+    max_row_tokens : int
+        Sequences are packed into rows of up to this length, which then have a mask; a longer one has a row of its own.
+    generated_frac : float
+        Share of the tokens that is scored.
+    logit_chunk_tokens : int
+        Tokens whose logits are held at once (`libra.train.chunked`).
+    entropy_bonus : bool
     epochs : int
         Passes over the batch.
     minibatches : int
         Optimizer steps per pass.
-    optimizer_bytes_per_param : float
-        Master weights and two moments in float32.
-    grad_bytes_per_param : float
+    weight_bytes : int
+        Of a weight in forward and backward passes.
+    master_bytes : int or None
+        Of the optimizer's copy of it. None: it updates the weights themselves.
+    on_cpu : bool
+        Training workers without a GPU.
+    runtime_bytes : float
+        Held beside tensors: the driver's context, NCCL's buffers, what the allocator cannot use.
     padding_frac : float
         Share of the rows that is padding.
     overlap_frac : float
-        Share of the communication that hides behind computation.
+        Share of FSDP2's communication that hides behind computation; data parallel sums after the last micro-batch.
     host_bytes_per_s : float
         One direction of PCIe 4.0 x16 as reached.
     """
@@ -65,13 +77,18 @@ class Layout:
     gradient_checkpointing: bool = True
     recompute_logprobs: bool = False
     reference: bool = False
-    offload_optimizer: bool = False
+    offload: bool = False
     micro_batch_tokens: int = 16384
-    logits_chunk_tokens: int | None = None
+    max_row_tokens: int = 1
+    generated_frac: float = 1.0
+    logit_chunk_tokens: int = 1024
+    entropy_bonus: bool = False
     epochs: int = 1
     minibatches: int = 1
-    optimizer_bytes_per_param: float = 12.0
-    grad_bytes_per_param: float = 2.0
+    weight_bytes: int = 2
+    master_bytes: int | None = 4
+    on_cpu: bool = False
+    runtime_bytes: float = 2.0e9
     padding_frac: float = 0.03
     overlap_frac: float = 0.5
     host_bytes_per_s: float = 20.0e9
@@ -82,12 +99,28 @@ class Layout:
                 f"layout.kind: got {self.kind!r}; allowed are {', '.join(get_args(LayoutKind))}: the trainer has no tensor, "
                 "pipeline or expert parallelism yet"
             )
-        if self.micro_batch_tokens < 1 or self.epochs < 1 or self.minibatches < 1:
-            raise ConfigError("layout: micro_batch_tokens, epochs and minibatches are at least 1")
+        if min(self.micro_batch_tokens, self.logit_chunk_tokens, self.epochs, self.minibatches) < 1:
+            raise ConfigError("layout: micro_batch_tokens, logit_chunk_tokens, epochs and minibatches are at least 1")
         if not (0 <= self.padding_frac < 1 and 0 <= self.overlap_frac <= 1):
             raise ConfigError(
                 f"layout: padding_frac {self.padding_frac} and overlap_frac {self.overlap_frac} are shares"
             )
+
+    def memory_options(self, num_gpus: int) -> MemoryOptions:
+        """The same for `libra.planner.cost.memory`."""
+        return MemoryOptions(
+            shards=num_gpus if self.kind == "fsdp2" else 1,
+            replicas=num_gpus,
+            weight_bytes=self.weight_bytes,
+            master_bytes=self.master_bytes,
+            gradient_checkpointing=self.gradient_checkpointing,
+            reference=self.reference,
+            offload=self.offload,
+            backup=self.epochs * self.minibatches > 1,
+            entropy_bonus=self.entropy_bonus,
+            logit_chunk_tokens=self.logit_chunk_tokens,
+            on_cpu=self.on_cpu,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +204,9 @@ def training_cost(
     update = layout.epochs * forward * (1.0 + again + backward_over_forward(shape))
     logprobs = forward * (layout.recompute_logprobs + layout.reference)
     communication = _communication_s(gpu, eff, shape, sequence_tokens, num_gpus, layout)
-    hidden = min(layout.overlap_frac * communication, update + logprobs)
+    hidden = min(layout.overlap_frac * communication, update + logprobs) if layout.kind == "fsdp2" else 0.0
     optimizer = _optimizer_s(gpu, shape, num_gpus, layout)
-    parts = _memory_bytes(shape, num_gpus, layout, float(sequence_tokens.max()))
+    parts = memory_parts_bytes(shape, sequence_tokens, num_gpus, layout)
     memory = sum(parts.values())
     return TrainingCost(
         num_gpus=num_gpus,
@@ -223,48 +256,61 @@ def _communication_s(
     def reduce_s(num_bytes: float) -> float:
         return float(all_reduce_s(gpu, eff, num_bytes, num_gpus, per_node))
 
-    grads = shape.num_params * layout.grad_bytes_per_param
+    grads = shape.num_params * max(layout.weight_bytes, WIDE_BYTES)  # sums are at least float32
     steps = layout.epochs * layout.minibatches
-    if layout.kind == "dp":
+    if layout.kind == "ddp":
         return steps * reduce_s(grads)
-    weights = shape.num_params * shape.bytes_per_weight
+    weights = shape.num_params * layout.weight_bytes
     batch_tokens = float(sequence_tokens.sum()) / (1.0 - layout.padding_frac)
     micro_batches = max(1.0, np.ceil(batch_tokens / num_gpus / layout.micro_batch_tokens))
-    passes = layout.epochs * 2 + layout.recompute_logprobs + layout.reference
+    passes = layout.epochs * 2 + layout.recompute_logprobs
     return float(micro_batches * (passes * reduce_s(weights) / 2 + layout.epochs * reduce_s(grads) / 2))
 
 
 def _optimizer_s(gpu: GPU, shape: ModelShape, num_gpus: int, layout: Layout) -> float:
     """States read and written once per optimizer step, at the memory's bandwidth, or over the host's link."""
-    sharded = shape.num_params / (num_gpus if layout.kind == "fsdp2" else 1)
+    options = layout.memory_options(num_gpus)
+    sharded = shape.num_params / options.shards
     steps = layout.epochs * layout.minibatches
-    moved = sharded * (2 * layout.optimizer_bytes_per_param + layout.grad_bytes_per_param + shape.bytes_per_weight)
+    moved = sharded * (2 * options.optimizer_bytes + options.grad_bytes + layout.weight_bytes)
     seconds = moved / (0.8 * gpu.memory_bytes_per_s)
-    if layout.offload_optimizer:
-        seconds += 2 * sharded * layout.optimizer_bytes_per_param / layout.host_bytes_per_s
+    if layout.offload:
+        seconds += 2 * sharded * options.optimizer_bytes / layout.host_bytes_per_s
     return steps * seconds
 
 
-def _memory_bytes(shape: ModelShape, num_gpus: int, layout: Layout, longest_tokens: float) -> dict[str, float]:
-    """Bytes on one GPU by what they hold; a micro-batch is at least the longest sequence, which is never cut."""
-    shards = num_gpus if layout.kind == "fsdp2" else 1
-    tokens = max(float(layout.micro_batch_tokens), longest_tokens)
-    width = shape.bytes_per_weight
-    kept = shape.hidden * width  # a layer's input
-    inside = (14 * shape.hidden + 4 * shape.ffn) * width + 2 * shape.num_kv_heads * shape.head_dim * width
-    if layout.gradient_checkpointing:
-        activations = tokens * (shape.num_layers * kept + inside)
-    else:
-        activations = tokens * shape.num_layers * (kept + inside)
-    gathered = 2 * shape.layer_params * width if shards > 1 else 0.0
-    return {
-        "weights": shape.num_params * width / shards + gathered,
-        "gradients": shape.num_params * layout.grad_bytes_per_param / shards,
-        "optimizer": 0.0 if layout.offload_optimizer else shape.num_params * layout.optimizer_bytes_per_param / shards,
-        "reference": shape.num_params * width / shards if layout.reference else 0.0,
-        "activations": activations,
-        "logits": min(tokens, layout.logits_chunk_tokens or tokens)
-        * shape.vocab
-        * (4 + 4),  # float32, and their gradient
-        "runtime": 2.0e9,
-    }
+def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout) -> dict[str, float]:
+    """Bytes of a step on one GPU by what they hold, at its fullest moment."""
+    sizes = micro_batch_sizes(sequence_tokens, num_gpus, layout)
+    options = layout.memory_options(num_gpus)
+    each = [step_bytes(shape, size, options) for size in sizes]
+    fullest = max(each, key=lambda parts: sum(parts.values()))
+    return {**fullest, "runtime": layout.runtime_bytes}
+
+
+def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> list[MicroBatchSize]:
+    """The micro-batches of a step that may take most memory, as `libra.train.packing` forms them: widest rows first.
+
+    Of rows that hold several sequences only their mean fill is known here, so they count as full.
+    """
+    limit = min(layout.max_row_tokens, layout.micro_batch_tokens)
+    tokens = np.sort(np.asarray(sequence_tokens, np.float64))[::-1]
+    short = tokens[tokens <= limit]
+    packed = len(short) > 1 and float(short[-2:].sum()) <= limit
+    alone = tokens[tokens > limit] if packed else tokens
+    rows = np.full(int(np.ceil(short.sum() / limit)), min(float(limit), float(short.sum()))) if packed else np.zeros(0)
+    steps = layout.minibatches * num_gpus
+    found = []
+    for widths, masked in ((alone, False), (rows, True)):
+        mine = widths[::steps]  # slices are balanced: every worker has its share of the long ones
+        if not len(mine):
+            continue
+        at_once = np.clip(np.floor(layout.micro_batch_tokens / mine), 1, np.arange(len(mine), 0, -1))
+        number = np.ceil(mine.sum() / layout.micro_batch_tokens)
+        for weight in (at_once * mine, at_once * mine * mine):  # most places, and largest mask
+            at = int(np.argmax(weight))
+            num_rows, width = float(at_once[at]), float(mine[at])
+            scored = num_rows * width * layout.generated_frac
+            found.append(MicroBatchSize(num_rows, width, scored, masked, max(float(number), 1.0)))
+    several = len(alone) > 0 and len(rows) > 0
+    return [replace(size, first_of=size.first_of + several) for size in found]

@@ -102,25 +102,27 @@ def test_what_a_layout_adds() -> None:
     plain = training_cost(GPU, SHAPE, lengths, 16, Layout(gradient_checkpointing=False))
     assert plain.forward_backward_s == pytest.approx(0.75 * base.forward_backward_s)
     assert plain.memory_parts_bytes["activations"] > 3 * base.memory_parts_bytes["activations"]
+    assert plain.memory_bytes > base.memory_bytes + 5e9
     scored = training_cost(GPU, SHAPE, lengths, 16, Layout(recompute_logprobs=True))
     assert scored.logprobs_s == pytest.approx(base.forward_backward_s / 4)
-    offloaded = training_cost(GPU, SHAPE, lengths, 16, Layout(offload_optimizer=True))
+    offloaded = training_cost(GPU, SHAPE, lengths, 16, Layout(offload=True))
     assert offloaded.optimizer_s > base.optimizer_s
-    assert base.memory_bytes - offloaded.memory_bytes == pytest.approx(12 * SHAPE.num_params / 16)
+    shards = (2 + 12) * SHAPE.num_params / 16
+    assert base.memory_bytes - offloaded.memory_bytes >= 0.99 * shards
     with pytest.raises(ConfigError, match="tensor, pipeline or expert"):
         Layout(kind="tp")  # type: ignore[arg-type]
 
 
 def test_states_are_sharded_once_and_copied_without_fsdp() -> None:
-    """Weights, gradients and states are 2 + 2 + 12 bytes: what the published planner counts as 5.5 GB needs 7.0."""
+    """Weights and AdamW's states with their float32 copy of the weights are 2 + 12 bytes, a summed gradient 4."""
     lengths = np.full(64, 4096.0)
-    held = ("weights", "gradients", "optimizer")
     for num in (8, 32):
         parts = training_cost(GPU, SHAPE, lengths, num, Layout()).memory_parts_bytes
-        gathered = 2 * SHAPE.layer_params * 2
-        assert sum(parts[name] for name in held) == pytest.approx(16 * SHAPE.num_params / num + gathered)
-    copied = training_cost(GPU, SHAPE, lengths, 32, Layout(kind="dp"))
-    assert sum(copied.memory_parts_bytes[name] for name in held) == pytest.approx(16 * SHAPE.num_params)
+        assert parts["weights"] + parts["optimizer"] == pytest.approx(14 * SHAPE.num_params / num)
+    copied = training_cost(GPU, SHAPE, lengths, 32, Layout(kind="ddp"))
+    parts = copied.memory_parts_bytes
+    assert parts["weights"] + parts["optimizer"] == pytest.approx(14 * SHAPE.num_params)
+    assert parts["gradients"] >= 0.99 * 4 * SHAPE.num_params
     assert not copied.fits and copied.headroom_bytes < 0
 
 
