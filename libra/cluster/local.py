@@ -103,17 +103,31 @@ def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
 
 
 def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
-    """GPUs of each worker (CUDA_VISIBLE_DEVICES) where engines are listed and there are enough for all; else none: they share.
+    """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker that is not there sees them all.
 
-    Training workers and engines have GPUs of their own, an engine as many as its tensor-parallel degree, the engines first.
+    Where there are enough for all, training workers and engines have GPUs of their own, an engine as many as its tensor-parallel
+    degree, the engines first. Else workers share, but for training workers that form a group: each of those has one of its own.
+
+    Raises
+    ------
+    ClusterError
+        There are fewer GPUs than training workers that form a group on GPUs.
     """
     wanted = {
         name: resources.get(keys.TP, config.rollout.tp) if keys.ROLLOUT in resources else 1
         for name, resources in worker_resources(config).items()
         if keys.ROLLOUT in resources or keys.TRAIN in resources
     }
-    if not config.cluster.engines or sum(wanted.values()) > num_gpus:
-        return {}
+    if sum(wanted.values()) > num_gpus:
+        trainers = config.cluster.train_workers
+        if not num_gpus or trainers == 1 or config.cluster.device == "cpu":
+            return {}
+        if trainers > num_gpus:
+            raise ClusterError(
+                f"cluster.train_workers: {trainers} replicas need a GPU each to form a group, this machine has {num_gpus}; type "
+                f"cluster.train_workers={num_gpus}, or cluster.device=cpu"
+            )
+        return {f"train-{rank}": str(num_gpus - 1 - rank) for rank in range(trainers)}
     free = iter(range(num_gpus))
     return {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
 
@@ -132,7 +146,7 @@ def local_cluster(config: RunConfig) -> SpecCluster:
         }
     )
     bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
-    devices = device_bindings(config, this_machine().num_gpus) if config.cluster.engines else {}
+    devices = device_bindings(config, this_machine().num_gpus)
     spec: dict[str, Any] = {
         name: {
             "cls": Nanny,

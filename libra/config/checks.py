@@ -282,11 +282,6 @@ def _planner(config: RunConfig) -> Iterator[CrossFieldProblem]:
             ("planner.apply", "planner.replan"),
             "planner.apply: true, but nothing is planned while the run goes on; type planner.replan=true",
         )
-    if planner.apply and not config.cluster.hybrid_workers:
-        yield CrossFieldProblem(
-            ("planner.apply", "cluster.hybrid_workers"),
-            "planner.apply: true, but no worker may change its role; type cluster.hybrid_workers=1",
-        )
     if planner.generated_p99_tokens < planner.generated_p50_tokens:
         yield CrossFieldProblem(
             ("planner.generated_p99_tokens", "planner.generated_p50_tokens"),

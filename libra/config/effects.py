@@ -78,6 +78,7 @@ _REPLICAS = either(above("cluster.train_workers", 1), is_("planner.layout", "aut
 _VLLM = is_("rollout.engine", "vllm")
 _NO_TRACE = (missing("planner.trace"), without("--trace"))
 _DRAWN = without("--from-run", "--workload")
+_CALIBRATED = given("simulation.calibration")
 _SOME_SLOTS = Need(
     ("cluster.engines",),
     "an entry of cluster.engines without slots, or none",
@@ -96,7 +97,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "run.iterations": _run(),
         "run.eta": _of("run", "plan", "simulate"),
         "run.from_checkpoint": _run(),
-        "model.path": _of("run", "plan"),
+        "model.path": {"run": (), "plan": (), "simulate": (_CALIBRATED,)},
         "model.dtype": _of("run", "plan"),
         "model.master_dtype": {"run": (is_("model.dtype", "bfloat16"),), "plan": ()},
         "environment.name": _run(),
@@ -186,6 +187,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "cluster.tool_workers": {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)},
         "cluster.tool_slots": {"run": (LOCAL,), "slurm": ()},
         "cluster.threads": _of("run", "slurm"),
+        "cluster.device": _run(),
         "cluster.dashboard_port": {"run": (LOCAL,), "slurm": ()},
         "observe.tensorboard": _run(),
         "observe.event_log": _run(),
@@ -208,8 +210,9 @@ READ: Mapping[str, Reading] = MappingProxyType(
             for role in ("rollout", "train", "tool")
             for name in ("jobs", "partition", "gpus", "cpus", "memory", "walltime", "directives")
         },
-        "simulation.gpu": _simulated(),
-        "simulation.model": _simulated(),
+        "simulation.gpu": _simulated(missing("simulation.calibration")),
+        "simulation.calibration": _simulated(),
+        "simulation.model": _simulated(missing("simulation.calibration")),
         "simulation.layout": _simulated(),
         "simulation.slots": _simulated(),
         "simulation.policy": _simulated(),
@@ -225,13 +228,12 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "planner.layout": _of("run", "slurm"),
         "planner.planned": _run(),
         "planner.replan": _run(),
-        "planner.apply": _run(is_("planner.replan", True), above("cluster.hybrid_workers", 0)),
-        "planner.change_cost_s": _run(
-            is_("planner.apply", True), is_("planner.replan", True), above("cluster.hybrid_workers", 0)
-        ),
+        "planner.apply": _run(is_("planner.replan", True)),
+        "planner.change_cost_s": _run(is_("planner.replan", True)),
         "planner.gpu": _planned(),
+        "planner.calibration": _planned(),
         "planner.num_gpus": _plan(),
-        "planner.gpus_per_node": _planned(),
+        "planner.gpus_per_node": _plan(),
         "planner.tp": _planned(),
         "planner.trace": _plan(),
         "planner.trajectories": _plan(),

@@ -345,6 +345,9 @@ class ClusterSection(Section):
     """Actions that run at once on one tool worker."""
     threads: AtLeastOne | None = None
     """Torch threads per worker. None: as many as the machine has cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where training replicas and transformers engines compute. auto: on the first GPU that the worker sees (CUDA_VISIBLE_DEVICES),
+    else on the CPU. cuda: an error where a worker sees none. vLLM engines compute on what their installation is for."""
     dashboard_port: Annotated[int, Field(ge=0, le=65535)] = 8787
     """Port of Dask's dashboard with the Libra page. 0: any free port; a busy port is an error."""
 
@@ -393,12 +396,16 @@ class SimulationSection(Section):
 
     gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
     """GPU of the engines: a name of `libra/hardware/gpus`, or a file of that form."""
+    calibration: Annotated[Path, Field(strict=False)] | None = None
+    """File that `libra calibrate RUN --save` wrote: engines, trainer and what is between them are as that run measured them,
+    instead of `gpu` and `model`. It has to be of the model that `model.path` names. None: the GPU's tables."""
     model: Annotated[str, Field(min_length=1)] = "Qwen3-14B"
     """Model whose seconds are simulated: a name of `libra/hardware/models`, or a Hugging Face directory or config.json."""
     layout: dict[Literal["tp1", "tp2", "tp4", "tp8"], AtLeastOne] = {"tp2": 8}
     """Engines by tensor-parallel degree, e.g. {"tp2": 8, "tp8": 1}: eight engines of two GPUs and one of eight."""
     slots: AtLeastOne | None = None
-    """Generations at once on each engine. None: as many as have room in its KV memory at their mean length, 256 at most."""
+    """Generations at once on each engine. None: as many as have room in its KV memory at their mean length, 256 at most; with
+    `calibration` as many as the measured engine takes."""
     policy: PolicyName = "cmlfq"
     """Who goes first, and where: cmlfq (forecasts of what is left), paper (the published rule), fifo, mlfq (least attained
     service), completed_calls (DynaRL), predictor (lengths foreseen with `accuracy`), oracle (the true lengths)."""
@@ -412,10 +419,11 @@ class SimulationSection(Section):
     """Mean number of turns of made-up trajectories."""
     iterations: AtLeastOne = 1
     """Iterations to simulate."""
-    train_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds of an optimizer step with its weight update."""
-    load_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds in which an engine takes new weights; running requests then compute their context again."""
+    train_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds of an optimizer step with its weight update. None: 0, or with `calibration` what the measured trainer takes."""
+    load_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds in which an engine takes new weights; running requests then compute their context again. None: 0, or with
+    `calibration` as measured."""
     tool_slots: AtLeastOne | None = None
     """Actions at once. None: as many as are asked for."""
     noise: bool = False

@@ -87,15 +87,19 @@ class PlannerSection(Section):
     """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed
     unless `planner.apply` says so."""
     apply: bool = False
-    """Carry out accepted plans: hybrid workers (`cluster.hybrid_workers`) go from rollout to training and back while the run
-    goes on. Needs `planner.replan`."""
+    """Carry out accepted plans while the run goes on: slots of engines and bucket boundaries, and where workers may change roles
+    (`cluster.hybrid_workers`) who trains and whose GPUs are one engine. Needs `planner.replan`."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
-    """Seconds that a change of roles is taken to cost the run until one has been measured: what Libra reports, both directions
-    together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as much in the iterations that
-    remain."""
+    """Seconds that a change of roles, or of engines' GPUs, is taken to cost the run until one of its kind has been measured: what
+    Libra reports, both directions together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as
+    much in the iterations that remain, or where KV memory would not hold what is to come."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
     """GPU of every node: a name that Libra knows, or the path of a datasheet. None: for `layout` auto the one of this machine, else
     A800-80G."""
+    calibration: Annotated[Path, Field(strict=False)] | None = None
+    """File that `libra calibrate RUN --save` wrote: engines are as that run measured them instead of as the GPU's tables say, and
+    training is scaled to the steps it took; degrees that it does not know are left out of `tp`. Its weight update is taken where
+    `update_s` is not given. It has to be of the model that `model.path` names. None: the GPU's tables."""
     num_gpus: AtLeastOne | None = None
     """GPUs to share out between training and rollout. None: for `layout` auto as many as this machine has (without a GPU: as many
     as `cluster.threads` goes into its cores), else 8."""
@@ -122,8 +126,8 @@ class PlannerSection(Section):
     """Seconds of a tool call, where the trace does not say."""
     max_concurrency: AtLeastOne = 256
     """Trajectories that generate at once on one engine at most, whatever its memory holds."""
-    update_s: Annotated[float, Field(ge=0)] = 10.0
-    """Seconds from a step's end until engines serve its weights."""
+    update_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds from a step's end until engines serve its weights. None: 10, or with `calibration` as measured."""
     min_train_gpus: AtLeastOne = 1
     """Core training pool: at least so many GPUs."""
     min_rollout_gpus: AtLeastOne = 1

@@ -147,7 +147,9 @@ class PlanConsidered(Event):
 
     Steps are predicted by the same model, corrected by ``rollout_factor`` and ``training_factor``, which predicted
     ``predicted_step_s`` for the iteration that took ``realised_step_s``. ``gain_s`` is over ``remaining_iterations``;
-    ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines`` are (TP degree, number).
+    ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines`` are (TP degree, number),
+    ``concurrency`` (TP degree, slots of one engine). At the ``context_tokens`` expected in an iteration that a change is in time
+    for, the fullest engine of what runs would need ``kv_demand`` of its KV; 0: not known.
     """
 
     name: ClassVar[str] = "plan_considered"
@@ -167,6 +169,9 @@ class PlanConsidered(Event):
     engines: tuple[tuple[int, int], ...]
     accepted: bool
     reason: str
+    concurrency: tuple[tuple[int, int], ...] = ()
+    context_tokens: float = 0.0
+    kv_demand: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,23 @@ class PlanAccepted(Event):
     boundaries_tokens: tuple[float, ...]
     concurrency: tuple[tuple[int, int], ...]
     commands: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBlocked(Event):
+    """A plan cannot be carried out, because of what is ``missing``; each is said once.
+
+    It would gain ``gain_frac`` of a step, and need ``kv_demand`` of the KV of its fullest engine.
+    """
+
+    name: ClassVar[str] = "plan_blocked"
+    iteration: int
+    missing: str
+    gain_frac: float
+    kv_demand: float
+    train_gpus: int
+    engines: tuple[tuple[int, int], ...]
+    concurrency: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

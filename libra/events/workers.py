@@ -119,6 +119,7 @@ class WorkerCapacity(Event):
     full_s_per_token: float
     prefill_s_per_token: float
     beside_s_per_token: float
+    max_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,22 @@ class EngineDeclared(Event):
     prefill_token_s: float | None = None
     num_steps: int = 0
     error_frac: float | None = None
+    max_context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsSet(Event):
+    """The engine of ``worker`` takes at most ``slots`` trajectories at once while its degree is ``tp``, for this reason.
+
+    ``of_slots`` are those it was started with; None: an engine of this degree is not there now, and the limit waits for it.
+    """
+
+    name: ClassVar[str] = "slots_set"
+    worker: str
+    tp: int
+    slots: int
+    of_slots: int | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,10 @@ from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume import check_unchanged
 from libra.errors import ClusterError, LibraError, MismatchAlarm, RunDirectoryError
 from libra.graph import nodes
+from libra.graph.asking_engines import EngineControl
 from libra.graph.asking_roles import RoleControl
 from libra.graph.connecting import address_of, connected
-from libra.graph.engines import EngineKind, check_engine
+from libra.graph.engines import check_engine
 from libra.graph.host import LibraHost, host_name
 from libra.graph.iteration import Graph, Score, evaluation_graph, iteration_graph, iteration_groups, node, on
 from libra.graph.iteration import restored as restored_weights
@@ -183,7 +184,9 @@ class Session:
         self._register()
         self._restore()
         if config.planner.replan:
-            self._planning = self._plan_beside()
+            from libra.graph.planning import plan_beside
+
+            self._planning = plan_beside(self._client, self.spec, self.metrics.write, self._tell, self.first)
 
     def _make_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
@@ -275,6 +278,11 @@ class Session:
         return RoleControl(self._client, self.spec)
 
     @property
+    def engines(self) -> EngineControl:
+        """What asks for other slots of engines, and other bucket boundaries."""
+        return EngineControl(self._client, self.spec)
+
+    @property
     def dashboard(self) -> str:
         """Address of Libra's page in Dask's dashboard."""
         return str(self._client.dashboard_link).replace("/status", "/libra")
@@ -293,25 +301,12 @@ class Session:
             if self._lock is not None:
                 self._lock.release()
 
-    def _plan_beside(self) -> Planning:
-        from libra.graph.planning import Planning
-
-        def engines() -> dict[str, EngineKind]:
-            workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
-            supply = {str(worker["name"]): worker["resources"] for worker in workers}
-            return {name: EngineKind.of(self.config, has) for name, has in supply.items() if has.get(keys.ROLLOUT)}
-
-        roles = self.roles if self.config.planner.apply else None
-        return Planning(self.spec, engines, self.metrics.write, self._tell, roles)
-
     def _tell(self, name: str, fields: Mapping[str, Any]) -> None:
         """Write an event of the planner's into the run's log."""
         told = {"kind": "plan", "run": self.spec.run, "epoch": self.spec.epoch, "event": name, "fields": fields}
         self._client.sync(_rpc(self._client).log_event, topic=TOPIC, msg=told)
 
     def _end(self, client: Client) -> None:
-        if self._planning is not None:
-            self._planning.close()
         held = [*self._carried, *(f for futures in self._held.values() for f in futures)]
         for future in [*held, *(saved for _, saved in self._saving)]:
             future.release()  # by hand: a traceback may hold on to them, and results would outlive the run

@@ -86,6 +86,11 @@ class EngineKind:
         return kind
 
     @property
+    def told(self) -> dict[str, Any]:
+        """What the scheduler is told of it."""
+        return {"engine": self.engine, "bucket": self.bucket, "tp": self.tp, "slots": self.slots}
+
+    @property
     def bucket(self) -> str:
         """Name of its capacity class, as ``vllm-tp2-threads1``."""
         threads = f"-threads{self.threads}" if self.threads is not None else ""
@@ -160,4 +165,5 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         exact_logprobs=config.rollout.exact_logprobs,
         kv_cache_gib=config.rollout.kv_cache_gib,
         min_pass_s=kind.min_pass_s,
+        device=config.cluster.device,
     )

@@ -98,13 +98,19 @@ class GangMember:
         report(worker, self.host.spec, "gang_open", gang=message["gang"], host=host, port=self._store.port)
 
     def _join(self, message: dict[str, Any]) -> None:
+        from libra.tensors import compute_device
         from libra.train.group import TrainGroup
 
         number, rank = message["gang"], message["rank"]
         with self.in_turn:  # a step that has lost its group ends first
             store = self._store if rank == 0 else None
             group = TrainGroup.join(
-                (message["host"], message["port"]), rank, message["size"], epoch=number, store=store
+                (message["host"], message["port"]),
+                rank,
+                message["size"],
+                epoch=number,
+                store=store,
+                on_gpus=compute_device(self.host.spec.config.cluster.device).type == "cuda",
             )
             steps = self._take_up(group)
             self.group, self.joined = group, number

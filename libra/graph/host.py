@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from libra import keys
 from libra.cluster import stacks
 from libra.envs import run_action
+from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, LibraError, StoreError
 from libra.graph.declaring import Declaring
 from libra.graph.dispatching import RowKeeper, keeper_of
@@ -209,7 +210,7 @@ class LibraHost(WorkerPlugin):
             await self.serving.start()
         self.worker.stream_handlers.setdefault("libra-version", self._version_announced)
         self.worker.stream_handlers.setdefault("libra-contended", self._contention_announced)
-        self._tell("joined", weights=self.offered)
+        self._tell("joined", weights=self.offered, engine=kind.told)
         if asleep:
             self._tell("asleep")
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
@@ -369,13 +370,15 @@ class LibraHost(WorkerPlugin):
         temperature = rollout.temperature
         if state.tid.split == "eval" and self.spec.config.evaluation.temperature is not None:
             temperature = self.spec.config.evaluation.temperature
+        script = turn_by_script(self.environment, state.tid, state.prompt, state.turns)
+        wanted = rollout.max_new_tokens if script is None else script.new_tokens
         room = rollout.max_context_tokens - len(context_ids)
         output = await serving.generate(
             TurnRequest(
                 trajectory_id=str(state.tid),
                 turn=state.turns,
                 context_ids=context_ids,
-                max_new_tokens=max(1, min(rollout.max_new_tokens, room)),
+                max_new_tokens=max(1, min(wanted, room)),
                 temperature=temperature,
                 top_p=rollout.top_p,
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
@@ -385,7 +388,7 @@ class LibraHost(WorkerPlugin):
         )
         self.declaring.after_a_turn()
         text = self.chat.decode(output.token_ids)
-        calls = self._parse(text)
+        calls = self._parse(text) if script is None else script.calls
         self._commit(state, generation_record(state.turns, prompt_ids, output, text, calls), started_s)
         if state.phase is None:
             self._forget(state)
@@ -491,7 +494,7 @@ class LibraHost(WorkerPlugin):
             tool=tool,
             status=str(status),
             payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
-            context_tokens=len(state.context),
+            context_tokens=state.num_context_tokens,
             start_s=started_s,
             stop_s=time.time(),
         )

@@ -30,6 +30,7 @@ from libra.graph.dispatching import FETCHED, SliceFetcher, batch_elsewhere, leng
 from libra.graph.failures import failure_counts, failure_of
 from libra.graph.gang_member import turn
 from libra.graph.host import LibraHost
+from libra.graph.lengths import lengths_of
 from libra.graph.members import members_of
 from libra.graph.pausing import pause_reason
 from libra.graph.publishing import assist, publish_checked
@@ -278,7 +279,7 @@ def _batch_stats(trajectories: list[Trajectory], lag: np.ndarray) -> dict[str, f
 
 
 def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Tokens that a batch's trajectories were given by each worker, and of each group its question's length and its tokens."""
+    """Tokens that a batch's trajectories were given by each worker; of each group its question's length and its tokens; lengths."""
     by_worker: dict[str, int] = {}
     for trajectory in (member for group in groups for member in group):
         for taken in trajectory.turns:
@@ -288,7 +289,8 @@ def generated_for(groups: list[list[Trajectory]]) -> dict[str, Any]:
         for group in groups
         if group
     ]
-    return {"worker_tokens": by_worker, "question_tokens": asked}
+    lengths = lengths_of(member for group in groups for member in group)
+    return {"worker_tokens": by_worker, "question_tokens": asked, "trajectory_lengths": lengths}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

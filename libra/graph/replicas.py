@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.graph.spec import RunSpec
+from libra.tensors import compute_device
 
 if TYPE_CHECKING:
     from libra.train import Replica
@@ -42,6 +43,7 @@ def make_replica(spec: RunSpec, model_dir: Path, group: TrainGroup | None) -> Re
         dtype=config.model.dtype,
         master_dtype=config.model.master_dtype,
         threads=config.cluster.threads,
+        device=compute_device(config.cluster.device),
         seed=config.run.seed,
         base_dir=model_dir,
         group=group,

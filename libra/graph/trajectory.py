@@ -55,6 +55,7 @@ def generation_record(
         "stop_reason": str(output.stop_reason),
         "cached_tokens": output.cached_tokens,
         "queued_s": output.queued_s,
+        "busy_s": output.busy_s,
         "text": text,
         "calls": [{"name": c.name, "arguments": json.dumps(dict(c.arguments)), "error": c.error} for c in calls],
     }
@@ -257,7 +258,7 @@ class TrajectoryState:
                         "observation_tokens": 0,
                         "stop_reason": record["stop_reason"],
                         "cached_tokens": record["cached_tokens"],
-                        "generate_s": record["stop_s"] - record["start_s"],
+                        "generate_s": record.get("busy_s", record["stop_s"] - record["start_s"]),
                         "queued_s": record["queued_s"],
                         "tool_s": 0.0,
                         "worker": record["worker"],

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
 from libra.hardware.fitting import fit_positive
+from libra.hardware.run_quanta import running_beside
 
 Array = NDArray[np.float64]
 
@@ -110,17 +111,6 @@ class RunSteps:
             "engines": {name: asdict(engine) for name, engine in self.engines.items()},
             "trainer": None if self.trainer is None else asdict(self.trainer),
         }
-
-
-def running_beside(start_s: Array, stop_s: Array) -> Array:
-    """(n,) how many intervals, itself included, run on average while each does."""
-    times = np.concatenate([start_s, stop_s])
-    change = np.concatenate([np.ones(len(start_s)), -np.ones(len(stop_s))])
-    order = np.argsort(times, kind="stable")
-    at, running = times[order], np.cumsum(change[order])
-    area = np.concatenate([[0.0], np.cumsum(np.diff(at) * running[:-1])])
-    spent = np.interp(stop_s, at, area) - np.interp(start_s, at, area)
-    return np.asarray(spent / np.maximum(stop_s - start_s, 1e-12))
 
 
 def fit_engine(stop_s: ArrayLike, latency_s: ArrayLike, tokens: ArrayLike, *, worker: str = "") -> RunEngine:

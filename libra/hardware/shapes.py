@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         )
     except KeyError as error:
         raise ModelError(f"model {label}: its config.json has no {error.args[0]}") from error
+
+
+def shape_digest(shape: ModelShape) -> str:
+    """SHA-256 of a model's sizes; its name is no part of it, so that a trained copy of a model is the same."""
+    sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def known_models() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ Invariants
 
 The model: all running requests gain one token per step, whose seconds come from `EngineSeconds` for the batch as it is, halfway to
 the next change; computing context holds the steps up for its seconds (chunked or not, the work is the same). Samples of a group
-share the KV of their prompt in time, not in memory.
+share the KV of their prompt in time, not in memory; and of a whole context, where one is there that began with the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
+from libra.hardware.measured_engine import MeasuredEngine
 from libra.hardware.residuals import Residuals
 from libra.hardware.seconds import EngineSeconds
 from libra.types import EngineCapacity, StepSeconds
@@ -40,13 +41,32 @@ class Request(NamedTuple):
     prompt_tokens: int  # of the context, what all samples of the group share
     new_tokens: int
     computed_tokens: int = 0  # of the context, what some engine has computed before
+    reserved_tokens: int = 0  # of generated ones, whose room is held; 0: those that it will generate
+    context: int = 0  # requests of one number have the same tokens of context; 0: nobody else has
+
+    @property
+    def room_tokens(self) -> int:
+        """KV that is held for it while it runs."""
+        return self.context_tokens + max(self.new_tokens, self.reserved_tokens)
 
 
 class EngineTables:
-    """Seconds of one kind of engine, looked up; shared by all engines of that kind."""
+    """Seconds of one kind of engine, looked up; shared by all engines of that kind.
 
-    def __init__(self, seconds: EngineSeconds) -> None:
-        self.seconds = seconds
+    Parameters
+    ----------
+    seconds : EngineSeconds
+    grain_tokens : int
+        Contexts are rounded to the middle of so many tokens.
+    max_contexts : int or None
+        Trajectories that it holds the KV of at most, whatever room they take: an engine of slots keeps a context in each. None:
+        as many as fit.
+    """
+
+    def __init__(
+        self, seconds: EngineSeconds, *, grain_tokens: int = CONTEXT_GRAIN, max_contexts: int | None = None
+    ) -> None:
+        self.seconds, self.max_contexts, self._grain = seconds, max_contexts, grain_tokens
         self.kv_capacity_tokens = int(seconds.kv_capacity_tokens)
         if self.kv_capacity_tokens < 1:
             raise ConfigError(f"an engine of {seconds.tp} GPUs has no room for KV beside the weights; take a larger tp")
@@ -55,19 +75,20 @@ class EngineTables:
 
     def step_s(self, num_sequences: int, context_tokens: float) -> float:
         """Seconds of one decode step."""
-        at = (num_sequences, int(context_tokens) // (CONTEXT_GRAIN * num_sequences))
+        grain = self._grain
+        at = (num_sequences, int(context_tokens) // (grain * num_sequences))
         found = self._step_s.get(at)
         if found is None:
-            middle = (at[1] * CONTEXT_GRAIN + CONTEXT_GRAIN // 2) * num_sequences
+            middle = (at[1] * grain + grain // 2) * num_sequences
             found = self._step_s[at] = self.seconds.decode_step_s(num_sequences, middle)
         return found
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
         """Seconds to compute ``new_tokens`` after ``past_tokens``; the latter to a grain."""
-        at = (new_tokens, past_tokens // CONTEXT_GRAIN)
+        at = (new_tokens, past_tokens // self._grain)
         found = self._prefill_s.get(at)
         if found is None:
-            found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * CONTEXT_GRAIN)
+            found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * self._grain)
         return found
 
     def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
@@ -75,6 +96,8 @@ class EngineTables:
         full; between the two they go with the context held. Bytes are 0 where the seconds know none.
         """
         alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
+        if isinstance(self.seconds, MeasuredEngine):  # it said so itself
+            return EngineCapacity(tokens, 0, 0, slots, self.seconds.tp, self.seconds.steps)
         context_token_s = (self.step_s(slots, tokens) - alone_s) / tokens
         prefill_token_s = self.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens)
         token_bytes = int(getattr(self.seconds, "kv_token_bytes", 0))
@@ -109,6 +132,8 @@ class VirtualEngine:
             OrderedDict()
         )  # context kept between turns, oldest first; its group
         self._prompts: dict[str, int] = {}  # how many contexts of a group are here
+        self._first_with: dict[int, str] = {}  # context -> who computed it here, and is still here
+        self._context_of: dict[str, int] = {}  # the inverse
         self._reserved = self._kept_tokens = 0
         self._context = 0.0  # tokens that running requests attend to, now
         self._steps = self._now = self._ready = self._step_s = 0.0
@@ -120,7 +145,7 @@ class VirtualEngine:
 
     def submit(self, now_s: float, request: Request, priority: tuple[int, ...]) -> None:
         """A trajectory asks for a turn; ConfigError where it could never fit."""
-        need = request.context_tokens + request.new_tokens
+        need = request.room_tokens
         if need > self._tables.kv_capacity_tokens:
             raise ConfigError(
                 f"{request.key} needs {need} tokens of KV, {self.name} holds {self._tables.kv_capacity_tokens}; "
@@ -139,7 +164,7 @@ class VirtualEngine:
             _, _, key = heapq.heappop(self._running)
             request = self._requests.pop(key)
             tokens = request.context_tokens + request.new_tokens
-            self._reserved -= tokens
+            self._reserved -= request.room_tokens
             self._context -= tokens
             self._generated += request.new_tokens
             self._kept[key] = (tokens, request.group)
@@ -152,12 +177,12 @@ class VirtualEngine:
 
     def forget(self, key: str) -> None:
         """Drop the KV of a trajectory that will not come back, if it is kept."""
-        self._drop(key)
+        self._evict(key)
 
     def cancel(self, now_s: float, key: str) -> bool:
         """Take back a trajectory's request, and its KV; whether it had one."""
         self._advance(now_s)
-        self._drop(key)
+        self._evict(key)
         waiting = [entry for entry in self._queue if entry[2].key != key]
         had = len(waiting) < len(self._queue)
         if had:
@@ -168,7 +193,7 @@ class VirtualEngine:
             finish = next(entry[0] for entry in self._running if entry[2] == key)
             self._running = [entry for entry in self._running if entry[2] != key]
             heapq.heapify(self._running)
-            self._reserved -= request.context_tokens + request.new_tokens
+            self._reserved -= request.room_tokens
             self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
             self._prompts[request.group] -= 1
             if not self._prompts[request.group]:
@@ -198,7 +223,7 @@ class VirtualEngine:
         self._advance(now_s)
         self._ready = max(self._ready, now_s) + load_s
         for key in list(self._kept):
-            self._drop(key)
+            self._evict(key)
         for _, _, key in self._running:
             request = self._requests[key]
             self._recomputed += request.context_tokens
@@ -235,29 +260,37 @@ class VirtualEngine:
         self._now = now_s
 
     def _admit(self) -> None:
-        capacity = self._tables.kv_capacity_tokens
+        capacity, most = self._tables.kv_capacity_tokens, self._tables.max_contexts
         while self._queue:
             request = self._queue[0][2]
-            need = request.context_tokens + request.new_tokens
-            if self._reserved + need > capacity:
+            need = request.room_tokens
+            if self._reserved + need > capacity or (most is not None and len(self._running) >= most):
                 break
             heapq.heappop(self._queue)
             cached, _ = self._drop(request.key)
-            while self.kv_tokens + need > capacity:
-                self._drop(next(iter(self._kept)))
+            while self.kv_tokens + need > capacity or (
+                most is not None and self._kept and len(self._running) + len(self._kept) >= most
+            ):
+                self._evict(next(iter(self._kept)))
             self._start(request, min(cached, request.context_tokens))
         self._peak = max(self._peak, self.kv_tokens)
         self.changes += 1
 
     def _start(self, request: Request, cached: int) -> None:
-        if not cached and self._prompts.get(request.group):
-            cached = min(request.prompt_tokens, request.context_tokens)
+        if not cached and request.context in self._first_with:
+            cached = request.context_tokens - 1  # its last token must be fed
+        elif not cached:
+            if self._prompts.get(request.group):
+                cached = min(request.prompt_tokens, request.context_tokens)
+            self._leave(request.key)
+            if request.context:
+                self._first_with[request.context], self._context_of[request.key] = request.key, request.context
         self._cached += cached
         self._recomputed += max(0, min(request.computed_tokens, request.context_tokens) - cached)
         self._compute(request.context_tokens - cached, cached)
         self._requests[request.key] = request
         self._prompts[request.group] = self._prompts.get(request.group, 0) + 1
-        self._reserved += request.context_tokens + request.new_tokens
+        self._reserved += request.room_tokens
         self._context += request.context_tokens
         self._serial += 1
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))
@@ -268,8 +301,19 @@ class VirtualEngine:
             factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
             self._ready = max(self._ready, self._now) + factor * self._tables.prefill_s(new_tokens, past_tokens)
 
+    def _evict(self, key: str) -> None:
+        """Forget kept KV for good: nobody can take it over any more."""
+        self._drop(key)
+        self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        """Nobody takes over what ``key`` began with."""
+        context = self._context_of.pop(key, None)
+        if context is not None:
+            del self._first_with[context]
+
     def _drop(self, key: str) -> tuple[int, str]:
-        """Forget kept KV; how many tokens it had."""
+        """Forget kept KV; how many tokens it had, and its group."""
         tokens, group = self._kept.pop(key, (0, ""))
         if tokens:
             self._kept_tokens -= tokens

@@ -10,6 +10,7 @@ from libra.config import RunConfig
 from libra.config.paths import resolve_model
 from libra.errors import ModelError, PlanError
 from libra.hardware import ModelShape, load_gpu, load_shape
+from libra.planner.calibrated import calibrated
 from libra.planner.cost import Layout, Workload
 from libra.planner.snapshot import Snapshot
 from libra.planner.trace import drawn
@@ -21,6 +22,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one number of `model.dtype` and `model.master_dtype`."""
 
 
+DEFAULT_TP = (1, 2, 4, 8)
+DEFAULT_UPDATE_S = 10.0
 DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
 """What `libra plan` plans for where section ``planner`` does not say."""
 
@@ -51,25 +54,28 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
     )
     workload, cut = _workload(config, turns)
     note = "\n".join(sentence for sentence in (cut, note) if sentence)
-    return (
-        Snapshot(
-            gpu=load_gpu(section.gpu or DEFAULT_GPU),
-            shape=shape_of(config),
-            num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
-            workload=workload,
-            tp=tuple(degrees),
-            gpus_per_node=section.gpus_per_node,
-            training=trainer_layout(config, workload),
-            eta=config.run.eta,
-            update_s=section.update_s,
-            min_train_gpus=section.min_train_gpus,
-            min_rollout_gpus=section.min_rollout_gpus,
-            fixed_train_gpus=section.fixed_train_gpus,
-            fixed_engines=section.fixed_engines,
-            max_concurrency=section.max_concurrency,
-        ),
-        note,
+    snapshot = Snapshot(
+        gpu=load_gpu(section.gpu or DEFAULT_GPU),
+        shape=shape_of(config),
+        num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
+        workload=workload,
+        tp=tuple(degrees),
+        gpus_per_node=section.gpus_per_node,
+        training=trainer_layout(config, workload),
+        eta=config.run.eta,
+        update_s=DEFAULT_UPDATE_S if section.update_s is None else section.update_s,
+        min_train_gpus=section.min_train_gpus,
+        min_rollout_gpus=section.min_rollout_gpus,
+        fixed_train_gpus=section.fixed_train_gpus,
+        fixed_engines=section.fixed_engines,
+        max_concurrency=section.max_concurrency,
     )
+    if section.calibration is None:
+        return snapshot, note
+    asked = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
+    path, model = section.calibration, config.model.path
+    measured, says = calibrated(snapshot, path, model, asked=asked, update_s=section.update_s)
+    return measured, "\n".join(sentence for sentence in (note, says) if sentence)
 
 
 def trainer_layout(config: RunConfig, workload: Workload) -> Layout:

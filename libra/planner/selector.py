@@ -7,17 +7,74 @@
 3. Where no degree is below ``max_demand``, the one with the least demand is chosen, and the reason says so.
 
 Source: EARL, arXiv:2510.05943, the parallelism selector. Deviation: EARL looks rates up in a table measured before the run and
-chooses by context length alone; here they come from the cost model, and concurrency counts as much as length.
+chooses by context length alone; here they come from the cost model, and concurrency counts as much as length. In a run
+(`libra.planner.arrangement_loop`) the options are whole arrangements of its engines, fewer slots among them; the rule is `refuge`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from libra.errors import ConfigError
 from libra.planner.cost.generation import generation
 from libra.planner.cost.rollout import ManySeconds
+
+K = TypeVar("K")
+
+MAX_DEMAND = 0.9
+"""Share of its KV that an engine of a run may need: contexts that run together scatter about their mean."""
+RAISED_DEMAND = 0.75
+"""Share up to which an engine is given more to hold than it has now: less than the share at which it is given less."""
+WATCHED = 8
+"""Iterations whose mean contexts are the trend."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTrend:
+    """Mean context at the end of an iteration's trajectories, over iterations; a line through the last of them foretells it."""
+
+    means: tuple[tuple[int, float], ...] = ()
+
+    def after(self, iteration: int, mean_tokens: float) -> ContextTrend:
+        """With one more iteration."""
+        return ContextTrend((*self.means, (iteration, mean_tokens))[-WATCHED:])
+
+    def expected(self, iteration: int) -> float:
+        """Mean context expected in an iteration to come: what the line says, and never less than it was last; 0: nothing known."""
+        if not self.means:
+            return 0.0
+        last = self.means[-1][1]
+        if len(self.means) < 2:
+            return last
+        at, mean = (np.array(column, float) for column in zip(*self.means, strict=True))
+        slope, level = np.polyfit(at - at.mean(), mean, 1)
+        return max(last, float(level + slope * (iteration - at.mean())))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """An option as the selector sees it: how slow it is (any unit, less is better), and its demand on the fullest KV."""
+
+    slowness: float
+    demand: float
+
+
+def refuge(current: Fit, options: Mapping[K, Fit], max_demand: float) -> K | None:
+    """Where to go because ``current`` would run out of memory; None where it would not, or nothing needs less.
+
+    The quickest of those that hold what is to come; where none does, the one that comes nearest.
+    """
+    if current.demand <= max_demand:
+        return None
+    safe = [key for key, fit in options.items() if fit.demand <= max_demand]
+    if safe:
+        return min(safe, key=lambda key: options[key].slowness)
+    nearest = min(options, key=lambda key: (options[key].demand, options[key].slowness), default=None)
+    return nearest if nearest is not None and options[nearest].demand < current.demand else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +140,8 @@ def select_tp(
         for tp, engine in engines.items()
     }
     demand = {tp: num_in_flight * soon / engine.kv_capacity_tokens for tp, engine in engines.items()}
-    safe = [tp for tp in sorted(engines) if demand[tp] <= max_demand]
+    fits = {tp: Fit(1.0 / rates[tp], demand[tp]) for tp in sorted(engines)}
+    safe = [tp for tp in fits if demand[tp] <= max_demand]
     if not safe:
         tp = min(engines, key=lambda one: (demand[one], one))
         reason = f"no degree holds {num_in_flight:g} x {soon:,.0f} tokens; tp={tp} comes nearest ({demand[tp]:.2f} of its KV)"
@@ -91,10 +149,10 @@ def select_tp(
     best = max(safe, key=lambda one: (rates[one], -one))
     if current is None:
         return Choice(best, rates, demand, f"tp={best} delivers most: {rates[best]:,.1f} tokens per GPU-second")
-    if current not in safe:
+    if (better := refuge(fits[current], fits, max_demand)) is not None:
         need = f"would need {demand[current]:.2f} of its KV at {soon:,.0f} tokens"
-        reason = f"tp={current} {need}; tp={best} needs {demand[best]:.2f}"
-        return Choice(best, rates, demand, reason)
+        reason = f"tp={current} {need}; tp={better} needs {demand[better]:.2f}"
+        return Choice(better, rates, demand, reason)
     gain = rates[best] / rates[current] - 1.0
     if best != current and gain > min_gain_frac:
         return Choice(best, rates, demand, f"tp={best} delivers {100 * gain:.1f} % more than tp={current}")

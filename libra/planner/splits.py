@@ -1,9 +1,9 @@
-"""How many of a run's hybrid workers should train: predicted from what this run itself has measured, no datasheet. Pure.
+"""Steps of a run with more or fewer of its hybrid workers training, by what it has measured itself, and how wrong that was. Pure.
 
 For every number of hybrids that may train, the step is predicted as of the batch that just came: its rollout by the measured speeds
 of the engines that would be left (`libra.planner.measured`), its training by a line through the seconds that steps took over the
 tokens of one replica. While every step had equally many tokens per replica the line goes through the origin: twice the replicas
-take half the time until this run says otherwise. The best is weighed by `libra.planner.replan`, hysteresis included.
+take half the time until this run says otherwise. Which is chosen, out of more than splits, `libra.planner.arrangement_loop` says.
 
 1. What is predicted rests on iterations that have ended. A split is judged for the batch that was, taken as what is to come.
 2. At least one engine whose speed is known stays. Core trainers and workers that are not hybrid are never moved.
@@ -21,9 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra.errors import PlanError
-from libra.planner.commands import Deployed
 from libra.planner.measured import FIRST_WEIGHT, HALF_LIFE_STEPS, Expected, Line, StepForecast
-from libra.planner.replan import Considered, Replanner, Rules
 
 PRIOR_TOKENS = 0.25
 """How surely training's seconds are proportional to a replica's tokens: as surely as from steps at tokens off by a half."""
@@ -108,13 +106,6 @@ class Fleet:
         apart = set(training)
         return Counter(dict(self.engines)) + Counter(h.kind for h in self.hybrids if h.name not in apart)
 
-    def roles(self, num: int) -> dict[str, str]:
-        """Roles of the hybrids that have to change for ``num`` to train: "train" or "rollout" by name."""
-        wanted = set(self.chosen(num))
-        return {
-            h.name: "train" if h.name in wanted else "rollout" for h in self.hybrids if (h.name in wanted) != h.training
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -122,27 +113,6 @@ class Batch:
 
     generated_tokens: float
     trained_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """What came of an iteration.
-
-    Attributes
-    ----------
-    considered : Considered
-    training : int
-        Hybrids that should train; how many do, where nothing was accepted.
-    roles : mapping of name to role
-        Workers to change now; empty where nothing was accepted.
-    options : mapping of int to Expected
-        The step by number of hybrids that train, for the batch that was.
-    """
-
-    considered: Considered
-    training: int
-    roles: Mapping[str, str]
-    options: Mapping[int, Expected]
 
 
 def gain_off(before: Expected, other: Expected, train_s: float, step_s: float, overlap: bool) -> float:
@@ -169,10 +139,8 @@ class SplitLoop:
         By how much the gain of another split, as a share of the step, was judged wrong before each of the last iterations.
     """
 
-    rules: Rules = field(default_factory=Rules)
     trainings: TrainingForecast = field(default_factory=TrainingForecast)
     off: list[float] = field(default_factory=list)
-    replanner: Replanner | None = None
 
     def expected(self, forecast: StepForecast, fleet: Fleet, batch: Batch, num: int, overlap: bool) -> Expected | None:
         """The step of this batch where ``num`` hybrids train; None where no engine is left whose speed is known."""
@@ -210,30 +178,6 @@ class SplitLoop:
             self.off = [*self.off, max(found, default=0.0)][-WATCHED:]
         self.trainings = self.trainings.after(batch.trained_tokens, replicas, train_s)
 
-    def weigh(
-        self, iteration: int, forecast: StepForecast, fleet: Fleet, batch: Batch, remaining: int, overlap: bool
-    ) -> Weighed | None:
-        """Weigh every other split against what runs; None while what runs cannot be predicted."""
-        options = {num: self.expected(forecast, fleet, batch, num, overlap) for num in range(len(fleet.hybrids) + 1)}
-        known = {num: option for num, option in options.items() if option is not None}
-        now = fleet.training
-        if now not in known:
-            return None
-        best = min(known, key=lambda num: (known[num].step_s, abs(num - now)))
-        if self.replanner is None:
-            self.replanner = Replanner(self.deployed(fleet, now), self.rules)
-        self.replanner.deployed = self.deployed(fleet, now)
-        considered = self.replanner.weigh(
-            iteration,
-            known[now].step_s,
-            self.deployed(fleet, best),
-            known[best].step_s,
-            remaining,
-            self.noise_frac,
-        )
-        roles = fleet.roles(best) if considered.accepted else {}
-        return Weighed(considered, best if considered.accepted else now, roles, known)
-
     @property
     def noise_frac(self) -> float:
         """What judged gains are off by, in most iterations; 0 while nothing is known.
@@ -241,9 +185,3 @@ class SplitLoop:
         A median: the iteration in which a workload changes is judged wrong by far, and what comes after it is not.
         """
         return NORMAL * statistics.median(self.off) if self.off else 0.0
-
-    @staticmethod
-    def deployed(fleet: Fleet, num: int) -> Deployed:
-        """What runs where ``num`` hybrids train, a worker counted as one GPU and all engines as of one degree."""
-        engines = sum(fleet.engines_beside(fleet.chosen(num)).values())
-        return Deployed(fleet.core_trainers + num, {1: engines}, {})

@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from libra.config import RunConfig, config_from_dict
 from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import PlanError
 from libra.hardware import ModelShape
+from libra.hardware.shapes import shape_digest
 from libra.planner.commands import Deployed
 from libra.planner.cost import training_table
 from libra.planner.explain import alternative_line
@@ -32,12 +31,6 @@ LARGER_PAYS_FRAC = 0.02
 """A larger micro-batch has to shorten the optimizer step by this share; what is shorter by less is not told apart by the model."""
 SIZES = (1, 2, 4, 8)
 """Larger micro-batches that are looked at, over the configured one."""
-
-
-def shape_digest(shape: ModelShape) -> str:
-    """SHA-256 of a model's sizes; its name is no part of it, so that a trained copy of a model is the same."""
-    sizes = {name: value for name, value in asdict(shape).items() if name != "name"}
-    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def planned(snapshot: Snapshot, floor_tokens: int, *, may_grow: bool = True) -> tuple[Plan, int]:

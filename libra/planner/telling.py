@@ -16,6 +16,7 @@ def considered_events(
     concurrency: tuple[tuple[int, int], ...] = (),
     run: str = "",
     t_s: float = 0.0,
+    memory: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[events.Event, ...]:
     """``plan_considered``, and ``plan_accepted`` where it was; run and time may be filled in by whoever writes them.
 
@@ -28,6 +29,8 @@ def considered_events(
         What the cost model is off by; None where no cost model predicted.
     boundaries_tokens, concurrency
         Of the buckets of the proposal.
+    memory : tuple of float
+        Context expected, in tokens, and the share of its KV that the fullest engine would need at it; 0: not known.
     """
     learned = learned or Correction()
     told = events.PlanConsidered(
@@ -49,6 +52,9 @@ def considered_events(
         engines=seen.engines,
         accepted=seen.accepted,
         reason=seen.reason,
+        concurrency=seen.concurrency,
+        context_tokens=memory[0],
+        kv_demand=memory[1],
     )
     if not seen.accepted:
         return (told,)

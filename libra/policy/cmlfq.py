@@ -1,16 +1,18 @@
 """C-MLFQ: a multi-level feedback queue over trajectories, driven by what is believed to be left of each.
 
 The order is (iteration deadline, level, order). Levels are classes of remaining length, made anew at every parking from the
-forecaster's answer; where its skill is not above 0, they are classes of attained service, least first, which needs no belief.
+forecaster's answer; where its skill is not above 0, nothing is believed, and the order needs none: see the objectives.
 
 Objectives
 ----------
 makespan
     The iteration is to be over soon. Whoever is under way goes on, in the order of arrival: its KV cache holds memory until it
     ends, and going round among many that are half done computes contexts again and again. Of those that have not begun, one
-    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them.
+    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them. Without skill by
+    arrival: least attained service first would keep the longest for the end, which a makespan cannot afford (`docs/adr/0008`).
 stream
-    Groups are to be complete soon, one after the other: least left in the group first, within it by arrival.
+    Groups are to be complete soon, one after the other: least left in the group first, within it by arrival. Without skill by
+    attained service, least first.
 
 Promises
 --------
@@ -257,6 +259,8 @@ class CMLFQ:
         if self.objective == "stream" and trusted:
             level = length_class(self._groups[life.group][1] if life.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
+        if not trusted and self.objective == "makespan":
+            return (UNDER_WAY if begun else UNBEGUN), "cmlfq: no skill, by arrival"
         if not trusted:
             level = length_class(life.generated_tokens)
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"

@@ -22,7 +22,8 @@ def joined_of(
 ) -> WorkerJoined:
     """A worker whose engine declares ``capacity``; ``rollout_slots`` are those it has now (None: the engine's)."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
-    joined = WorkerJoined(worker, bucket, slots, tool_slots, capacity.kv_tokens)
+    limit = capacity.max_context_tokens
+    joined = WorkerJoined(worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit)
     steps = capacity.steps
     if steps is None:
         return joined
@@ -39,7 +40,8 @@ def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
     """By how much an engine is not what it was, as a share: infinite where its memory, slots or degree are others, or seconds
     are known now that were not; else the most that a pass alone, a full one, or one that prefills a context is off.
     """
-    if (now.kv_tokens, now.slots, now.tp) != (before.kv_tokens, before.slots, before.tp):
+    held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
+    if held[0] != held[1]:
         return float("inf")
     if now.steps is None or before.steps is None:
         return 0.0 if now.steps is before.steps else float("inf")

@@ -103,6 +103,7 @@ class _Phase:
         self.free: dict[str, int] = {}
         self.running: dict[str, str] = {}
         self.taken: dict[str, int] = {}
+        self.overfull: set[str] = set()  # workers with fewer slots than are taken
 
     def leave(self, key: str) -> None:
         """``key`` does not wait here any more."""
@@ -137,6 +138,7 @@ class _Phase:
         for key in [key for key, at in self.running.items() if at == worker]:
             del self.running[key]
         self.taken.pop(worker, None)
+        self.overfull.discard(worker)
 
     def _room(self, worker: str) -> None:
         count = self.slots.get(worker, 0) - self.taken.get(worker, 0)
@@ -144,6 +146,10 @@ class _Phase:
             self.free[worker] = count
         else:
             self.free.pop(worker, None)
+        if count < 0 and worker in self.slots:
+            self.overfull.add(worker)
+        else:
+            self.overfull.discard(worker)
 
 
 class Dispatcher:
@@ -316,6 +322,15 @@ class Dispatcher:
             rows.append({"bucket": None, **empty, "waiting": homeless, "left_tokens": 0})
         return rows
 
+    def residents(self, worker: str) -> int:
+        """How many trajectories are at home on the engine of ``worker``."""
+        host = self._fleet.hosts.get(worker)
+        return host.residents if host is not None else 0
+
+    def overfull(self) -> bool:
+        """Whether an engine generates for more trajectories than it has slots now; who runs there is to give its slot up."""
+        return bool(self._phases[Phase.ROLLOUT].overfull)
+
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""
         return self._phases[phase].taken.get(worker, 0)
@@ -449,16 +464,17 @@ class Dispatcher:
     def _pays(self, queue: _Phase, key: str, home: str, target: str) -> str:
         """Why ``key``, which waits for ``home``, had better go on ``target``; empty where it had not.
 
-        Where lengths are believed: both engines are over sooner. Else: all who wait there together win more by one fewer (each is
-        served one turn earlier) than the move costs.
+        All who wait there together must win more by one fewer (each is served one turn earlier) than the move costs. Where lengths
+        are believed, the two engines must not be over later either.
         """
         hosts = self._fleet.hosts
         if not (hosts[home].spec.told and hosts[target].spec.told):
             idle = not queue.taken.get(target)
             return "an engine that has not told its speed is idle" if idle and not hosts[target].spec.told else ""
         if self._loads.believed(key):
-            sooner_s = self._loads.sooner_s(key, target)
-            return f"both engines are over {_seconds(sooner_s)} sooner" if sooner_s > 0.0 else ""
+            here_s, there_s, _ = self._loads.moved_s(key, target)
+            if there_s > here_s:
+                return ""
         price_s = self._fleet.context_tokens.get(key, 0) * hosts[target].spec.prefill_s_per_token
         turn_s = self._quantum_s.get(home, 0.0) / max(1, queue.slots.get(home, 1))
         pays = price_s <= queue.waiting_at.get(home, 0) * turn_s

@@ -72,6 +72,7 @@ class Fleet:
         self._running: dict[str, str] = {}
         self.buckets: dict[str, list[str]] = {}
         self.silent: set[str] = set()  # workers whose engine has not told what it is
+        self.max_context_tokens = 0  # of the engine that takes the longest contexts; 0: not known
 
     def handle(self, event: Event) -> None:
         """Follow one event."""
@@ -125,6 +126,7 @@ class Fleet:
             host.spec = spec
         self.buckets.setdefault(spec.bucket, []).append(spec.worker)
         (self.silent.discard if spec.told else self.silent.add)(spec.worker)
+        self.max_context_tokens = max(host.spec.max_context_tokens for host in self.hosts.values())
 
     def _out_of_bucket(self, spec: WorkerJoined) -> None:
         names = self.buckets[spec.bucket]

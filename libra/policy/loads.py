@@ -80,7 +80,12 @@ class Loads:
         return load.groups.get(group, 0) if load is not None and group is not None else 0
 
     def believe(self, key: str, left_tokens: float, final_tokens: float) -> None:
-        """``key`` is believed to generate ``left_tokens`` more and to end with a context of ``final_tokens``."""
+        """``key`` is believed to generate ``left_tokens`` more and to end with a context of ``final_tokens``: no more than engines
+        let a context grow to, so that a first guess of great lengths does not keep engines of short contexts empty."""
+        limit = self._fleet.max_context_tokens
+        if limit:
+            final_tokens = min(final_tokens, limit)
+            left_tokens = min(left_tokens, max(0.0, limit - self._fleet.context_tokens.get(key, 0)))
         self._left[key] = (left_tokens, final_tokens)
         home = self._home.get(key)
         if home is not None:
@@ -195,13 +200,12 @@ class Loads:
             held += self._room(key)
         return self._fleet.hosts[worker].s_per_token(held, others)
 
-    def sooner_s(self, key: str, worker: str) -> float:
-        """How many seconds sooner the engine of ``key`` and that of ``worker`` are over if it moves, its price paid; 0: not."""
-        home = self._home.get(key)
-        if home is None or home == worker or not self.believed(key):
-            return 0.0
-        here_s, without_s = self._ends_here_s(key, home)
-        return max(0.0, self._sooner_s(key, worker, here_s, without_s))
+    def moved_s(self, key: str, worker: str) -> tuple[float, float, float]:
+        """Seconds until the home of ``key`` is over if it stays, until both engines are if it moves to ``worker``, and the price of
+        that, which is in the second."""
+        here_s, without_s = self._ends_here_s(key, self._home[key])
+        price_s = self._price_s(key, worker)
+        return here_s, max(without_s, self.finish_s(key, worker) + price_s), price_s
 
     def mean_left(self, workers: Iterable[str]) -> int:
         """Tokens that those at home on ``workers`` are believed to have left, on average; 0 where there are none."""
@@ -244,11 +248,14 @@ class Loads:
 
     def _sooner_s(self, key: str, worker: str, here_s: float, without_s: float) -> float:
         """Seconds that a move to ``worker`` saves; 0 where that is too little for its price, or for how far beliefs err."""
-        price_s = self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_s_per_token
+        price_s = self._price_s(key, worker)
         after_s = max(without_s, self.finish_s(key, worker) + price_s)
         if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
             return 0.0
         return here_s - after_s
+
+    def _price_s(self, key: str, worker: str) -> float:
+        return self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_s_per_token
 
     def _first_over(self) -> list[str]:
         """The engines that have least to do of those that told what they are, looked up now and then."""

@@ -142,6 +142,8 @@ class WorkerJoined:
     beside_s_per_token : float
         Seconds that each other generation running there adds to a token, however short its context is; the rest of what a full
         engine is slower by goes with the KV held.
+    max_context_tokens : int
+        Longest context of one trajectory, whatever is believed of it; 0: not known.
     """
 
     worker: str
@@ -153,6 +155,7 @@ class WorkerJoined:
     full_s_per_token: float = 0.0
     prefill_s_per_token: float = 0.0
     beside_s_per_token: float = 0.0
+    max_context_tokens: int = 0
 
     @property
     def told(self) -> bool:

@@ -145,7 +145,7 @@ class _Objects:
                 if self.dispatcher is not None:
                     self.dispatcher.apply(answers)
                 return answers
-        told = self._translated(line, event)
+        told = told_of(line, event, self.family)
         return self._admitted(event) if told is None else self._told(told)
 
     def _admitted(self, event: events.Event) -> tuple[Command, ...] | None:
@@ -168,35 +168,6 @@ class _Objects:
         if self.dispatcher is not None:
             self.dispatcher.apply(answers)
         return answers
-
-    def _translated(self, line: int, event: events.Event) -> Event | None:
-        """What policy objects are told of a line."""
-        match event:
-            case events.TrajectoryParked(key=key, phase=phase, quanta=quanta, context_tokens=context):
-                parsed = _parsed(line, key)
-                group = f"{parsed.split}-{parsed.indices[0]}-{parsed.indices[1]}"
-                return TrajectoryParked(
-                    key, parsed.indices[0], _phase(line, phase), quanta, group, self.family, context
-                )
-            case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
-                latency_s, payload = event.latency_s, event.payload_tokens
-                return QuantumFinished(key, _phase(line, phase), tokens, tool, status, latency_s, payload)
-            case events.QuantumContinued(key=key, phase=phase, worker=worker):
-                return QuantumStarted(key, _phase(line, phase), worker)
-            case events.HomeForgotten(key=key):
-                return HomeForgotten(key)
-            case events.PromptsNamed(iteration=iteration, prompts=prompts):
-                return groups_named("train", iteration, prompts)
-            case events.TrajectoryEnded(key=key, completed=completed):
-                return TrajectoryEnded(key, completed)
-            case events.WorkerCapacity():
-                names = [field.name for field in fields_of(WorkerJoined)]
-                return WorkerJoined(**{name: getattr(event, name) for name in names})
-            case events.WorkerWithdrawn(worker=worker):
-                return WorkerLeft(worker)
-            case events.BoundariesSet(boundaries=boundaries):
-                return BoundariesSet(tuple((int(tp), float(tokens)) for tp, tokens in boundaries))
-        return None
 
     def placed(self, line: int, event: events.QuantumDispatched) -> str:
         """How a dispatch differs from the dispatcher's choice now; nothing where it does not know all."""
@@ -221,6 +192,34 @@ class _Objects:
             f"{event.key} was given a {event.phase} slot of {event.worker} ({event.reason}); now {place.key} gets a "
             f"{place.phase} slot of {place.worker} ({place.reason})"
         )
+
+
+def told_of(line: int, event: events.Event, family: str) -> Event | None:
+    """What policy objects are told of a line."""
+    match event:
+        case events.TrajectoryParked(key=key, phase=phase, quanta=quanta, context_tokens=context):
+            parsed = _parsed(line, key)
+            group = f"{parsed.split}-{parsed.indices[0]}-{parsed.indices[1]}"
+            return TrajectoryParked(key, parsed.indices[0], _phase(line, phase), quanta, group, family, context)
+        case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
+            latency_s, payload = event.latency_s, event.payload_tokens
+            return QuantumFinished(key, _phase(line, phase), tokens, tool, status, latency_s, payload)
+        case events.QuantumContinued(key=key, phase=phase, worker=worker):
+            return QuantumStarted(key, _phase(line, phase), worker)
+        case events.HomeForgotten(key=key):
+            return HomeForgotten(key)
+        case events.PromptsNamed(iteration=iteration, prompts=prompts):
+            return groups_named("train", iteration, prompts)
+        case events.TrajectoryEnded(key=key, completed=completed):
+            return TrajectoryEnded(key, completed)
+        case events.WorkerCapacity():
+            names = [field.name for field in fields_of(WorkerJoined)]
+            return WorkerJoined(**{name: getattr(event, name) for name in names})
+        case events.WorkerWithdrawn(worker=worker):
+            return WorkerLeft(worker)
+        case events.BoundariesSet(boundaries=boundaries):
+            return BoundariesSet(tuple((int(tp), float(tokens)) for tp, tokens in boundaries))
+    return None
 
 
 def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:

@@ -128,7 +128,8 @@ class Roles:
         return next((change for change in self.changes.values() if worker in change.moves), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each worker, its role and tensor-parallel degree, stage and generation; JSON-able."""
+        """Each worker, its role and tensor-parallel degree, those whose GPUs are one engine's with its own, stage and generation;
+        JSON-able."""
         found = []
         for name, member in sorted(self.members.items()):
             change = self.change_of(name)
@@ -136,6 +137,8 @@ class Roles:
             stage = str(Stage.RESUPPLIED if change is None else change.stage) if member.present else "lost"
             number = member.generation if change is None else change.generation
             row = {"worker": name, "role": str(has.role), "tp": has.tp, "stage": stage, "generation": number}
+            bond = member.bond if change is None else change.bonds[name]
+            row["shares_with"] = sorted(bond - {name})
             found.append(row | {"from_role": str(member.settled.role), "from_tp": member.settled.tp})
         return found
 

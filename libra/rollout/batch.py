@@ -81,7 +81,8 @@ class SlotBatch:
         self.min_pass_s, self.meter = min_pass_s, PassMeter()
         self.vocab_size: int = model.config.vocab_size
         # One slot more than requests can have: that of `score`.
-        self.kv = SlotKV(model.config, slots + 1, max_context_tokens, model.get_output_embeddings().weight.dtype)
+        head = model.get_output_embeddings().weight
+        self.kv = SlotKV(model.config, slots + 1, max_context_tokens, head.dtype, head.device)
         self.forward = Forward(model, self.kv, fused=fused)
         self.max_context_tokens = max_context_tokens
         self.state = np.zeros(slots, np.int8)
@@ -181,7 +182,8 @@ class SlotBatch:
         chunk = Chunk(0, len(ids), slot, 0, len(ids))
         step = Step(self.kv, torch.full_like(ids, slot), torch.arange(len(ids)), 0, [chunk])
         logits = self.forward.logits(self.forward.hidden(ids, step)[:-1]).float()
-        found: NDArray[np.float32] = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
+        logp = torch.log_softmax(logits, -1).gather(1, ids[1:, None].to(logits.device))[:, 0]
+        found: NDArray[np.float32] = logp.cpu().numpy()
         return found
 
     def project(self, seed: int) -> dict[str, tuple[float, ...]]:
@@ -345,13 +347,14 @@ class SlotBatch:
     def _sample(self, hidden: torch.Tensor, slots: NDArray[np.int64]) -> list[tuple[Job, TurnOutput]]:
         """Give each of these slots its next token; returns the requests that this ended."""
         index = self.generated[slots]
+        device = self.kv.device
         tokens, logprobs = sample(
             self.forward.logits(hidden),
-            torch.from_numpy(self.uniforms[slots, index]),
-            torch.from_numpy(self.temperature[slots]) if self.any_temperature else None,
-            torch.from_numpy(self.top_p[slots]) if self.any_top_p else None,
+            torch.from_numpy(self.uniforms[slots, index]).to(device),
+            torch.from_numpy(self.temperature[slots]).to(device) if self.any_temperature else None,
+            torch.from_numpy(self.top_p[slots]).to(device) if self.any_top_p else None,
         )
-        ids, nats = tokens.numpy(), logprobs.numpy()
+        ids, nats = tokens.cpu().numpy(), logprobs.cpu().numpy()
         if not np.isfinite(nats).all():
             raise EngineError(f"version {self.version}: logits are not finite; the weights are broken")
         self.tokens[slots, self.known[slots]] = ids

@@ -40,6 +40,7 @@ class Forward:
 
     def hidden(self, ids_T: Tensor, step: Step) -> Tensor:
         """Last hidden states (T, E); the step's keys and values are written on the way."""
+        ids_T = ids_T.to(self.kv.device)
         if self.fused is not None:
             return self.fused(ids_T, step)
         return self.decoder(
@@ -74,7 +75,7 @@ class Forward:
         decode.view_span(np.array([0]), np.array([last]))
         got = torch.cat([self.logits(self.hidden(ids[:last], prefill)), self.logits(self.hidden(ids[last:], decode))])
         self.model.set_attn_implementation("sdpa")
-        expected = self.model(input_ids=ids[None], use_cache=False).logits[0]
+        expected = self.model(input_ids=ids[None].to(self.kv.device), use_cache=False).logits[0]
         self.model.set_attn_implementation(SLOT_ATTENTION)
         expected_logp = expected.float().log_softmax(-1)
         gaps_TV = (got.float().log_softmax(-1) - expected_logp).abs()

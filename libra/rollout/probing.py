@@ -95,12 +95,12 @@ def columns(
     found: dict[str, NDArray[np.float32]] = {}
     for name, places in wanted.items():
         if name in vectors:
-            found[name] = vectors[name].detach()[None].float().numpy()
+            found[name] = vectors[name].detach()[None].float().cpu().numpy()
         elif name in layers and is_embedding(name):
-            found[name] = layers[name].apply(torch.tensor(places)).float().numpy()
+            found[name] = layers[name].apply(torch.tensor(places)).float().cpu().numpy()
         elif name in layers:
             one_hot = F.one_hot(torch.tensor(places), layers[name].inputs).to(dtype)
-            found[name] = layers[name].apply(one_hot).float().numpy()
+            found[name] = layers[name].apply(one_hot).float().cpu().numpy()
         else:
             raise EngineError(f"columns: this model has no {name}; it has {', '.join(list(layers)[:4])}, ...")
     return found
@@ -118,12 +118,12 @@ def _joined(layer: Any, stock: Any) -> dict[str, Tensor]:
 
 
 def _linear(weight: Tensor) -> Apply:
-    return lambda x: F.linear(x, weight)
+    return lambda x: F.linear(x.to(weight.device), weight)
 
 
 def _product(transposed: Tensor) -> Apply:
-    return lambda x: x @ transposed
+    return lambda x: x.to(transposed.device) @ transposed
 
 
 def _lookup(table: Tensor) -> Apply:
-    return lambda ids: F.embedding(ids, table)
+    return lambda ids: F.embedding(ids.to(table.device), table)

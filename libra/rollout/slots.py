@@ -39,16 +39,23 @@ class SlotKV:
     Short rows lie close together that way, which halves the time attention takes to read them.
     """
 
-    def __init__(self, config: Any, slots: int, max_context_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Any, slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.slots, self.dtype = slots, dtype
-        self.positions = torch.arange(_round_up(max_context_tokens, GROWTH_TOKENS))
+        self.positions = torch.arange(_round_up(max_context_tokens, GROWTH_TOKENS), device=device)
         self.context_tokens = 0
-        empty = torch.zeros(2, slots, self.num_kv_heads, 0, self.head_dim, dtype=dtype)
+        empty = torch.zeros(2, slots, self.num_kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         self._rebind([empty] * config.num_hidden_layers)
         self.resize(1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.positions.device
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for contexts of this length; grows by an eighth at least, so that copying stays rare."""
@@ -127,6 +134,12 @@ class Step:
     mask_S1C: Tensor | None = None
     spans: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: keys (S*K, D, C), values (S*K, C, D)
 
+    def __post_init__(self) -> None:
+        device = self.kv.device
+        self.slot_T, self.position_T = self.slot_T.to(device), self.position_T.to(device)
+        for chunk in self.chunks:
+            chunk.mask = None if chunk.mask is None else chunk.mask.to(device)
+
     def view_span(self, slots_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> None:
         """Prepare what decoding reads: the span of slots, the context of its longest row, and who may see what."""
         kv, first = self.kv, int(slots_R[0])
@@ -135,12 +148,13 @@ class Step:
         context = _round_up(longest, CONTEXT_STEP_TOKENS)
         if context > WHOLE_FRAC * kv.context_tokens:
             context = kv.context_tokens
-        last_S = torch.from_numpy(positions_R)
+        last_S = torch.from_numpy(positions_R).to(kv.device)
         if span != len(slots_R):
-            self.rows_R = torch.from_numpy(slots_R - first)
+            self.rows_R = torch.from_numpy(slots_R - first).to(kv.device)
             last_S = last_S.new_zeros(span).index_copy_(0, self.rows_R, last_S)
         hidden_SC = kv.positions[:context] > last_S[:, None]
-        self.mask_S1C = torch.zeros(span, context, dtype=kv.dtype).masked_fill_(hidden_SC, -torch.inf)[:, None]
+        open_SC = torch.zeros(span, context, dtype=kv.dtype, device=kv.device)
+        self.mask_S1C = open_SC.masked_fill_(hidden_SC, -torch.inf)[:, None]
         begin, end = first * kv.num_kv_heads, (first + span) * kv.num_kv_heads
         self.spans = [(k[begin:end, :context].transpose(1, 2), v[begin:end, :context]) for k, v in kv.folded]
 

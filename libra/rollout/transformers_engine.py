@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import queue
@@ -31,6 +32,7 @@ from libra.rollout.batch import Job, SlotBatch
 from libra.rollout.capacity import kv_token_bytes, tokens_within
 from libra.rollout.checkpoint import load_causal_lm
 from libra.rollout.engine import EngineStats
+from libra.tensors import compute_device
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ Reply = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
 class TransformersEngine:
-    """Continuous batching of a Hugging Face causal LM (Llama, Qwen2, Qwen3 and their like) on this process's CPU.
+    """Continuous batching of a Hugging Face causal LM (Llama, Qwen2, Qwen3 and their like) on this process's CPU or GPU.
 
     Parameters
     ----------
@@ -64,6 +66,8 @@ class TransformersEngine:
     min_pass_s : float
         Seconds that each forward pass takes at least: the rest is waited out. For measurements that need engines of different
         speeds on one machine.
+    device : {"auto", "cpu", "cuda"}
+        `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class TransformersEngine:
         exact_logprobs: bool = False,
         kv_cache_gib: float | None = None,
         min_pass_s: float = 0.0,
+        device: str = "cpu",
     ) -> None:
         if slots < 1 or max_context_tokens < 2:
             raise EngineError(
@@ -86,6 +91,7 @@ class TransformersEngine:
         self.model_dir, self.slots, self.max_context_tokens = Path(model_dir), slots, max_context_tokens
         self.dtype, self.threads, self.version = dtype, threads, version
         self.exact_logprobs, self.kv_cache_gib, self.min_pass_s = exact_logprobs, kv_cache_gib, min_pass_s
+        self.device = device
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
@@ -158,7 +164,7 @@ class TransformersEngine:
         token_bytes = self._token_bytes
         return EngineCapacity(
             kv_tokens=batch.kv_tokens, kv_bytes=batch.kv_tokens * token_bytes, kv_token_bytes=token_bytes,
-            slots=self.slots, tp=1, steps=batch.meter.seconds(),
+            slots=self.slots, tp=1, steps=batch.meter.seconds(), max_context_tokens=self.max_context_tokens,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -169,6 +175,9 @@ class TransformersEngine:
         self._mailbox.put((lambda: None, (), None))
         await asyncio.to_thread(self._thread.join)
         self._batch = None
+        if torch.cuda.is_initialized():
+            gc.collect()  # the model's modules know each other in circles
+            torch.cuda.empty_cache()
 
     def _open(self) -> SlotBatch:
         if self._batch is None or self._closing:
@@ -201,6 +210,7 @@ class TransformersEngine:
             model = load_causal_lm(self.model_dir, self.dtype, slot_cache.SLOT_ATTENTION)
             self._token_bytes = kv_token_bytes(model.config.to_dict(), self.dtype)
             budget = self.kv_cache_gib
+            model.to(compute_device(self.device))
             batch = SlotBatch(
                 model,
                 slots=self.slots,

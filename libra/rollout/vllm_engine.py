@@ -160,6 +160,7 @@ class VLLMEngine:
         return EngineCapacity(
             kv_tokens=self._kv_tokens, kv_bytes=self._kv_tokens * self._token_bytes, kv_token_bytes=self._token_bytes,
             slots=self.settings.slots, tp=self.settings.tp, steps=self._meter.seconds(),
+            max_context_tokens=self.settings.max_context_tokens,
         )  # fmt: skip
 
     @property

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from libra.policy import (
 )
 from libra.scheduler import private
 from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
+from libra.scheduler.concurrency import Concurrency
 from libra.scheduler.not_ready import NotReady
 from libra.scheduler.run_state import RunState
 from libra.scheduler.trajectories import Trajectories
@@ -80,12 +82,15 @@ class LibraPlugin(SchedulerPlugin):
                 "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
                 "libra_forecast_trust": self.forecast_trust,
+                "libra_set_slots": self.set_slots,
+                "libra_engines": self.engines,
                 "libra_end_run": self.end_run,
             },
         )
         attach_page(scheduler, self.snapshots)
         self.not_ready = NotReady(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._signs)
+        self.concurrency = Concurrency(scheduler, self.trajectories.kick)
         sampler = scheduler.periodic_callbacks["libra-sample"] = PeriodicCallback(self._sample, SAMPLE_MS)
         sampler.start()
 
@@ -165,7 +170,23 @@ class LibraPlugin(SchedulerPlugin):
         state = self.runs.pop(run, None)
         if state is not None:
             self.not_ready.ended(run)
+            self.concurrency.ended(run)
             state.close()
+
+    def set_slots(
+        self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
+    ) -> dict[str, Any]:
+        """Limit how many trajectories engines generate for at once; see `Concurrency.set`."""
+        state = self.runs.get(run)
+        if state is None or state.epoch != epoch:
+            return {"error": f"run {run!r}, epoch {epoch}, is not on this scheduler"}
+        return self.concurrency.set(state, slots, reason)
+
+    def engines(self, run: str, epoch: int) -> list[dict[str, Any]]:
+        """What engines of a run are, may use and have declared (`Concurrency.rows`); ``residents``: trajectories at home."""
+        state = self.runs.get(run)
+        rows = [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
+        return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
 
     def members(self, run: str, batch: int) -> list[list[int]]:
         """Groups of a batch that was opened, as [iteration, group]."""
@@ -214,10 +235,7 @@ class LibraPlugin(SchedulerPlugin):
                         self.trajectories.applier.open(state, gate, keys.GRADE)
                 announce_version(self._scheduler, state, msg["version"])
             case "joined" | "served" | "quarantined" | "asleep" | "awake":
-                engine_reported(state, msg)
-                if self.trajectories.contended:
-                    tell_contention(self._scheduler, msg["address"], True)
-                self.trajectories.kick()
+                self._engine_reported(state, msg)
             case "declared" | "ready" | "not_ready":
                 self._set_up(state, msg)
             case "plan" | "prompts" | "boundaries":
@@ -312,6 +330,15 @@ class LibraPlugin(SchedulerPlugin):
         state.emit("boundaries_set", boundaries=boundaries, reason=reason)
         self._apply(state, state.policy.handle(BoundariesSet(boundaries)))
 
+    def _engine_reported(self, state: RunState, msg: dict[str, Any]) -> None:
+        engine_reported(state, msg)
+        if msg["kind"] == "joined" and "engine" in msg:
+            self.concurrency.joined(state.run, msg["name"], msg["engine"])
+            self.concurrency.apply(state.run, msg["address"])
+        if self.trajectories.contended:
+            tell_contention(self._scheduler, msg["address"], True)
+        self.trajectories.kick()
+
     def _set_up(self, state: RunState, msg: dict[str, Any]) -> None:
         """What a worker needs for a run is there, or could not be made; then it goes on counting as one that joins. Or its engine
         says what it is."""
@@ -320,10 +347,12 @@ class LibraPlugin(SchedulerPlugin):
             return
         if msg["kind"] == "declared":
             self.trajectories.workers.declared(state, msg)
+            self.concurrency.declared(state.run, msg)
             self.trajectories.kick()
             return
         state.joining.discard(msg["address"])
         self.not_ready.ready(state.run, msg["address"])
+        self.concurrency.apply(state.run, msg["address"])
         self.trajectories.kick()
 
     def _group_reported(self, state: RunState, msg: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -307,7 +307,7 @@ class RolePlugin(SchedulerPlugin):
             case Supply(worker=worker, assignment=has, slots_of=names) if has.role is Role.ROLLOUT:
                 own = has.tp == state.roles.members[worker].base.tp
                 tp = state.says_tp[worker] if own else has.tp
-                self._supply(state, worker, sum(state.slots[name] for name in names), tp)
+                self._supply(state, worker, self._allowed(state, worker, has.tp, names), tp)
             case RestartMember(worker=worker, reason=reason):
                 logger.warning("run %s: %s is restarted: %s", state.run, worker, reason)
                 self._emit(state, "role_member_failed", worker=worker, detail=reason, restarts=True)
@@ -320,6 +320,11 @@ class RolePlugin(SchedulerPlugin):
                 self._emit(state, "role_member_failed", worker=worker, detail=reason, restarts=False)
             case ReportStarted() | ReportUndone() | ReportEnded():
                 self._write_down(state, command)
+
+    def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
+        """Slots that an engine of these workers may use (`libra.scheduler.concurrency`)."""
+        slots, libra = sum(state.slots[name] for name in names), self._libra
+        return slots if libra is None else int(libra.concurrency.supplied(state.run, worker, tp, slots))
 
     def _supply(self, state: _Run, name: str, slots: int, tp: int | None) -> None:
         """Have a worker supply so many slots; ``tp`` None leaves what it says of its engine."""

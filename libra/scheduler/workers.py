@@ -11,9 +11,11 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from libra.events import EngineDeclared
+from libra.events.event import Event
 from libra.policy import WorkerJoined, WorkerLeft, joined_of, off_by_frac
 from libra.scheduler import private
 from libra.types import EngineCapacity, Phase, StepSeconds
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 
 RETOLD_FRAC = 0.25
 """An engine's seconds are told anew when they are off by so much of what was told last."""
+_FIELDS = frozenset(f.name for f in fields(EngineDeclared)) - {f.name for f in fields(Event)} - {"worker"}
 _SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s")
+
+
+_SIZES = ("kv_tokens", "kv_bytes", "kv_token_bytes", "slots", "tp", "max_context_tokens")
 
 
 @dataclass(slots=True)
@@ -43,7 +49,8 @@ def capacity_of(msg: dict[str, Any]) -> EngineCapacity:
     if msg["fixed_s"] is not None:
         seconds = {name: float(msg[name]) for name in _SECONDS}
         steps = StepSeconds(**seconds, num_steps=msg["num_steps"], error_frac=msg["error_frac"])
-    return EngineCapacity(msg["kv_tokens"], msg["kv_bytes"], msg["kv_token_bytes"], msg["slots"], msg["tp"], steps)
+    sizes: dict[str, int] = {name: int(msg[name]) for name in _SIZES}
+    return EngineCapacity(**sizes, steps=steps)
 
 
 class Workers:
@@ -117,20 +124,3 @@ class Workers:
             return declared.capacity
         alike = (other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket)
         return replace(declared.capacity, steps=next((steps for steps in alike if steps is not None), None))
-
-
-_FIELDS = frozenset(
-    (
-        "engine",
-        "bucket",
-        "model",
-        "kv_tokens",
-        "kv_bytes",
-        "kv_token_bytes",
-        "slots",
-        "tp",
-        *_SECONDS,
-        "num_steps",
-        "error_frac",
-    )
-)

@@ -14,21 +14,49 @@ MAX_SLOTS = 256
 """Most generations that one engine takes at once, as inference engines are usually set."""
 
 
+class Between(NamedTuple):
+    """Seconds of a quantum that no engine and no tool takes: its trajectory holds a slot meanwhile. One of each is drawn.
+
+    Attributes
+    ----------
+    transport_s : tuple of float
+        From the slot being given to the worker's beginning, and from its end to the scheduler's hearing of it.
+    worker_s : tuple of float
+        On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
+    """
+
+    transport_s: tuple[float, ...] = (0.0,)
+    worker_s: tuple[float, ...] = (0.0,)
+
+
+NOTHING_BETWEEN = Between()
+"""Everything but engines and tools takes no time."""
+
+
 class EngineSpec(NamedTuple):
-    """One engine of a fleet."""
+    """One engine of a fleet.
+
+    ``bucket_name`` is its capacity class, empty: engines of one degree. ``told`` is what the policy is told of it, each with the
+    seconds after the first gate at which it is (the first one at once); empty: its tables, from the beginning.
+    """
 
     name: str
     tp: int
     slots: int
     tables: EngineTables
+    bucket_name: str = ""
+    between: Between = NOTHING_BETWEEN
+    told: tuple[tuple[float, WorkerJoined], ...] = ()
 
     @property
     def bucket(self) -> str:
-        """Its capacity class: engines of one degree."""
-        return f"tp{self.tp}"
+        """Its capacity class."""
+        return self.bucket_name or f"tp{self.tp}"
 
     def joined(self, context_tokens: int) -> WorkerJoined:
-        """What the policy is told of it, at contexts of this many tokens."""
+        """What the policy is told of it first; of its tables at contexts of this many tokens."""
+        if self.told:
+            return self.told[0][1]
         return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
 
 

@@ -1,14 +1,25 @@
-"""The workload of a run that was: its trajectories as its store holds them, turn by turn."""
+"""The simulation of a run that was: its trajectories as its store holds them, turn by turn, on its own engines."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from libra.errors import RunDirectoryError, StoreError
+from libra.hardware.run_calibration import EngineOfRun, RunCalibration
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import Ordering, boundaries_of, make_ordering
+from libra.sim.fleet import Between, EngineSpec
+from libra.sim.run_record import Realised, RunRecord
+from libra.sim.simulator import Simulator, Surroundings
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
-from libra.types import ToolOutcome, tool_outcome
+from libra.types import Phase, ToolOutcome, tool_outcome
 
 
 def _outcome(path: Path, row: int, word: str) -> ToolOutcome:
@@ -19,7 +30,108 @@ def _outcome(path: Path, row: int, word: str) -> ToolOutcome:
         raise StoreError(f"{path}, row {row} of the turns: {error}; use the Libra that wrote it") from error
 
 
-def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
+@dataclass(frozen=True, eq=False)
+class RunSetting:
+    """A run as the simulator needs it.
+
+    Attributes
+    ----------
+    workload : Workload
+        Its training trajectories.
+    calibration : RunCalibration
+    engines : tuple of EngineSpec
+        Its own, by the names of their workers.
+    surroundings : Surroundings
+        Its trainer, tools and staleness bound.
+    realised : Realised or None
+        What it came to; None where it was resumed.
+    """
+
+    record: RunRecord
+    workload: Workload
+    calibration: RunCalibration
+    engines: tuple[EngineSpec, ...]
+    surroundings: Surroundings
+    realised: Realised | None
+
+    def ordering(self) -> Ordering:
+        """The policy of the run, as new."""
+        policy = self.record.config.policy
+        return make_ordering(policy.name, objective=policy.objective, patience=policy.patience)
+
+    def simulator(self) -> Simulator:
+        """The run, in virtual time."""
+        config = self.record.config
+        return Simulator(
+            self.workload, self.engines, self.ordering(), seed=config.run.seed, surroundings=self.surroundings
+        )
+
+
+def simulator_of_run(run_dir: Path) -> Simulator:
+    """The simulation of a run on its own engines, under its own policy; `run_setting` also has what the run came to.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run, or one that stored nothing.
+    ConfigError
+        Its engines generated too little to say how fast they are.
+    """
+    return run_setting(run_dir).simulator()
+
+
+def run_setting(run_dir: Path) -> RunSetting:
+    """Everything that a simulation needs of a run; raises as `simulator_of_run`."""
+    record = RunRecord.read(run_dir)
+    workload = workload_of_run(run_dir, family=record.family)
+    calibration = record.calibration()
+    iterations = 1 + max(plan.iteration for plan in workload.trajectories)
+    return RunSetting(
+        record,
+        workload,
+        calibration,
+        tuple(engine_spec(engine, engine.worker, record) for engine in calibration.engines),
+        run_surroundings(record, calibration),
+        record.realised(iterations),
+    )
+
+
+def engine_spec(
+    engine: EngineOfRun, name: str, record: RunRecord | None = None, slots: int | None = None
+) -> EngineSpec:
+    """An engine of a simulation that is as fast as ``engine``; with ``record`` the policy hears of it what it heard in the run."""
+    tables = EngineTables(engine.seconds, grain_tokens=1, max_contexts=engine.max_contexts)
+    return EngineSpec(
+        name, engine.tp, slots or engine.slots, tables, engine.bucket, Between(engine.transport_s, engine.worker_s),
+        () if record is None else record.told(engine.worker),
+    )  # fmt: skip
+
+
+def run_surroundings(record: RunRecord, calibration: RunCalibration) -> Surroundings:
+    """Trainer, tools and staleness bound of a run."""
+    steps_s, rollout = record.steps_s(), record.config.rollout
+    acted = any(quantum.phase == Phase.TOOL for quantum in record.quanta)
+    reserves = any(engine.max_contexts is not None for engine in calibration.engines)
+    return Surroundings(
+        eta=record.config.run.eta,
+        train_s=sum(steps_s) / len(steps_s) if steps_s else 0.0,
+        steps_s=steps_s,
+        load_s=calibration.load_s,
+        tool_slots=record.tool_slots if acted and record.tool_slots else None,
+        inline_tools=record.inline_tools,
+        tool_between=Between(calibration.tool_transport_s, calibration.tool_worker_s),
+        gate_s=calibration.gate_s,
+        commit_s=calibration.commit_s,
+        boundaries=boundaries_of(record.config.policy.boundaries_tokens),
+        reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
+    )
+
+
+def _digest(tokens: NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest()
+
+
+def workload_of_run(run_dir: Path, *, name: str = "sim", family: str = "") -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError where it has none.
 
     Iterations and groups are numbered anew, so that all iterations have equally many groups: as many as the first one. Groups
@@ -29,7 +141,7 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
     if not path.is_dir():
         raise RunDirectoryError(f"{run_dir}: holds no trajectories.zarr; name the directory of a run")
     with TrajectoryStore.open(path) as store:
-        whole, turns = store.columns(), store.columns("turn")
+        whole, turns, tokens = store.columns(), store.columns("turn"), store.columns("token")["token_ids"]
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     columns = (whole["split"], whole["iteration"], whole["group"], whole["sample"])
     for row, (split, iteration, group, sample) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
@@ -40,6 +152,7 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
     first = min(groups)[0]
     per_iteration = sum(iteration == first for iteration, _ in groups)
     plans: list[TrajectoryPlan] = []
+    numbers: dict[bytes, int] = {}
     names = whole["prompt_id"].tolist()
     asked = Counter(names[members[0][1]] for members in groups.values())
     for index, (_, members) in enumerate(sorted(groups.items())):
@@ -60,7 +173,13 @@ def workload_of_run(run_dir: Path, *, name: str = "sim") -> Workload:
                 for i in rows
             )
             prompt = str(names[row]) if asked[names[row]] > 1 else ""
-            plans.append(
-                TrajectoryPlan(iteration, group, sample, int(turns["prompt_tokens"][start]), steps, "", prompt)
+            first_token = int(whole["offset"][row])
+            contexts = tuple(
+                numbers.setdefault(
+                    _digest(tokens[first_token : first_token + int(turns["prompt_tokens"][i])]), 1 + len(numbers)
+                )
+                for i in rows
             )
+            prompt_tokens = int(turns["prompt_tokens"][start])
+            plans.append(TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts))
     return checked(Workload(name, tuple(plans)), str(path))

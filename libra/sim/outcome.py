@@ -36,6 +36,8 @@ class Outcome(NamedTuple):
         Mean over groups of the time from its iteration's gate to its last trajectory's end.
     iteration_s : tuple of float
         Seconds of each iteration, gate to end of training.
+    rollout_s : tuple of float
+        Seconds of each iteration, gate to the end of its last trajectory.
     generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens : int
         Sampled; context computed; context whose KV was there; of the computed, what some engine had computed before.
     moves, lost_quanta : int
@@ -49,6 +51,7 @@ class Outcome(NamedTuple):
     makespan_s: float
     group_completion_s: float
     iteration_s: tuple[float, ...]
+    rollout_s: tuple[float, ...]
     trajectories: int
     turns: int
     generated_tokens: int
@@ -72,6 +75,7 @@ class Outcome(NamedTuple):
             makespan,
             sum(groups) / len(groups),
             tuple(iterations),
+            tuple(record.rollout_s[k] - record.gate_s[k] for k in sorted(record.rollout_s)),
             len(record.ended_s),
             workload.num_turns,
             sum(c.generated_tokens for c in done),
@@ -97,6 +101,7 @@ class Outcome(NamedTuple):
         return {
             **values,
             "iteration_s": list(self.iteration_s),
+            "rollout_s": list(self.rollout_s),
             "tokens_per_s": self.generated_tokens / self.makespan_s if self.makespan_s else 0.0,
             "digest": self.digest(),
         }

@@ -43,7 +43,7 @@ from libra.policy import (
     WorkerLeft,
     learns_after,
 )
-from libra.sim.fleet import EngineSpec, typical_context
+from libra.sim.fleet import NOTHING_BETWEEN, Between, EngineSpec, typical_context
 from libra.sim.outcome import Dispatched, Outcome
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
@@ -70,8 +70,20 @@ class Surroundings:
         Staleness bound in versions; 0 is synchronous.
     train_s, load_s : float
         Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
+    steps_s : tuple of float
+        ``train_s`` of the first steps, where they are known one by one.
     tool_slots : int or None
         Actions at once. None: as many as are asked for, and actions do not wait in the scheduler.
+    inline_tools : frozenset of str
+        Tools that run within the generation's slot; their trajectory goes on in it where nobody waits for one. The empty name is
+        that of calls which could not be read.
+    tool_between : Between
+        Of actions, where they have slots.
+    gate_s, commit_s : float
+        From a gate to its first trajectory, and from a group's last end to its record.
+    reserve : (int, int) or None
+        An engine holds KV free for the most that a turn may have: so many tokens, in a context of at most so many. None: for those
+        that it will have.
     residuals : Residuals or None
         What measured seconds leave of predicted ones, to be drawn from. None: seconds are as predicted.
     losses : tuple of Loss
@@ -82,10 +94,20 @@ class Surroundings:
     eta: int = 0
     train_s: float = 0.0
     load_s: float = 0.0
+    steps_s: tuple[float, ...] = ()
     tool_slots: int | None = None
+    inline_tools: frozenset[str] = frozenset()
+    tool_between: Between = NOTHING_BETWEEN
+    gate_s: float = 0.0
+    commit_s: float = 0.0
+    reserve: tuple[int, int] | None = None
     residuals: Residuals | None = None
     losses: tuple[Loss, ...] = ()
     boundaries: tuple[tuple[int, float], ...] = ()
+
+    def step_s(self, batch: int) -> float:
+        """Seconds of step ``batch`` with its weight update."""
+        return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s
 
 
 @dataclass(slots=True)
@@ -111,6 +133,7 @@ class _Record:
     dispatched: list[Dispatched] = field(default_factory=list)
     ended_s: dict[str, float] = field(default_factory=dict)
     group_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    rollout_s: dict[int, float] = field(default_factory=dict)  # when the last trajectory of an iteration ended
     iteration_s: dict[int, float] = field(default_factory=dict)
     gate_s: dict[int, float] = field(default_factory=dict)
     moves: int = 0
@@ -137,6 +160,7 @@ class Simulator:
             raise ConfigError("engines: two have the same name; name them apart")
         streams = np.random.SeedSequence(seed).spawn(len(engines))
         self._streams = {spec.name: np.random.default_rng(s) for spec, s in zip(engines, streams, strict=True)}
+        self._luck = np.random.default_rng([seed, 0xBE7])
         self._engines: dict[str, VirtualEngine] = {}
         self._context = typical_context(workload.trajectories)
         self._runs: dict[str, _Run] = {}
@@ -157,13 +181,27 @@ class Simulator:
         self._now = 0.0
         self._oldest: dict[tuple[int, int], int] = {}
         self._num_ended = self._learned_ended = 0
+        self._on_the_way: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
+        self._contended = False  # whether anybody waits for a slot of an engine, as workers are told
         self._learns = ordering if isinstance(ordering, Learns) else None
         self.record = _Record()
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What there is beside engines and policy."""
+        return self._around
+
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """Its engines."""
+        return tuple(self._specs.values())
 
     def run(self) -> Outcome:
         """Everything from the first gate to the last batch."""
         for spec in self._specs.values():
             self._join(spec)
+            for at_s, joined in spec.told[1:]:
+                self._at(at_s, self._retell, joined)
         if self._around.tool_slots is not None:
             self._tell(WorkerJoined(TOOLS, tool_slots=self._around.tool_slots))
         if self._around.boundaries:
@@ -217,6 +255,10 @@ class Simulator:
         )
         self._tell(spec.joined(self._context))
 
+    def _retell(self, joined: WorkerJoined) -> None:
+        if joined.worker in self._engines:
+            self._tell(joined)
+
     def _lose(self, loss: Loss) -> None:
         engine = self._engines.pop(loss.worker, None)
         if engine is None:
@@ -224,8 +266,11 @@ class Simulator:
         self._tell(WorkerLeft(loss.worker))
         for key in [key for key, home in self._home.items() if home == loss.worker]:
             del self._home[key]
-        for key in engine.lost():
+        between = [key for key, worker in self._on_the_way.items() if worker == loss.worker]
+        for key in (*engine.lost(), *between):
             self.record.lost_quanta += 1
+            self._on_the_way.pop(key, None)
+            self._runs[key].attempt += 1
             self._park(self._runs[key])
         if loss.away_s is not None:
             self._at(self._now + loss.away_s, self._join, self._specs[loss.worker])
@@ -235,13 +280,19 @@ class Simulator:
             match command:
                 case OpenGate(iteration=iteration):
                     self.record.gate_s[iteration] = self._now
-                    self._ordering.handle(prompts_of(self._workload, self._plans[iteration]))
-                    for plan in self._plans[iteration]:
-                        key, group = self._workload.key(plan), self._workload.group_key(plan)
-                        run = self._runs[key] = _Run(key, plan, group, plan.prompt_tokens)
-                        self._park(run)
+                    if self._around.gate_s:
+                        self._at(self._now + self._around.gate_s, self._begin, iteration)
+                    else:
+                        self._begin(iteration)
                 case OpenBatch(batch=batch):
-                    self._at(self._now + self._around.train_s, self._trained, batch)
+                    self._at(self._now + self._around.step_s(batch), self._trained, batch)
+
+    def _begin(self, iteration: int) -> None:
+        self._ordering.handle(prompts_of(self._workload, self._plans[iteration]))
+        for plan in self._plans[iteration]:
+            key, group = self._workload.key(plan), self._workload.group_key(plan)
+            run = self._runs[key] = _Run(key, plan, group, plan.prompt_tokens)
+            self._park(run)
 
     def _trained(self, batch: int) -> None:
         self.record.iteration_s[batch] = self._now
@@ -267,20 +318,30 @@ class Simulator:
             for place in self._dispatcher.dispatch(phase):
                 key, worker = place.key, place.worker
                 run = self._runs[key]
-                run.started_s = self._now
                 self.record.dispatched.append(Dispatched(self._now, phase, key, run.quanta, worker, place.reason))
                 answers = self._ordering.handle(QuantumStarted(key, phase, worker))
                 if answers:
                     self._dispatcher.apply(answers)
+                run.attempt += 1
                 if phase is Phase.TOOL:
                     self._call(run)
+                    continue
+                self._settle(run, worker)
+                transport_s = self._drawn(self._specs[worker].between.transport_s)
+                if transport_s:
+                    self._on_the_way[key] = worker
+                    self._at(self._now + transport_s, self._arrived, run, run.attempt, worker)
                 else:
                     touched[worker] = self._generate(run, worker)
         for engine in touched.values():
             self._next_of(engine)
+        self._contended = self._dispatcher.num_waiting(Phase.ROLLOUT) > 0
 
-    def _generate(self, run: _Run, worker: str) -> VirtualEngine:
-        engine = self._engines[worker]
+    def _drawn(self, measured_s: tuple[float, ...]) -> float:
+        """One of these."""
+        return measured_s[0] if len(measured_s) == 1 else measured_s[int(self._luck.integers(len(measured_s)))]
+
+    def _settle(self, run: _Run, worker: str) -> None:
         home = self._home.get(run.key)
         if home is not None and home != worker:
             self._engines[home].forget(run.key)
@@ -290,10 +351,21 @@ class Simulator:
         if place not in self._oldest:
             self._oldest[place] = self._admission.version
             self._admission.generation_started(*place, self._admission.version)
-        new_tokens = run.plan.turns[run.turn].new_tokens
+
+    def _arrived(self, run: _Run, attempt: int, worker: str) -> None:
+        if run.attempt == attempt:
+            del self._on_the_way[run.key]
+            self._next_of(self._generate(run, worker))
+
+    def _generate(self, run: _Run, worker: str) -> VirtualEngine:
+        engine, plan = self._engines[worker], run.plan
+        run.started_s = self._now
+        reserve, context = self._around.reserve, run.context_tokens
         request = Request(
-            run.key, run.group, run.context_tokens, run.plan.prompt_tokens, new_tokens, run.computed_tokens
-        )
+            run.key, run.group, context, plan.prompt_tokens, plan.turns[run.turn].new_tokens, run.computed_tokens,
+            0 if reserve is None else min(reserve[0], reserve[1] - context),
+            plan.contexts[run.turn] if plan.contexts else 0,
+        )  # fmt: skip
         engine.submit(self._now, request, ())
         return engine
 
@@ -305,27 +377,62 @@ class Simulator:
     def _generated(self, engine: VirtualEngine, changes: int) -> None:
         if engine.changes != changes:  # what was foreseen is void, the engine's batch has changed or it is gone
             return
+        worker_s = self._specs[engine.name].between.worker_s
         for request in engine.finished(self._now):
             run = self._runs[request.key]
             turn = run.plan.turns[run.turn]
-            run.context_tokens += turn.new_tokens
-            run.computed_tokens = run.context_tokens
-            run.quanta += 1
-            latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
-            self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, "", NO_TOOL, latency_s))
-            if turn.status == NO_TOOL:
-                self._end(run)
-            elif self._around.tool_slots is None:
-                run.started_s = self._now
-                self._call(run)
+            held_s = self._drawn(worker_s) + (turn.tool_s if self._is_inline(turn) else 0.0)
+            if held_s:
+                self._on_the_way[run.key] = engine.name
+                self._at(self._now + held_s, self._reported, run, run.attempt, engine.name)
             else:
-                run.phase = Phase.TOOL
-                self._park(run)
+                self._reported(run, run.attempt, engine.name)
         self._next_of(engine)
 
+    def _reported(self, run: _Run, attempt: int, worker: str) -> None:
+        """The scheduler hears of a generation, and of the tools that ran within it."""
+        if run.attempt != attempt:
+            return
+        self._on_the_way.pop(run.key, None)
+        turn = run.plan.turns[run.turn]
+        run.context_tokens += turn.new_tokens
+        run.computed_tokens = run.context_tokens
+        inline = self._is_inline(turn)
+        tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
+        run.quanta += 2 if inline else 1
+        run.context_tokens += payload
+        latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
+        self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, tool, status, latency_s, payload))
+        if inline:
+            run.turn += 1
+        if run.turn == len(run.plan.turns) or turn.status == NO_TOOL:
+            self._end(run)
+        elif inline and self._contended:
+            self._park(run)
+        elif inline:
+            self._goes_on(run, worker)
+        elif self._around.tool_slots is None:
+            run.attempt += 1
+            self._call(run)
+        else:
+            run.phase = Phase.TOOL
+            self._park(run)
+
+    def _is_inline(self, turn: TurnPlan) -> bool:
+        return turn.status != NO_TOOL and turn.tool in self._around.inline_tools
+
+    def _goes_on(self, run: _Run, worker: str) -> None:
+        """Nobody waits for the slot, so the next quantum begins in it at once."""
+        self._tell(QuantumStarted(run.key, Phase.ROLLOUT, worker))
+        if worker in self._engines:
+            self._next_of(self._generate(run, worker))
+
     def _call(self, run: _Run) -> None:
-        run.attempt += 1
-        self._at(self._now + run.plan.turns[run.turn].tool_s, self._returned, run, run.attempt)
+        between = self._around.tool_between
+        transport_s = self._drawn(between.transport_s)
+        run.started_s = self._now + transport_s
+        spent_s = transport_s + run.plan.turns[run.turn].tool_s + self._drawn(between.worker_s)
+        self._at(self._now + spent_s, self._returned, run, run.attempt)
 
     def _returned(self, run: _Run, attempt: int) -> None:
         if run.attempt != attempt:
@@ -349,6 +456,7 @@ class Simulator:
             self._engines[home].forget(run.key)
         self._tell(TrajectoryEnded(run.key))
         self.record.ended_s[run.key] = self._now
+        self.record.rollout_s[run.plan.iteration] = self._now
         self._num_ended += 1
         if self._learns is not None and self._num_ended >= self._learned_ended + learns_after(self._learned_ended):
             self._learned_ended = self._num_ended
@@ -357,4 +465,10 @@ class Simulator:
         self._members[place] -= 1
         if not self._members[place]:
             self.record.group_s[place] = self._now
-            self._carry_out(self._admission.group_committed(CommittedGroup(*place, self._oldest[place])))
+            if self._around.commit_s:
+                self._at(self._now + self._around.commit_s, self._commit, place)
+            else:
+                self._commit(place)
+
+    def _commit(self, place: tuple[int, int]) -> None:
+        self._carry_out(self._admission.group_committed(CommittedGroup(*place, self._oldest[place])))

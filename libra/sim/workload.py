@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from libra import keys
 from libra.errors import ConfigError
@@ -42,6 +42,9 @@ class TrajectoryPlan(NamedTuple):
     turns: tuple[TurnPlan, ...]
     family: str = ""
     prompt: str = ""  # its name, where it comes in more than one iteration
+    contexts: tuple[
+        int, ...
+    ] = ()  # before each turn; equal numbers are equal tokens. Empty: siblings share their prompt alone
 
     @property
     def new_tokens(self) -> int:
@@ -80,7 +83,13 @@ class Workload(NamedTuple):
     def to_json(self) -> str:
         """One JSON object; see `from_json`."""
         rows = [
-            [*plan[:4], plan.family, [list(turn) for turn in plan.turns], *([plan.prompt] if plan.prompt else [])]
+            [
+                *plan[:4],
+                plan.family,
+                [list(turn) for turn in plan.turns],
+                *([plan.prompt] if plan.prompt or plan.contexts else []),
+                *([list(plan.contexts)] if plan.contexts else []),
+            ]
             for plan in self.trajectories
         ]
         return json.dumps({"schema": SCHEMA, "name": self.name, "trajectories": rows}, separators=(",", ":"))
@@ -92,18 +101,7 @@ class Workload(NamedTuple):
             values = json.loads(text)
             if values["schema"] != SCHEMA:
                 raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
-            plans = tuple(
-                TrajectoryPlan(
-                    int(iteration),
-                    int(group),
-                    int(sample),
-                    int(prompt),
-                    tuple(_turn(where, (iteration, group, sample), i, *turn) for i, turn in enumerate(turns)),
-                    str(family),
-                    *map(str, name),
-                )
-                for iteration, group, sample, prompt, family, turns, *name in values["trajectories"]
-            )
+            plans = tuple(_plan_of(where, *row) for row in values["trajectories"])
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, ConfigError):
@@ -112,6 +110,30 @@ class Workload(NamedTuple):
                 f"{where}: no workload ({type(error).__name__}: {error}); write one with Workload.to_json, or "
                 "libra simulate ... --save-workload FILE"
             ) from error
+
+
+def _plan_of(
+    where: str,
+    iteration: int,
+    group: int,
+    sample: int,
+    prompt_tokens: int,
+    family: str,
+    turns: Sequence[Sequence[Any]],
+    prompt: str = "",
+    contexts: Sequence[int] = (),
+) -> TrajectoryPlan:
+    """A row of a workload file."""
+    return TrajectoryPlan(
+        int(iteration),
+        int(group),
+        int(sample),
+        int(prompt_tokens),
+        tuple(_turn(where, (iteration, group, sample), i, *turn) for i, turn in enumerate(turns)),
+        str(family),
+        str(prompt),
+        tuple(int(number) for number in contexts),
+    )
 
 
 def _turn(
@@ -149,6 +171,10 @@ def checked(workload: Workload, where: str) -> Workload:
         if not plan.turns or min(*place, plan.prompt_tokens) < 0:
             raise ConfigError(
                 f"{where}: trajectory {place} has {len(plan.turns)} turns and {plan.prompt_tokens} prompt tokens"
+            )
+        if plan.contexts and len(plan.contexts) != len(plan.turns):
+            raise ConfigError(
+                f"{where}: trajectory {place} has {len(plan.turns)} turns and {len(plan.contexts)} contexts; one each, or none"
             )
         for index, turn in enumerate(plan.turns):
             if turn.new_tokens < 1 or turn.payload_tokens < 0 or not 0.0 <= turn.tool_s < float("inf"):

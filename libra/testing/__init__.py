@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from libra.testing.environments import DriftingPrompts, FixedTurns
+from libra.testing.environments import DriftingPrompts, FixedTurns, GrowingPrompts, TraceTurns
 
-__all__ = ["DriftingPrompts", "FixedTurns"]
+__all__ = ["DriftingPrompts", "FixedTurns", "GrowingPrompts", "TraceTurns"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from libra.envs import Environment, tool
-from libra.types import Episode, Prompt, ToolCall
+from libra.envs.scripted import ScriptedTurn
+from libra.sim.traces import load_traces
+from libra.sim.workload import draw
+from libra.types import Episode, Prompt, ToolCall, TrajectoryId
 
 
 class FixedTurns(Environment):
@@ -68,3 +73,93 @@ class DriftingPrompts(FixedTurns):
             return found
         ((message),) = found.messages
         return Prompt(found.prompt_id, ({**message, "content": message["content"].ljust(self.long_chars, "x")},))
+
+
+class GrowingPrompts(FixedTurns):
+    """As `FixedTurns`, with questions that are longer from stretch to stretch: contexts grow as a run goes on.
+
+    Parameters
+    ----------
+    stretch : int
+        Questions in a row that are alike; those of one batch, for contexts that grow from iteration to iteration.
+    first_chars, more_chars : int
+        Length of the first ones, and by how much each stretch is longer than the one before.
+    most_chars : int
+        Length at which they stop growing.
+    """
+
+    def __init__(
+        self, *, stretch: int, first_chars: int = 60, more_chars: int = 40, most_chars: int = 10_000, **same: Any
+    ) -> None:
+        super().__init__(**same)
+        self.stretch, self.first_chars, self.more_chars, self.most_chars = stretch, first_chars, more_chars, most_chars
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        found = super().prompt(split, index)
+        ((message),) = found.messages
+        length = min(self.first_chars + index // self.stretch * self.more_chars, self.most_chars)
+        return Prompt(found.prompt_id, ({**message, "content": message["content"].ljust(length, "x")},))
+
+
+class TraceTurns(Environment):
+    """Recorded agents' trajectories, replayed turn by turn: as many tokens, tools as slow, observations as long, all scaled.
+
+    Needs ``rollout.ignore_eos``. Question ``index`` is group ``index`` of those drawn from the file, again from the first after the
+    last, under its old name. Rewards mean nothing.
+
+    Parameters
+    ----------
+    path : str
+        A file of agent turns (`libra.config.agent_turns`).
+    groups, group_size, seed : int
+        How many groups are drawn, of how many trajectories each, and with which seed.
+    tokens_frac, payload_frac, tool_frac : float
+        What generated tokens, characters of observations and tool seconds are multiplied by.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        groups: int,
+        group_size: int,
+        seed: int = 0,
+        tokens_frac: float = 1.0,
+        payload_frac: float = 1.0,
+        tool_frac: float = 1.0,
+    ) -> None:
+        self.groups = groups
+        self._frac = tokens_frac, payload_frac, tool_frac
+        drawn = draw(load_traces(Path(path)), num_groups=groups, group_size=group_size, seed=seed)
+        self._plans = {(plan.group, plan.sample): plan for plan in drawn.trajectories}
+        self.tools = (tool(self.replay),)
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        group = index % self.groups
+        return Prompt(f"{split}-{group}", ({"role": "user", "content": f"{split} {group}"},), {"group": group})
+
+    def prompt_id(self, split: str, index: int) -> str:
+        return f"{split}-{index % self.groups}"
+
+    def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
+        """The turn as it was recorded, scaled."""
+        tokens_frac, payload_frac, tool_frac = self._frac
+        turns = self._plans[prompt.facts["group"], tid.sample].turns
+        plan = turns[turn]
+        call = ToolCall(
+            "replay", {"chars": round(payload_frac * plan.payload_tokens), "seconds": round(tool_frac * plan.tool_s, 6)}
+        )
+        return ScriptedTurn(max(1, round(tokens_frac * plan.new_tokens)), (call,) if turn + 1 < len(turns) else ())
+
+    def grade(self, episode: Episode) -> float:
+        return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
+
+    async def replay(self, chars: int, seconds: float) -> str:
+        """Take as long as the recorded tool, and give back as much.
+
+        Args:
+            chars: Length of the observation.
+            seconds: Time to take.
+        """
+        await asyncio.sleep(seconds)
+        return "y" * chars

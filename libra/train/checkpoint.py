@@ -303,7 +303,7 @@ def _take_optimizer(replica: Replica, state: dict[str, Tensor]) -> None:
         entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
         if entry:
             replica.optimizer.state[parameter] = {
-                key: value.clone()
+                key: value.to(parameter.device, copy=True)  # a fused optimizer counts where it computes
                 if key == "step"
                 else laid_out(value.to(parameter.device, parameter.dtype, copy=True), parameter.detach())
                 for key, value in entry.items()

@@ -56,11 +56,12 @@ class TrainGroup:
         epoch: int = 0,
         timeout_s: float = TIMEOUT_S,
         store: dist.TCPStore | None = None,
+        on_gpus: bool = False,
     ) -> TrainGroup:
         """Become member ``rank`` of the group of ``epoch``; returns when all are there.
 
         Rank 0 listens at ``address``, unless it has a ``store`` that does. A group of an older epoch that this process was in
-        is left first: a process is in one group.
+        is left first: a process is in one group. ``on_gpus``: the tensors of all members are on GPUs, one of its own each.
 
         Raises
         ------
@@ -72,7 +73,7 @@ class TrainGroup:
         host, port = address
         if _is_loopback(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if on_gpus else "gloo"
         timeout = _seconds(timeout_s)
         with _lost(f"rank {rank} of {size} at {host}:{port}"):
             store = store or dist.TCPStore(

@@ -16,7 +16,8 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,7 +155,16 @@ class MicroBatch:
     def sequences(self) -> Packed:
         """Which action tokens belong together."""
         counts_S = torch.tensor([sample.num_actions for sample in self.samples])
-        return Packed(torch.repeat_interleave(torch.arange(len(self.samples)), counts_S), len(self.samples))
+        sequence_N = torch.repeat_interleave(torch.arange(len(self.samples)), counts_S)
+        return Packed(sequence_N.to(self.target_N.device), len(self.samples))
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on ``device``."""
+        if device == self.target_N.device:
+            return self
+        here = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in here.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
     @property
     def num_places(self) -> int:

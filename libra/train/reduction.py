@@ -181,6 +181,6 @@ def proximal_everywhere(replica: Replica, samples: Sequence[Sample], scored: dic
     flat = [torch.zeros(sample.num_actions, dtype=dtype) for sample in samples]
     for index, values in scored.items():
         flat[index] = torch.from_numpy(values)
-    joined = torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)
+    joined = (torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)).to(replica.device)
     replica.group.sum_([joined])
-    return [part.numpy() for part in joined.split([sample.num_actions for sample in samples])]
+    return [part.numpy() for part in joined.cpu().split([sample.num_actions for sample in samples])]

@@ -78,6 +78,8 @@ class Replica:
         Of the weights that the optimizer updates, where that is wider than ``dtype``. None: the model's own.
     threads : int, optional
         torch threads of this process; None leaves them as they are.
+    device : torch.device or str
+        Where model, optimizer and micro-batches are.
     seed : int
         Orders minibatches; nothing else is random (dropout is off).
     base_dir : path, optional
@@ -107,6 +109,7 @@ class Replica:
         dtype: torch.dtype | str = torch.float32,
         master_dtype: torch.dtype | str | None = None,
         threads: int | None = None,
+        device: torch.device | str = "cpu",
         seed: int = 0,
         base_dir: str | Path | None = None,
         group: TrainGroup | None = None,
@@ -133,6 +136,9 @@ class Replica:
         if settings.kl_coef > 0:
             frozen = load_model(self.base_dir, self.dtype).requires_grad_(False)
             self._reference = Scorer(frozen, settings.temperature, settings.logit_chunk_tokens)
+        self.device = torch.device(device)
+        for model in (self.model, *([] if self._reference is None else [self._reference.model])):
+            model.to(self.device)
         self._share_prompts = settings.share_prompts and can_share(self.model)
         self._packing_checked = settings.max_row_tokens == 1
         kept, self._aliases = untied(self.model.state_dict())
@@ -401,13 +407,14 @@ class Replica:
         return self._pack([sample])[0]
 
     def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        return pack(
+        batches = pack(
             samples,
             max_row_tokens=self.settings.max_row_tokens,
             micro_batch_tokens=self.settings.micro_batch_tokens,
             logp_dtype=torch.promote_types(self.dtype, torch.float32),
             share_prompts=self._share_prompts,
         )
+        return [batch.to(self.device) for batch in batches]
 
     @torch.no_grad()
     def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:

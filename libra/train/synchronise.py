@@ -54,7 +54,7 @@ def _make_room(replica: Replica, held: list[str]) -> None:
     for name in held:
         own = parameters[name].detach()
         replica.optimizer.state[parameters[name]] = {
-            "step": torch.zeros((), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float32, device=own.device),
             "exp_avg": torch.zeros_like(own),
             "exp_avg_sq": torch.zeros_like(own),
         }

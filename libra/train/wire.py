@@ -198,10 +198,10 @@ def _read_into(connection: socket.socket, view: memoryview) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory, whatever its dtype."""
+    """The memory of a contiguous tensor, whatever its dtype; a copy of one that is on a GPU."""
     if not math.prod(tensor.shape):
         return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
 
 
 def _dtype_name(name: str, tensor: Tensor) -> str:

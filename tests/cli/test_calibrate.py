@@ -46,29 +46,7 @@ def test_nonsense_is_refused_with_what_it_probably_is(tmp_path: Path, capsys: py
     assert code == 2 and "--gpu" in err
 
 
-def test_a_run_gives_its_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = [
-        {
-            "name": "quantum_finished",
-            "phase": "ROLLOUT",
-            "worker": "rollout-0",
-            "t_s": 2.0 * i + 0.1 + 0.01 * (5 + i % 7),
-            "latency_s": 0.1 + 0.01 * (5 + i % 7),
-            "tokens": 5 + i % 7,
-        }
-        for i in range(64)
-    ]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    steps = [
-        {"step": k, "wall_time_s": k, "train_s": 0.5 + 1e-4 * (k + 1) * 500, "forwarded_tokens": (k + 1) * 500}
-        for k in range(8)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    code, out, _ = run(capsys, str(tmp_path), "--json", "--save", str(tmp_path / "steps.json"))
-    assert code == 0
-    document = json.loads(out)
-    assert document["engines"]["rollout-0"]["token_s"] == pytest.approx(0.01, rel=0.1)
-    assert document["trainer"]["token_s"] == pytest.approx(1e-4, rel=0.1)
-    assert json.loads((tmp_path / "steps.json").read_text()) == document
-    code, out, _ = run(capsys, str(tmp_path))
-    assert code == 0 and "rollout-0" in out and "trainer: 8 steps" in out
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 2 and "holds no config.resolved.yaml" in err  # tests/sim/test_from_run.py calibrates from a run

@@ -26,7 +26,7 @@ def test_an_old_python_fails() -> None:
 
 
 def test_missing_and_unfitting_packages_fail_each_and_the_others_share_a_line() -> None:
-    needed = [Requirement("torch>=2.13,<2.14"), Requirement("zarr>=3.1"), Requirement("dask>=2026.8,<2026.9")]
+    needed = [Requirement("torch>=2.11,<2.14"), Requirement("zarr>=3.1"), Requirement("dask>=2026.8,<2026.9")]
     versions = {"torch": "2.13.0+cpu", "zarr": None, "dask": "2026.9.1"}
     found = {check.name: check for check in checks.package_checks(needed, versions.get)}
     assert found["zarr"].advice == "pip install 'zarr>=3.1'"

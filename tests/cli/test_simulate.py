@@ -52,7 +52,7 @@ def test_mixed_layouts_and_every_policy_are_accepted(libra: Libra) -> None:
 
 def test_wrong_input_is_told_what_to_do(libra: Libra, tmp_path: Path) -> None:
     code, _, err = libra("simulate", "libra/quickstart", "--from-run", tmp_path)
-    assert code == 2 and "holds no trajectories.zarr" in err
+    assert code == 2 and "holds no config.resolved.yaml" in err
     code, _, err = libra("simulate", "libra/quickstart", "--from-run", tmp_path, "--workload", tmp_path)
     assert code == 2 and "leave one out" in err
     code, _, err = libra("simulate", "libra/quickstart", *SMALL, "simulation.layout={tp3: 1}")

@@ -134,6 +134,7 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "cluster.engines": ((), ({"tp": 1, "count": 2, "slots": 4},)),
         "planner.trace": (None, "turns.csv"),
         "simulation.traces": (None, "turns.csv"),
+        "simulation.calibration": (None, "mine.json"),
         "evaluation.prompts": (0, 4),
         "trainer.kl_coef": (0.0, 0.1),
         "trainer.lr": (0.0, 1e-3),

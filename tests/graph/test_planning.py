@@ -11,8 +11,8 @@ from distributed import Client
 from libra.config import RunConfig
 from libra.events import from_dict
 from libra.graph.driver import Session
-from libra.graph.engines import EngineKind
-from libra.graph.planning import batch_workload, deployed_engines, realised_seconds
+from libra.graph.lengths import workload_of
+from libra.graph.planning import realised_seconds
 from libra.graph.questions import Questions
 from libra.policy.replay import replay
 from libra.store.event_log import read_events
@@ -26,7 +26,8 @@ def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_cl
     config = make_config(run={"iterations": 3}, planner={"replan": True})
     with Session(config, client=cluster_client) as session:
         values = list(session.iterations())
-        workload = batch_workload(session.spec, 1)
+    workload = workload_of(values[1]["trajectory_lengths"])
+    assert workload is not None
     assert workload.generated_tokens.tolist() == [12.0] * 4  # three turns of four tokens
     assert workload.num_turns.tolist() == [3.0] * 4
     assert (workload.observation_tokens > 0).all()
@@ -88,12 +89,6 @@ def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config: Config
     assert realised_seconds(values, make_config()).step_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1}), alone=True).rollout_s == pytest.approx(6.0)
-
-
-def test_engines_of_a_kind_are_deployed_together() -> None:
-    kinds = [EngineKind("vllm", 64), EngineKind("vllm", 8), EngineKind("vllm", 16, tp=2)]
-    deployed = deployed_engines(kinds, 1)
-    assert (deployed.train_gpus, deployed.engines, deployed.concurrency) == (1, {1: 2, 2: 1}, {1: 36, 2: 16})
 
 
 class _Absent:

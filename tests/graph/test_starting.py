@@ -119,6 +119,16 @@ def test_every_worker_has_gpus_of_its_own_where_there_are_enough() -> None:
     )
     assert device_bindings(config, 4) == {"rollout-0": "0,1", "rollout-1": "2", "train-0": "3"}
     assert device_bindings(config, 3) == {}
+    alike = _config(planner={"layout": "configured"}, cluster={"train_workers": 2})
+    assert device_bindings(alike, 3) == {"rollout-0": "0", "train-0": "1", "train-1": "2"}
+    assert device_bindings(alike, 2) == {"train-0": "1", "train-1": "0"}
+    assert device_bindings(alike, 0) == {}
+    with pytest.raises(
+        ClusterError, match=r"2 replicas need a GPU each .*this machine has 1; type cluster\.train_workers=1"
+    ):
+        device_bindings(alike, 1)
+    on_cpu = _config(planner={"layout": "configured"}, cluster={"train_workers": 2, "device": "cpu"})
+    assert device_bindings(on_cpu, 1) == {}
 
 
 # ------------------------------------------------------------------------------------------------ live

@@ -12,6 +12,7 @@ from libra.config import RunConfig, config_from_dict, dump_config
 from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
+from libra.hardware.shapes import shape_digest
 from libra.planner.commands import Deployed
 from libra.planner.configured import snapshot_of
 from libra.planner.cost import Layout, Workload, training_cost
@@ -23,7 +24,6 @@ from libra.planner.starting import (
     layout_lines,
     layout_of,
     planned,
-    shape_digest,
     with_plan,
 )
 

@@ -234,3 +234,31 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order() -> None
         at = (place.key[0], place.worker)
         where[at] = where.get(at, 0) + 1
     assert where == {("g", "a"): 2, ("g", "b"): 2, ("h", "a"): 2, ("h", "b"): 2}
+
+
+def test_where_an_engine_told_nothing_first_homes_go_by_free_slots_and_say_so() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(WorkerJoined("fast", rollout_slots=2, **TOLD))
+    dispatcher.handle(WorkerJoined("silent", rollout_slots=4))
+    for order in range(6):
+        park(dispatcher, f"k{order}", order)
+        dispatcher.apply([Prefer(f"k{order}", (), "test", 1000, 2000)])
+    places = dispatcher.dispatch(ROLLOUT)
+    assert [place.worker for place in places] == ["silent", "silent", "fast", "silent", "fast", "silent"]
+    assert {place.reason for place in places[:5]} == {"first home: by free slots, for silent has not told its speed"}
+
+
+def test_nobody_moves_by_lengths_to_an_engine_that_told_nothing_but_one_that_is_idle_may_show_what_it_is() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(WorkerJoined("a", rollout_slots=1, **TOLD))
+    for key in ("x", "y"):
+        at_home(dispatcher, key, 100)
+        dispatcher.handle(QuantumFinished(key, ROLLOUT, 10, "", "", 4.0))
+    park(dispatcher, "x", 0, context=100)
+    assert dispatcher.dispatch(ROLLOUT)[0].worker == "a"
+    dispatcher.handle(WorkerJoined("b", rollout_slots=2))
+    park(dispatcher, "y", 1, context=100)
+    (place,) = dispatcher.dispatch(ROLLOUT)
+    assert (place.key, place.worker, place.reason) == (
+        "y", "b", "move: an engine that has not told its speed is idle",
+    )  # fmt: skip

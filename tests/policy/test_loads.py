@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined
+from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined, joined_of
 from libra.policy.fleet import Fleet
-from libra.policy.loads import UNSURE, Loads
-from libra.types import Phase
+from libra.policy.loads import SURE, UNSURE, Loads
+from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]
 WORKERS = ["a", "b"]
@@ -81,3 +81,54 @@ def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one()
     beside_s = loads.finish_s("long", "a")
     assert alone_s < beside_s
     assert beside_s - alone_s == pytest.approx(work_s, rel=0.02)  # the others do not make the longest any longer
+
+
+def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_that_are_too_few_add_steps() -> None:
+    fleet = Fleet()
+    steps = StepSeconds(0.01, 0.002, 1e-6, 0.0, 100, 0.0)
+    fleet.handle(joined_of("a", "tp1", EngineCapacity(8192, 0, 0, 2, 1, steps)))
+    loads = Loads(fleet, SURE)
+    for key in ("x", "y", "z"):
+        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0))
+        loads.believe(key, 100.0, 100.0)
+        loads.settle(key, "a")
+    # Three of 100 tokens on two slots: 150 steps, 300 tokens, contexts of 50 on average.
+    expected_s = 150 * 0.01 + 300 * 0.002 + 300 * 50 * 1e-6
+    assert loads.finish_s("x", "a") == pytest.approx(expected_s, rel=1e-6)
+    assert loads.pace_s_per_token("x", "a") == pytest.approx(0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6)  # room: 70 each
+
+
+def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one() -> None:
+    """Seconds per token, compared with seconds until an engine is over, had every engine of unknown capacity seem over at once."""
+    told = {"kv_tokens": 10**6, "full_s_per_token": 0.02}
+    alone = {"a": 0.01, "b": 0.003}
+    for known in (("a", "b"), ("a",), ("b",), ()):
+        fleet = Fleet()
+        for name in ("a", "b"):
+            fleet.handle(
+                WorkerJoined(
+                    name, "tp1", rollout_slots=4, **(told | {"alone_s_per_token": alone[name]} if name in known else {})
+                )
+            )
+        loads = Loads(fleet)
+        for key in ("long", "longer"):
+            fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
+            fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
+            loads.believe(key, 5000.0, 6000.0)
+            loads.settle(key, "a")
+        loads.believe("longer", 9000.0, 10_000.0)
+        better = loads.better_home("longer", {"b": 4})
+        assert (better is not None) == (known == ("a", "b"))
+
+
+def test_beliefs_end_where_engines_end_contexts() -> None:
+    fleet = Fleet()
+    capacity = EngineCapacity(4096, 0, 0, 8, 1, StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0), max_context_tokens=512)
+    fleet.handle(joined_of("a", "tp1", capacity))
+    loads = Loads(fleet, SURE)
+    for number in range(8):
+        fleet.handle(TrajectoryParked(f"t{number}", 0, Phase.ROLLOUT, 0))
+        loads.believe(f"t{number}", 50_000.0, 60_000.0)
+        assert loads.fits(f"t{number}", "a"), "eight slots of the longest contexts there can be"
+        loads.settle(f"t{number}", "a")
+    assert loads.finish_s("t0", "a") == pytest.approx(512 * 0.01, rel=0.05)

@@ -277,6 +277,7 @@ def test_a_change_goes_through_its_stages_and_withdraws_first() -> None:
     assert world.processes["a"].supplied == TRAIN
     assert world.roles.rows()[0] == {
         "worker": "a", "role": "train", "tp": 1, "stage": "resupplied", "generation": 1, "from_role": "train", "from_tp": 1,
+        "shares_with": [],
     }  # fmt: skip
 
 

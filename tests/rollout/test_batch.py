@@ -22,17 +22,17 @@ FAMILIES = ["qwen3", "qwen2", "llama"]
 def make_batch(make_model):
     slot_cache.register()
 
-    def make(family="qwen3", slots=4, max_context_tokens=96, fused=True, dtype="float32"):
+    def make(family="qwen3", slots=4, max_context_tokens=96, fused=True, dtype="float32", **more):
         model = load_causal_lm(make_model(family), dtype, slot_cache.SLOT_ATTENTION)
-        return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, fused=fused)
+        return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, fused=fused, **more)
 
     return make
 
 
 @pytest.fixture
 def shared_batch(make_batch):
-    """One batch for all examples of a property: each example leaves it empty."""
-    return make_batch(slots=3)
+    """One batch for all examples of a property: each example leaves it empty. Its KV is less than three requests may need."""
+    return make_batch(slots=3, max_context_tokens=30, kv_tokens=36)
 
 
 def submit(batch, *requests):
@@ -73,6 +73,9 @@ def check_invariants(batch):
     assert all(batch.cached[batch.slot_of[name]] == 0 for name in batch.following)
     assert len(batch.slot_of) == int((batch.state != FREE).sum())
     assert len(batch.waiting) == len(batch.waiting_jobs)
+    running, retained = batch.state == RUNNING, batch.state == RETAINED
+    reserved = (batch.known - batch.generated + batch.limit)[running].sum()
+    assert reserved + batch.known[retained].sum() <= batch.kv_tokens
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -224,6 +227,31 @@ def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch,
     batch.step()
     assert set(batch.slot_of) == {"new1", "wanted", "young"}
     drain(batch)
+
+
+def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way(make_batch, make_request):
+    batch = make_batch(slots=4, max_context_tokens=40, kv_tokens=60)
+    for name in ("first", "second"):
+        submit(batch, make_request(name, length=10, new=10))
+        drain(batch)
+    assert set(batch.slot_of) == {"first", "second"}  # 40 tokens are retained
+    submit(batch, make_request("third", length=20, new=15), make_request("fourth", length=10, new=20))
+    batch.step()
+    assert set(batch.slot_of) == {"second", "third"} and list(batch.waiting_jobs) == ["fourth"]  # 35 + 30 would not fit
+    outputs = drain(batch)
+    assert {name: len(output.token_ids) for name, output in outputs.items()} == {"third": 15, "fourth": 20}
+    roomy = make_batch(slots=4, max_context_tokens=40)
+    submit(roomy, make_request("fourth", length=10, new=20))
+    assert drain(roomy)["fourth"].token_ids.tolist() == outputs["fourth"].token_ids.tolist()
+
+
+def test_a_pass_takes_as_long_as_is_asked_for_and_says_so(make_batch, make_request):
+    batch = make_batch(min_pass_s=0.01)
+    submit(batch, *(make_request(f"r{n}", length=8, new=40, seed=n) for n in range(3)))
+    drain(batch)
+    steps = batch.meter.seconds()
+    assert steps is not None and steps.num_steps == batch.steps
+    assert steps.step_s(3, 90) >= 0.99 * batch.min_pass_s
 
 
 def test_stop_ids_end_a_turn_and_stay_in_it(make_batch, make_request):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from libra import keys
+from libra.scheduler.concurrency import Concurrency
 from libra.scheduler.roles import RolePlugin
 
 NAMES = ("a", "b", "plain")
@@ -27,7 +28,8 @@ class Stage:
         self.later: list[Any] = []
         state = SimpleNamespace(emit=lambda name, **fields: self.events.append((name, fields)))
         kicked = SimpleNamespace(kick=lambda: None)
-        self.plugins = {"libra": SimpleNamespace(runs={"demo": state}, trajectories=kicked)}
+        concurrency = Concurrency(self, kicked.kick)  # type: ignore[arg-type]
+        self.plugins = {"libra": SimpleNamespace(runs={"demo": state}, trajectories=kicked, concurrency=concurrency)}
         self.loop = SimpleNamespace(add_callback=lambda call, *args: self.later.append((call, args)))
         self.plugin = RolePlugin()
         self.plugin._scheduler = self  # type: ignore[assignment]
@@ -287,3 +289,23 @@ def test_who_is_given_nothing_more_is_failed() -> None:
     assert ("role_member_failed", {"worker": "a", "detail": "still no memory", "restarts": False}) in stage.events
     assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "still no memory")
     assert stage.slots("a") == 0
+
+
+def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_it_is_there() -> None:
+    stage = Stage(tp=1)
+    libra = stage.plugins["libra"]
+    state = SimpleNamespace(run="demo", engines={}, emit=libra.runs["demo"].emit)
+    for name in ("a", "b"):
+        libra.concurrency.joined("demo", name, {"engine": "vllm", "bucket": "vllm-tp1-threads1", "tp": 1, "slots": 8})
+    assert libra.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
+    answer = stage.plugin.set_roles("demo", 0, {"a": {"role": "rollout", "tp": 2}, "b": {"role": "lent"}})
+    assert "error" not in answer
+    for _ in range(3):
+        stage.done("a", "b")
+    assert (stage.slots("a"), stage.slots("b")) == (5, 0)
+    assert "error" not in stage.plugin.set_roles(
+        "demo", 0, {"a": {"role": "rollout", "tp": 1}, "b": {"role": "rollout"}}
+    )
+    for _ in range(3):
+        stage.done("a", "b")
+    assert (stage.slots("a"), stage.slots("b")) == (8, 8), "the limit was of the engine of two"

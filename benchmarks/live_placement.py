@@ -1,0 +1,220 @@
+"""C-MLFQ against FIFO where it counts: real engines of different speeds on real workers, nothing declared by hand.
+
+Trajectories are tau-bench's (24 tasks of an airline's help desk, 4 recorded samples each), replayed as fixed turns: engines
+really generate as many tokens as were recorded, tools take as long and return as much, all scaled (`TOKENS_FRAC`,
+`PAYLOAD_FRAC`, `TOOL_FRAC`). Each cell is a set of engines; in each, both policies run the same trajectories A B A B, at
+least five times, every pair others. A run is one iteration of an ordinary Libra run (driver, plugin, workers, records, store;
+learning rate 0) on worker processes that stay for the cell. Makespan is from the first generation given to a worker to the
+end of the last trajectory.
+
+Two speeds on one machine: engines compete for its cores, and then none has a speed of its own. So each engine's forward pass
+takes at least a stated time (``min_pass_s``, waited out by the engine's thread): `FAST_S` and `SLOW_S`. With the quick
+start's model of half a million parameters a pass computes for 1 to 3 ms, so that five engines leave two cores half idle. The
+speeds are emulated in that sense, and declared by nobody: engines measure their own passes, waiting included, and the policy
+hears of nothing else. With ``--vllm`` there is a cell of vLLM engines instead, one of TP 1 and one of TP 2, as fast as they
+are; it needs a core for each rank.
+
+Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (five fast). Figures:
+
+* ``cmlfq_over_fifo_worst``: the largest of the cells' medians of C-MLFQ's makespan over FIFO's;
+  ``cmlfq_over_fifo_heterogeneous``: of the cell ``five`` (with ``--vllm``: of that cell).
+* ``useless_moves_frac``: of C-MLFQ's dispatches in all cells, those that moved a trajectory and, by the lengths that all
+  turned out to have, brought the end of the engines in question later than staying would have, by more than 5 %
+  (`libra.policy.moves`).
+* ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each; the median over all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
+from libra.cluster.local import local_cluster
+from libra.config import load_config
+from libra.events import from_dict
+from libra.graph.driver import Session
+from libra.policy.moves import Moved, moves
+from libra.store.line_log import LineReader
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+DATA = Path(__file__).parent / "data"
+TRACES = "agent_turns/tau_airline_gpt4o.csv"
+FAST_S, SLOW_S = 0.012, 0.036
+TOKENS_FRAC, PAYLOAD_FRAC, TOOL_FRAC = 0.15, 0.02, 0.05
+GROUP_SIZE = 4
+SLOTS = 8
+CELLS: dict[str, tuple[float, ...]] = {
+    "two": (FAST_S, SLOW_S),
+    "five": (FAST_S, *[SLOW_S] * 4),
+    "alike": (FAST_S,) * 5,
+}
+HETEROGENEOUS = "five"
+
+
+@dataclass(slots=True)
+class Cell:
+    """What a cell measured: median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of its runs."""
+
+    name: str
+    ratio: float = math.nan
+    moved: list[Moved] = field(default_factory=list)
+    dispatched: int = 0
+    over_simulated: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all runs have in common."""
+
+    directory: Path
+    data: Path
+    groups: int
+    pairs: int
+    vllm: bool
+
+    def engines(self, name: str) -> str:
+        """``cluster.engines`` of a cell."""
+        if self.vllm:
+            return f"[{{tp: 1, threads: 1, slots: {SLOTS}}}, {{tp: 2, threads: 1, slots: {SLOTS}}}]"
+        each = (f"{{threads: 1, slots: {SLOTS}, min_pass_s: {pass_s}}}" for pass_s in CELLS[name])
+        return f"[{', '.join(each)}]"
+
+    def config(self, *changes: str, seed: int = 0) -> Any:
+        """Configuration of a run."""
+        args = (
+            f"{{path: {self.data / TRACES}, groups: {self.groups}, group_size: {GROUP_SIZE}, seed: {seed}, "
+            f"tokens_frac: {TOKENS_FRAC}, payload_frac: {PAYLOAD_FRAC}, tool_frac: {TOOL_FRAC}}}"
+        )
+        asked = (
+            f"run.dir={self.directory}", "run.iterations=1", "cluster.dashboard_port=0", "rollout.ignore_eos=true",
+            "environment.name=libra.testing:TraceTurns", f"environment.args={args}", "rollout.max_turns=64",
+            "rollout.max_new_tokens=512", "rollout.max_context_tokens=1024", "trainer.max_row_tokens=1024",
+            f"trainer.prompts={self.groups}", f"trainer.group_size={GROUP_SIZE}", "trainer.lr=0", "evaluation.prompts=0",
+            "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
+            f"rollout.engine={'vllm' if self.vllm else 'transformers'}",
+        )  # fmt: skip
+        return load_config(str(CONFIG), (*asked, *changes))
+
+
+def ran(bench: Bench, name: str, policy: str, seed: int, scheduler: str) -> Path:
+    """One run; where it is."""
+    changes = (f"run.name={name}", f"policy.name={policy}", f"cluster.scheduler={scheduler}")
+    with Session(bench.config(*changes, seed=seed)) as session:
+        for _ in session.iterations():
+            pass
+    return session.directory
+
+
+def log_of(directory: Path) -> list[tuple[int, Any]]:
+    """Events of a run, with their lines."""
+    return [(line, from_dict(event)) for line, event in LineReader(directory / "events.jsonl")]
+
+
+def makespan_s(log: Sequence[tuple[int, Any]]) -> float:
+    """From the first generation that was given to a worker to the end of the last trajectory."""
+    begun = min(event.t_s for _, event in log if event.name == "quantum_dispatched")
+    return float(max(event.t_s for _, event in log if event.name == "trajectory_ended") - begun)
+
+
+def simulated_s(directory: Path) -> float | None:
+    """Makespan of the simulation of a run on its own engines, as they declared themselves; None where this Libra has none."""
+    from libra.sim import from_run
+
+    simulator_of_run = getattr(from_run, "simulator_of_run", None)
+    return None if simulator_of_run is None else float(simulator_of_run(directory).run().makespan_s)
+
+
+def measured(bench: Bench, name: str) -> Cell:
+    """Both policies on the engines of one cell."""
+    cell, count = Cell(name), 0
+    with local_cluster(bench.config(f"cluster.engines={bench.engines(name)}")) as cluster:
+        address = cluster.scheduler_address
+
+        def side(policy: str) -> float:
+            nonlocal count
+            seed, count = count // 2, count + 1
+            directory = ran(bench, f"{name}_{policy}_{seed}", policy, seed, address)
+            log = log_of(directory)
+            if policy == "cmlfq":
+                found, dispatched = moves(log)
+                cell.moved += found
+                cell.dispatched += dispatched
+                simulated = simulated_s(directory)
+                if simulated:
+                    cell.over_simulated.append(makespan_s(log) / simulated)
+            return makespan_s(log)
+
+        def told(pair: int, ours: float, theirs: float) -> None:
+            print(
+                f"{name}, pair {pair + 1}: C-MLFQ {ours:.2f} s, FIFO {theirs:.2f} s ({ours / theirs:.3f})", flush=True
+            )
+
+        cell.ratio = alternate(lambda: side("cmlfq"), lambda: side("fifo"), pairs=bench.pairs, after_pair=told).ratio
+    useless = sum(moved.useless for moved in cell.moved)
+    print(
+        f"{name}: C-MLFQ over FIFO {cell.ratio:.3f}; {len(cell.moved)} of {cell.dispatched} generations moved, {useless} of them "
+        f"for nothing; live over simulated {[round(x, 3) for x in cell.over_simulated]}",
+        flush=True,
+    )
+    return cell
+
+
+def figures_of(cells: Sequence[Cell], heterogeneous: str) -> dict[str, Figure]:
+    """Figures of all cells."""
+    ratios = {cell.name: cell.ratio for cell in cells}
+    dispatched = sum(cell.dispatched for cell in cells)
+    useless = sum(moved.useless for cell in cells for moved in cell.moved)
+    figures = {
+        "cmlfq_over_fifo_worst": Figure(max(ratios.values()), "ratio", "lower", 1.0),
+        "useless_moves_frac": Figure(useless / dispatched, "frac", "lower", 0.0),
+        "moves_frac": Figure(sum(len(cell.moved) for cell in cells) / dispatched, "frac", "lower"),
+        **{f"cmlfq_over_fifo_{name}": Figure(ratio, "ratio", "lower") for name, ratio in ratios.items()},
+    }
+    if heterogeneous in ratios:
+        figures["cmlfq_over_fifo_heterogeneous"] = Figure(ratios[heterogeneous], "ratio", "lower", 0.9)
+    over = [value for cell in cells for value in cell.over_simulated]
+    if over:
+        figures["live_over_simulated"] = Figure(statistics.median(over), "ratio", "lower", 1.1)
+        off = statistics.median(abs(value - 1.0) for value in over)
+        figures["live_off_simulated_frac"] = Figure(off, "frac", "lower", 0.1)
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.live_placement", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="directory with agent_turns/ (default: benchmarks/data)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=MIN_PAIRS, help=f"pairs per cell (default {MIN_PAIRS}, the fewest)"
+    )
+    parser.add_argument(
+        "--cells", nargs="+", choices=list(CELLS), default=list(CELLS), help="cells to measure (default all)"
+    )
+    parser.add_argument("--groups", type=int, default=12, help=f"groups of {GROUP_SIZE} trajectories (default 12)")
+    parser.add_argument("--quick", action="store_true", help="the cell two alone, with 6 groups")
+    parser.add_argument("--vllm", action="store_true", help="a cell of two vLLM engines, TP 1 and TP 2, instead")
+    options = parser.parse_args(arguments)
+    names, groups = (["two"], 6) if options.quick else (options.cells, options.groups)
+    if options.vllm:
+        names = ["vllm"]
+    with tempfile.TemporaryDirectory(prefix="live_placement-") as directory:
+        bench = Bench(Path(directory), options.data.resolve(), groups, options.pairs, options.vllm)
+        cells = [measured(bench, name) for name in names]
+    heterogeneous = HETEROGENEOUS if HETEROGENEOUS in names else names[0]
+    emit("live_placement", figures_of(cells, heterogeneous), arguments=arguments, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

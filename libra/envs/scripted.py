@@ -1,0 +1,30 @@
+"""Environments whose trajectories are given beforehand, turn by turn: for measurements that need the same work every time.
+
+The engine really generates each turn, for as many tokens as the script says; what it generates means nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from libra.types import Prompt, ToolCall, TrajectoryId
+
+
+class ScriptedTurn(NamedTuple):
+    """One turn: tokens to generate, at least 1, and the calls that follow; none: the trajectory ends."""
+
+    new_tokens: int
+    calls: tuple[ToolCall, ...]
+
+
+@runtime_checkable
+class Scripted(Protocol):
+    """What an `Environment` has beside the rest where its turns are scripted. It needs ``rollout.ignore_eos``."""
+
+    def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
+        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no calls."""
+
+
+def turn_by_script(environment: object, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn | None:
+    """What the script of an environment says of a turn; None where it has none."""
+    return environment.scripted(tid, prompt, turn) if isinstance(environment, Scripted) else None

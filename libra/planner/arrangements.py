@@ -1,0 +1,307 @@
+"""Ways in which a run's own workers may be arranged: who trains, whose GPUs are one engine, how many trajectories each takes. Pure.
+
+A *seat* is a rollout worker as it is; an *arrangement* is what all of them could be. `arrangements` lists those that the scheduler
+can bring about (`libra.policy.roles`), `blocked` those that it cannot, each with what is missing, and `steps_to` says which changes
+lead from one to another.
+
+1. Only workers that may change roles train, lend or lead; at least one engine stays.
+2. Engines are made of two workers of one node with equal engines, and are two again: TP 1+1 and 2, or 2+2 and 4.
+3. The fewest workers are moved: those that train already stay, then go those with the fewest resident trajectories, then by name;
+   engines of two that are there stay as long as both workers roll out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from libra.planner.commands import Deployed
+from libra.planner.replan import REBUCKET, ROLES, SLOTS
+from libra.types import EngineCapacity
+
+NEAR = 2
+"""Where more than `MANY` workers may change, arrangements with so many more or fewer trainers than now are looked at."""
+MANY = 4
+
+MayHave = Callable[[str, int], str]
+"""Why engines of a kind (``transformers``) cannot have a tensor-parallel degree; empty where they can."""
+
+
+def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
+    """Name of engines that are alike: their bucket, as of another degree than the one that it names, and their slots."""
+    return f"{bucket.replace(f'-tp{base_tp}', f'-tp{tp}', 1)}-slots{slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rollout worker as it is.
+
+    Attributes
+    ----------
+    name, host : str
+    engine, bucket : str
+        Engine (transformers, vllm), and its capacity class on its own GPUs alone, as ``vllm-tp1-threads1``.
+    tp, slots : int
+        Of an engine on its own GPUs alone, as it was started.
+    may_change : bool
+        Whether it can change roles.
+    role : str
+        rollout, train or lent; what it is on its way to, where it changes.
+    bond : frozenset of str
+        Other workers whose GPUs are one engine's with its own.
+    residents : int
+        Trajectories whose KV its engine holds.
+    limits : mapping of TP degree to int
+        Slots that an engine led by it may use; those not named: all.
+    declared : mapping of TP degree to EngineCapacity
+        What engines led by it have said of themselves, now or earlier.
+    """
+
+    name: str
+    host: str
+    engine: str
+    bucket: str
+    tp: int
+    slots: int
+    may_change: bool = False
+    role: str = "rollout"
+    bond: frozenset[str] = frozenset()
+    residents: int = 0
+    limits: Mapping[int, int] = field(default_factory=dict)
+    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine of an arrangement: its workers, the one that leads first; its kind; and slots that it may use of all it has."""
+
+    workers: tuple[str, ...]
+    kind: str
+    tp: int
+    slots: int
+    full_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What all seats do. ``missing`` says why it cannot be brought about; empty: it can."""
+
+    engines: tuple[Engine, ...]
+    training: frozenset[str]
+    missing: str = ""
+
+    @property
+    def by_kind(self) -> Counter[str]:
+        """Engines by kind."""
+        return Counter(engine.kind for engine in self.engines)
+
+    @property
+    def shown(self) -> str:
+        """In few words, for people."""
+        alike = Counter((engine.tp, engine.slots) for engine in self.engines)
+        engines = " + ".join(f"{count} x TP {tp} of {slots} slots" for (tp, slots), count in sorted(alike.items()))
+        return engines + (f", {', '.join(sorted(self.training))} training" if self.training else "")
+
+    def deployed(self, core_trainers: int) -> Deployed:
+        """As the planner counts: training GPUs, engines by degree, and of each degree the slots of one engine (the least)."""
+        slots: dict[int, int] = {}
+        for engine in self.engines:
+            slots[engine.tp] = min(engine.slots, slots.get(engine.tp, engine.slots))
+        return Deployed(core_trainers + len(self.training), dict(Counter(e.tp for e in self.engines)), slots)
+
+    def limited(self, slots: Mapping[int, int]) -> Arrangement:
+        """With engines of these degrees using at most so many slots, never more than they have."""
+        return replace(
+            self,
+            engines=tuple(
+                replace(engine, slots=min(slots.get(engine.tp, engine.slots), engine.full_slots))
+                for engine in self.engines
+            ),
+        )
+
+
+def engine_of(seats: Mapping[str, Seat], workers: Sequence[str]) -> Engine:
+    """The engine that these workers' GPUs make, led by the first."""
+    lead = seats[workers[0]]
+    tp, full = sum(seats[name].tp for name in workers), sum(seats[name].slots for name in workers)
+    kind = kind_of(lead.bucket, lead.tp, tp, full)
+    return Engine(tuple(workers), kind, tp, min(lead.limits.get(tp, full), full), full)
+
+
+def arranged(seats: Collection[Seat]) -> Arrangement:
+    """What the seats do now."""
+    by_name = {seat.name: seat for seat in seats}
+    engines = tuple(
+        engine_of(by_name, (seat.name, *sorted(seat.bond & by_name.keys())))
+        for seat in _in_order(seats)
+        if seat.role == "rollout"
+    )
+    return Arrangement(engines, frozenset(seat.name for seat in seats if seat.role == "train"))
+
+
+def arrangements(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
+    """Every arrangement that can be brought about, with the slots that engines may use now; the present one is first."""
+    now = arranged(seats)
+    changing = sorted(
+        (seat for seat in seats if seat.may_change),
+        key=lambda seat: (seat.role != "train", bool(seat.bond), seat.residents, seat.name),
+    )
+    present, found = len(now.training), [now]
+    counts = range(len(changing) + 1)
+    if len(changing) > MANY:
+        counts = range(max(0, present - NEAR), min(len(changing), present + NEAR) + 1)
+    for count in counts:
+        training = frozenset(seat.name for seat in changing[:count])
+        rest = [seat for seat in changing if seat.name not in training]
+        for pairs in _pairings(rest, may_have):
+            made = _made(seats, training, pairs)
+            if made.engines and made not in found:
+                found.append(made)
+    return found
+
+
+def _pairings(seats: Sequence[Seat], may_have: MayHave) -> list[list[tuple[str, str]]]:
+    """None joined, the first two, the first four, ...: pairs that are there first, then by name."""
+    names = {seat.name for seat in seats}
+    kept = sorted({tuple(sorted({seat.name, *seat.bond})) for seat in seats if seat.bond and seat.bond <= names})
+    leads = {seat.name for seat in seats if seat.role == "rollout"}
+    pairs = [(a, b) if a in leads else (b, a) for a, b in (pair for pair in kept if len(pair) == 2)]
+    alike: dict[tuple[str, str, int, int], list[str]] = {}
+    for seat in _in_order(seats):
+        if not any(seat.name in pair for pair in pairs) and not may_have(seat.engine, 2 * seat.tp):
+            alike.setdefault((seat.host, seat.bucket, seat.tp, seat.slots), []).append(seat.name)
+    for free in alike.values():
+        pairs += list(zip(free[::2], free[1::2], strict=False))
+    return [pairs[:number] for number in range(len(pairs) + 1)]
+
+
+def _made(seats: Collection[Seat], training: Collection[str], pairs: Sequence[tuple[str, str]]) -> Arrangement:
+    by_name, paired = {seat.name: seat for seat in seats}, {name for pair in pairs for name in pair}
+    alone = [(seat.name,) for seat in seats if seat.name not in paired and seat.name not in training]
+    workers = sorted([*pairs, *alone], key=lambda names: _order(names[0]))
+    return Arrangement(tuple(engine_of(by_name, names) for names in workers), frozenset(training))
+
+
+def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
+    """Arrangements beside those of `arrangements` that would be next, each with what is missing for it."""
+    now, in_order, found = arranged(seats), _in_order(seats), []
+    rolling = [seat for seat in in_order if seat.role == "rollout" and not seat.bond]
+    still = [seat for seat in rolling if not seat.may_change]
+    if still and len(rolling) > 1:
+        missing = f"one more worker that trains needs cluster.hybrid_workers={_number_for(in_order, [still[0]])}"
+        found.append(replace(_made(seats, {*now.training, still[0].name}, []), missing=missing))
+    joined = [pair for pair in combinations(rolling, 2) if _alike(*pair)]
+    can = [
+        pair for pair in joined if all(s.may_change for s in pair) and _one_node(pair) and not _why_not(pair, may_have)
+    ]
+    if not can and len(rolling) > 1:
+        one, other = next((pair for pair in joined if _one_node(pair)), (rolling[0], rolling[1]))
+        tp = one.tp + other.tp
+        if reason := _why_not((one, other), may_have):
+            missing = f"TP {tp} needs {reason}"
+        elif not _alike(one, other):
+            missing = f"TP {tp} needs two rollout workers with equal engines, got {_said(one)} and {_said(other)}"
+        elif not _one_node((one, other)):
+            missing = f"TP {tp} needs two rollout workers of one node, {one.name} is on {one.host} and {other.name} on {other.host}"
+        else:
+            number = _number_for(in_order, [one, other])
+            missing = f"TP {tp} needs two rollout workers of one node that may change: cluster.hybrid_workers={number}"
+        found.append(replace(_made(seats, now.training, [(one.name, other.name)]), missing=missing))
+    full = [engine for engine in now.engines if engine.slots == engine.full_slots]
+    if len(full) == len(now.engines) and full:
+        more = 2 * max(engine.full_slots for engine in full)
+        engines = tuple(replace(engine, slots=2 * engine.full_slots) for engine in full)
+        missing = f"{more} slots on an engine need rollout.slots={more} (cluster.engines: slots) when the run starts"
+        found.append(Arrangement(engines, now.training, missing))
+    return found
+
+
+def _why_not(pair: Sequence[Seat], may_have: MayHave) -> str:
+    return may_have(pair[0].engine, sum(seat.tp for seat in pair))
+
+
+def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
+    """How many workers may change where these do: they are the first ones."""
+    return max(in_order.index(seat) for seat in wanted) + 1
+
+
+def _alike(one: Seat, other: Seat) -> bool:
+    return (one.bucket, one.tp, one.slots) == (other.bucket, other.tp, other.slots)
+
+
+def _one_node(seats: Sequence[Seat]) -> bool:
+    return len({seat.host for seat in seats}) == 1
+
+
+def _said(seat: Seat) -> str:
+    return f"{seat.name} ({kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)})"
+
+
+def _order(name: str) -> tuple[int, str]:
+    return len(name), name  # rollout-2 before rollout-10
+
+
+def _in_order(seats: Collection[Seat]) -> list[Seat]:
+    return sorted(seats, key=lambda seat: _order(seat.name))
+
+
+# ---------------------------------------------------------------- from one to another
+
+
+def kinds_of_change(now: Arrangement, wanted: Arrangement) -> tuple[str, ...]:
+    """What has to change between two arrangements, as `libra.planner.replan` prices it; empty: nothing."""
+    before, after = ({engine.workers: engine for engine in each.engines} for each in (now, wanted))
+    joined = {workers for workers in before.keys() ^ after.keys() if len(workers) > 1}
+    slots = any(engine.slots != before[names].slots for names, engine in after.items() if names in before)
+    return tuple(
+        kind
+        for kind, differs in ((ROLES, now.training != wanted.training), (REBUCKET, bool(joined)), (SLOTS, slots))
+        if differs
+    )
+
+
+Assignments = dict[str, dict[str, object]]
+
+
+def steps_to(now: Arrangement, wanted: Arrangement, base_tp: Mapping[str, int]) -> list[list[Assignments]]:
+    """Changes of roles that lead from ``now`` to ``wanted``, as `libra_set_roles` takes them.
+
+    Changes of one inner list are of different workers, and may go on at once; each list after the one before. ``base_tp`` is the
+    degree of every worker on its own.
+    """
+    target = _targets(wanted, base_tp)
+    before, after = ({e.workers for e in each.engines if len(e.workers) > 1} for each in (now, wanted))
+    made, undone = sorted(after - before), sorted(before - after)
+    first: list[Assignments] = []
+    again: list[Assignments] = []
+    moved = {name for pair in undone for name in pair}
+    new = {name for pair in made for name in pair}
+    for pair in undone:
+        own: Assignments = {name: {"role": "rollout", "tp": base_tp[name]} for name in pair}
+        first.append({name: own[name] if name in new else target[name] for name in pair})
+    for pair in made:
+        (again if moved & set(pair) else first).append({name: target[name] for name in pair})
+    alone = sorted(name for name in now.training ^ wanted.training if name not in moved | new)
+    if alone:
+        first.append({name: target[name] for name in alone})
+    return [step for step in (first, again) if step]
+
+
+def _targets(wanted: Arrangement, base_tp: Mapping[str, int]) -> Assignments:
+    target: Assignments = {name: {"role": "train", "tp": base_tp[name]} for name in wanted.training}
+    for engine in wanted.engines:
+        target[engine.workers[0]] = {"role": "rollout", "tp": engine.tp}
+        target |= {name: {"role": "lent", "tp": base_tp[name]} for name in engine.workers[1:]}
+    return target
+
+
+def limits_for(now: Arrangement, wanted: Arrangement) -> dict[str, dict[str, int]]:
+    """Limits of slots that lead to ``wanted``, as `libra_set_slots` takes them: of engines that are new, or have others now."""
+    has = {engine.workers: engine.slots for engine in now.engines}
+    return {
+        engine.workers[0]: {"tp": engine.tp, "slots": engine.slots}
+        for engine in wanted.engines
+        if engine.slots != has.get(engine.workers)
+    }

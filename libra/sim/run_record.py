@@ -1,0 +1,305 @@
+"""What lies in a run directory, read once: configuration, event log, metrics and the turns of its training trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from libra import keys
+from libra.config import RunConfig, load_config
+from libra.config.paths import resolve_model
+from libra.errors import ConfigError, ModelError, RunDirectoryError
+from libra.hardware import load_shape
+from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
+from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
+from libra.hardware.run_steps import fit_run, fit_trainer
+from libra.hardware.shapes import shape_digest
+from libra.observe.metrics import read_metrics
+from libra.policy import WorkerJoined
+from libra.store.event_log import read_events
+from libra.store.trajectories import TrajectoryStore
+from libra.types import Phase, StepSeconds
+
+
+class Realised(NamedTuple):
+    """What a run came to, to be compared with its simulation.
+
+    ``rollout_s`` are seconds of each iteration from gate to last trajectory; ``makespan_s`` is from the first gate to the last
+    trajectory, less what passed until the driver asked for an iteration that might have begun (held-out questions).
+    """
+
+    makespan_s: float
+    rollout_s: tuple[float, ...]
+    moves: int
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """One run directory. Events are those of its last start."""
+
+    directory: Path
+    config: RunConfig
+    events: tuple[Mapping[str, Any], ...]
+    metrics: tuple[Mapping[str, Any], ...]
+    starts: int
+
+    @classmethod
+    def read(cls, directory: Path) -> RunRecord:
+        """RunDirectoryError where it is no run with an event log."""
+        for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with observe.event_log=true")):
+            if not (directory / name).is_file():
+                raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
+        events = read_events(directory / "events.jsonl").events
+        begun = [index for index, event in enumerate(events) if event.get("name") == "run_started"]
+        metrics = read_metrics(directory) if (directory / "metrics.jsonl").is_file() else []
+        config = load_config(directory / "config.resolved.yaml")
+        return cls(directory, config, tuple(events[begun[-1] if begun else 0 :]), tuple(metrics), max(1, len(begun)))
+
+    def named(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """Events of this name, in order."""
+        return (event for event in self.events if event.get("name") == name)
+
+    @cached_property
+    def quanta(self) -> list[Quantum]:
+        """Committed quanta of training trajectories."""
+        return quanta_of(self.events)
+
+    @cached_property
+    def capacities(self) -> dict[str, list[Mapping[str, Any]]]:
+        """By worker, in order, what the policy was told of it."""
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for event in self.named("worker_capacity"):
+            found.setdefault(event["worker"], []).append(event)
+        return found
+
+    @property
+    def tool_slots(self) -> int:
+        """Actions at once, on all workers together."""
+        return sum(told[-1]["tool_slots"] for told in self.capacities.values())
+
+    @property
+    def inline_tools(self) -> frozenset[str]:
+        """Tools that ran within generations."""
+        return frozenset(quantum.inline for quantum in self.quanta if quantum.inline is not None)
+
+    @property
+    def family(self) -> str:
+        """Environment of its trajectories, as the policy knows it."""
+        return str(next((event["family"] for event in self.named("run_started")), ""))
+
+    def gates_s(self) -> dict[int, float]:
+        """When each iteration's gate opened."""
+        return {event["iteration"]: event["t_s"] for event in self.named("gate_opened")}
+
+    def ends_s(self) -> dict[tuple[int, ...], float]:
+        """When each training trajectory ended, by (iteration, group, sample)."""
+        parsed = ((keys.parse(event["key"]), event["t_s"]) for event in self.named("trajectory_ended"))
+        return {key.indices: t_s for key, t_s in parsed if key is not None and key.split == "train"}
+
+    def steps_s(self) -> tuple[float, ...]:
+        """Of each batch, seconds from its opening until its weights were published."""
+        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
+        found: list[float] = []
+        for opened in sorted(self.named("batch_opened"), key=lambda event: int(event["batch"])):
+            if opened["batch"] + 1 not in published or opened["batch"] != len(found):
+                break
+            found.append(published[opened["batch"] + 1] - opened["t_s"])
+        return tuple(found)
+
+    def realised(self, iterations: int) -> Realised | None:
+        """What its first iterations came to; None where the run was resumed, or has not ended so many."""
+        gates, ends = self.gates_s(), self.ends_s()
+        last = {k: max((t_s for place, t_s in ends.items() if place[0] == k), default=None) for k in range(iterations)}
+        if self.starts > 1 or any(k not in gates or last[k] is None for k in range(iterations)):
+            return None
+        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
+        asked = {event["iteration"]: event["t_s"] for event in self.named("gate_parked")}
+        eta, paused = self.config.run.eta, 0.0
+        for k in range(1, iterations):
+            ready = max(published.get(k - eta, 0.0), gates[0])
+            paused += max(0.0, asked.get(k, ready) - ready)
+        rollout = tuple(float(last[k] or 0.0) - gates[k] for k in range(iterations))
+        whole = max(float(end or 0.0) for end in last.values()) - gates[0]
+        return Realised(whole - paused, rollout, self._moves(iterations))
+
+    def _moves(self, iterations: int) -> int:
+        home: dict[tuple[int, ...], str] = {}
+        moves = 0
+        for quantum in self.quanta:
+            if quantum.phase == Phase.ROLLOUT and quantum.place[0] < iterations:
+                moves += home.get(quantum.place, quantum.worker) != quantum.worker
+                home[quantum.place] = quantum.worker
+        return moves
+
+    # ---------------------------------------------------------------- calibration
+
+    def calibration(self) -> RunCalibration:
+        """The run's hardware; ConfigError where no worker generated often enough to say anything."""
+        declared = {event["worker"]: event for event in self.named("engine_declared") if event["fixed_s"] is not None}
+        engines = self._declared_engines(declared) if declared else self._fitted_engines()
+        tools = [quantum for quantum in self.quanta if quantum.phase == Phase.TOOL]
+        called = self._called_s()
+        waits = [q.latency_s - called[q.place].pop(0) for q in tools if called.get(q.place)]
+        model = next((str(event["model"]) for event in declared.values()), "") or self.config.model.path
+        rows = [row for row in self.metrics if row.get("train_s") and row.get("forwarded_tokens")]
+        loads = [event["load_s"] for event in self.named("version_served") if event["version"] > 0]
+        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
+        updates = [
+            published[event["step"] + 1] - event["t_s"]
+            for event in self.named("step_finished")
+            if event["step"] + 1 in published
+        ]
+        return RunCalibration(
+            model=model,
+            digest=digest_of(self.config.model.path),
+            engines=engines,
+            trainer=fit_trainer([row["train_s"] for row in rows], [row["forwarded_tokens"] for row in rows]),
+            train_gpus=self.config.cluster.train_workers,
+            update_s=_mean(updates),
+            load_s=_mean(loads),
+            tool_transport_s=transport_s(tools),
+            tool_worker_s=binned(waits),
+            gate_s=_mean(self._gates_to_first()),
+            commit_s=_mean(self._commits()),
+            source=str(self.directory),
+        )
+
+    def _declared_engines(self, declared: Mapping[str, Mapping[str, Any]]) -> tuple[EngineOfRun, ...]:
+        turns = self._turns()
+        engines = []
+        for worker, event in sorted(declared.items()):
+            mine = [q for q in self.quanta if q.worker == worker and q.phase == Phase.ROLLOUT]
+            steps = StepSeconds(
+                event["fixed_s"], event["sequence_s"], event["context_token_s"], event["prefill_token_s"],
+                event["num_steps"], event["error_frac"] or 0.0,
+            )  # fmt: skip
+            taken = turns.get(worker)
+            engines.append(
+                EngineOfRun(
+                    worker, event["engine"], self._bucket(worker, event["bucket"]), event["tp"], event["slots"],
+                    event["kv_tokens"] or UNBOUNDED_TOKENS, steps, True,
+                    taken.wall_over_passes(steps) if taken is not None else 1.0,
+                    transport_s(mine),
+                    taken.worker_s() if taken is not None else (0.0,),
+                )
+            )  # fmt: skip
+        return tuple(engines)
+
+    def _fitted_engines(self) -> tuple[EngineOfRun, ...]:
+        """Engines that declared nothing, as their generations show them: a context token is free, what goes before the first token
+        is no engine's."""
+        served = {event["worker"]: event for event in self.named("version_served")}
+        train = [event for event in self.events if "-train-" in str(event.get("key", ""))]
+        fits = fit_run(train, self.metrics).engines
+        engines = []
+        for worker, fit in fits.items():
+            mine = [q for q in self.quanta if q.worker == worker and q.phase == Phase.ROLLOUT]
+            bucket = str(served.get(worker, {}).get("bucket", ""))
+            told = self.capacities.get(worker)
+            slots = int(told[-1]["rollout_slots"]) if told else self.config.rollout.slots
+            kind = bucket.split("-", 1)[0] or self.config.rollout.engine
+            # An engine of slots has room for the longest context in each.
+            kv_tokens = slots * self.config.rollout.max_context_tokens if kind == "transformers" else UNBOUNDED_TOKENS
+            steps = StepSeconds(
+                max(fit.token_s - fit.sequence_s, 0.0), fit.sequence_s, 0.0, 0.0, fit.num_generations, fit.error_frac
+            )
+            engines.append(
+                EngineOfRun(
+                    worker, kind, self._bucket(worker, bucket), int(served.get(worker, {}).get("tp", 1)), slots, kv_tokens,
+                    steps, False, 1.0, transport_s(mine), (fit.fixed_s,),
+                )
+            )  # fmt: skip
+        return tuple(engines)
+
+    def _bucket(self, worker: str, otherwise: str) -> str:
+        told = self.capacities.get(worker)
+        return str(told[-1]["bucket"]) if told else otherwise
+
+    def told(self, worker: str) -> tuple[tuple[float, WorkerJoined], ...]:
+        """What the policy was told of an engine, each with the seconds after the first gate; what was told before it, once."""
+        gate_s = min(self.gates_s().values(), default=0.0)
+        names = WorkerJoined.__dataclass_fields__
+        told = [
+            (event["t_s"] - gate_s, WorkerJoined(**{name: event[name] for name in names if name in event}))
+            for event in self.capacities.get(worker, ())
+            if event["rollout_slots"] > 0
+        ]
+        before = [entry for entry in told if entry[0] <= 0.0][-1:]
+        return (*before, *(entry for entry in told if entry[0] > 0.0))
+
+    def _turns(self) -> dict[str, TurnsTaken]:
+        """Generations of the last attempt of each stored trajectory, by worker."""
+        with TrajectoryStore.open(self.directory / "trajectories.zarr") as store:
+            whole, turns = store.columns(), store.columns("turn")
+        generated: dict[tuple[int, ...], list[Quantum]] = {}
+        for quantum in self.quanta:
+            if quantum.phase == Phase.ROLLOUT and quantum.tokens > 0:
+                generated.setdefault(quantum.place, []).append(quantum)
+        rows: dict[str, list[tuple[float, ...]]] = {}
+        for row, split in enumerate(whole["split"].tolist()):
+            place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
+            start, count = int(whole["turn_offset"][row]), int(whole["num_turns"][row])
+            mine = generated.get(place, [])[-count:] if count and split == "train" else []
+            if len(mine) != count:
+                continue
+            for at, quantum in enumerate(mine, start):
+                context = float(turns["prompt_tokens"][at])
+                rows.setdefault(quantum.worker, []).append(
+                    (
+                        quantum.told_s, quantum.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
+                        float(turns["tool_s"][at]) if quantum.inline is not None else 0.0, float(quantum.tokens), context,
+                        context - max(0.0, float(turns["cached_tokens"][at])),
+                    )
+                )  # fmt: skip
+        return {worker: TurnsTaken.of(mine) for worker, mine in rows.items()}
+
+    def _called_s(self) -> dict[tuple[int, ...], list[float]]:
+        """Tool seconds of the actions of each stored trajectory, in order; those that ran within generations left out."""
+        with TrajectoryStore.open(self.directory / "trajectories.zarr") as store:
+            whole, turns = store.columns(), store.columns("turn")
+        inline = self.inline_tools
+        found: dict[tuple[int, ...], list[float]] = {}
+        for row, split in enumerate(whole["split"].tolist()):
+            if split != "train" or whole["attempt"][row]:
+                continue
+            start, count = int(whole["turn_offset"][row]), int(whole["num_turns"][row])
+            place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
+            found[place] = [
+                float(turns["tool_s"][at])
+                for at in range(start, start + count)
+                if turns["status"][at] and turns["tool"][at] not in inline
+            ]
+        return found
+
+    def _gates_to_first(self) -> list[float]:
+        first: dict[int, float] = {}
+        for event in self.named("trajectory_parked"):
+            key = keys.parse(event["key"])
+            if key is not None and key.split == "train":
+                first.setdefault(key.indices[0], event["t_s"])
+        return [first[k] - at_s for k, at_s in self.gates_s().items() if k in first]
+
+    def _commits(self) -> list[float]:
+        last: dict[tuple[int, ...], float] = {}
+        for place, t_s in self.ends_s().items():
+            last[place[:2]] = max(t_s, last.get(place[:2], t_s))
+        committed = (event for event in self.named("group_committed") if event["split"] == "train")
+        places = ((event["iteration"], event["group"], event["t_s"]) for event in committed)
+        return [t_s - last[iteration, group] for iteration, group, t_s in places if (iteration, group) in last]
+
+
+def digest_of(model: str) -> str:
+    """Digest of the shape of ``model.path``; empty where its sizes are not at hand, or no dense model's."""
+    try:
+        return shape_digest(load_shape(resolve_model(model)))
+    except (ModelError, ConfigError):
+        return ""
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else 0.0

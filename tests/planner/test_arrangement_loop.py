@@ -1,0 +1,248 @@
+"""What a run's workers should do: weighed from measurement, moved both ways by a drift, and out of the way of memory in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.planner.arrangement_loop import ArrangementLoop, Run, Weighed
+from libra.planner.arrangements import Seat, arranged
+from libra.planner.cost import Workload
+from libra.planner.measured import StepForecast, Taken
+from libra.planner.replan import REBUCKET, ROLES, SLOTS, Rules
+from libra.planner.selector import MAX_DEMAND, ContextTrend
+from libra.planner.splits import Batch
+from libra.types import EngineCapacity, StepSeconds
+
+TOKENS_S = 100.0
+QUICK = Rules(first_cost_s=0.1, rest_iterations=1)
+LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
+STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
+
+
+def run(engine: str = "vllm", ratio: float | None = 0.8, **changes: int) -> Run:
+    why = "" if engine == "vllm" else "rollout.engine=vllm"
+    values = {"core_trainers": 1, "overlap_steps": 0, "batch_trajectories": 16, "max_context_tokens": 4096} | changes
+    return Run(**values, may_have=lambda _, tp: why, ratio=lambda *_: ratio, model_name="the cost model of X")
+
+
+def seat(
+    name: str, *, tp: int = 1, slots: int = 8, kv: int = 0, steps: StepSeconds | None = None, **more: object
+) -> Seat:
+    declared = {tp: EngineCapacity(kv, kv * 100, 100, slots, tp, steps)} if kv else {}
+    return Seat(
+        name, "node", "vllm", f"vllm-tp{tp}-threads1", tp, slots, declared=declared, **{"may_change": True, **more}
+    )  # type: ignore[arg-type]
+
+
+def train_s(batch: Batch, replicas: int) -> float:
+    return 0.2 + batch.trained_tokens / replicas / 1000.0
+
+
+class MadeUpRun:
+    """A run of exact speeds, of one engine that stays and hybrids; ``history`` is how many hybrids trained in each iteration."""
+
+    def __init__(self, rules: Rules = QUICK, hybrids: int = 2) -> None:
+        self.loop, self.forecast = ArrangementLoop(run("transformers"), rules), StepForecast()
+        self.seats = {f"rollout-{k}": seat(f"rollout-{k}", may_change=k < hybrids) for k in range(hybrids + 1)}
+        self.history: list[int] = []
+
+    def iteration(self, k: int, batch: Batch, overlap: bool = False) -> None:
+        now = arranged(self.seats.values())
+        self.history.append(len(now.training))
+        rollout_s = batch.generated_tokens / len(now.engines) / TOKENS_S
+        training_s = train_s(batch, 1 + len(now.training))
+        step_s = max(rollout_s, training_s) if overlap else rollout_s + training_s
+        taken = Taken(rollout_s, training_s, 0.0, step_s, {now.engines[0].kind: int(batch.generated_tokens)}, [])
+        self.forecast = self.forecast.after(taken, now.by_kind)
+        self.loop.learn(self.forecast, self.seats.values(), batch, 1 + len(now.training), training_s, step_s, overlap)
+        weighed = self.loop.weigh(k, self.forecast, self.seats.values(), batch, None, 50, overlap, step_s)
+        assert weighed is not None
+        if weighed.kinds:
+            assert weighed.kinds == (ROLES,)
+            self.loop.replanner.changed(0.1)  # type: ignore[union-attr]
+            training = weighed.chosen.arrangement.training
+            self.seats = {
+                name: replace(each, role="train" if name in training else "rollout")
+                for name, each in self.seats.items()
+            }
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_drift_moves_workers_both_ways(overlap: bool) -> None:
+    made_up = MadeUpRun()
+    for k in range(36):
+        made_up.iteration(k, HEAVY if 12 <= k < 24 else LONG, overlap=overlap)
+    assert made_up.history[11] == 0
+    assert made_up.history[23] >= 1
+    assert made_up.history[35] == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches=st.lists(st.builds(Batch, st.floats(10, 5000), st.floats(10, 50000)), min_size=8, max_size=40))
+def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches: list[Batch]) -> None:
+    made_up = MadeUpRun(Rules(first_cost_s=0.0, confirmations=2, rest_iterations=3))
+    for k, batch in enumerate(batches):
+        made_up.iteration(k, batch)
+    changes = sum(a != b for a, b in zip(made_up.history, made_up.history[1:], strict=False))
+    assert changes <= 1 + len(batches) / 3
+    assert all(0 <= training <= 2 for training in made_up.history)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def lengths(context: float, number: int = 16) -> Workload:
+    return Workload.of(np.full(number, 0.5 * context), np.full(number, 0.5 * context))
+
+
+def measured(seats: list[Seat], tokens: float = 2000.0, rollout_s: float = 4.0) -> StepForecast:
+    """A run's forecast after a few like iterations on these seats."""
+    now, forecast = arranged(seats), StepForecast()
+    each = {kind: int(tokens * count / len(now.engines)) for kind, count in now.by_kind.items()}
+    for _ in range(4):
+        forecast = forecast.after(Taken(rollout_s, 1.0, 0.0, rollout_s + 1.0, each, []), now.by_kind)
+    return forecast
+
+
+def weighed_after(
+    loop: ArrangementLoop,
+    seats: list[Seat],
+    contexts: list[float],
+    first: int = 0,
+    forecast: StepForecast | None = None,
+) -> list[Weighed]:
+    found = []
+    forecast = measured(seats) if forecast is None else forecast
+    for k, context in enumerate(contexts, first):
+        loop.saw(k, lengths(context))
+        weighed = loop.weigh(k, forecast, seats, Batch(2000.0, 2000.0), lengths(context), 20, False, 5.0)
+        assert weighed is not None
+        found.append(weighed)
+    return found
+
+
+def test_fewer_slots_are_taken_before_the_iteration_that_would_run_out() -> None:
+    seats = [
+        seat("rollout-0", kv=1000, steps=STEPS, may_change=False),
+        seat("rollout-1", kv=1000, steps=STEPS, may_change=False),
+    ]
+    loop = ArrangementLoop(run(batch_trajectories=64), Rules(first_cost_s=1e9))
+    contexts = [60.0, 75.0, 90.0, 105.0, 120.0]
+    found = weighed_after(loop, seats, contexts)
+    assert [bool(weighed.kinds) for weighed in found] == [False, False, True, True, True]
+    first = found[2]
+    assert first.context_tokens == pytest.approx(120.0)  # two iterations on: what begins now is under way already
+    assert 8 * contexts[2] <= MAX_DEMAND * 1000 < 8 * first.context_tokens
+    assert {engine.slots for engine in first.chosen.arrangement.engines} == {7}
+    assert first.kinds == (SLOTS,)
+    assert first.considered.accepted and first.considered.gain_s <= 0
+    assert "KV memory: 2 x TP 1 of 8 slots would need 0.96 of its KV at the 120 tokens" in first.considered.reason
+    assert [type(command).__name__ for command in first.considered.commands] == ["SetConcurrency"]
+
+
+@pytest.mark.parametrize(("ratio", "kinds"), [(0.8, (REBUCKET,)), (6.0, (SLOTS,))])
+def test_the_quickest_of_those_that_hold_it_is_taken(ratio: float, kinds: tuple[str, ...]) -> None:
+    """One engine of two workers holds three contexts where each of two engines holds one: it depends on how fast it is."""
+    seats = [seat("rollout-0", slots=2, kv=384, steps=STEPS), seat("rollout-1", slots=2, kv=384, steps=STEPS)]
+    loop = ArrangementLoop(run(ratio=ratio), Rules(first_cost_s=1e9))
+    weighed = weighed_after(loop, seats, [150.0, 175.0, 200.0])[-1]
+    assert weighed.now.kv_demand > MAX_DEMAND >= weighed.chosen.kv_demand
+    assert weighed.kinds == kinds
+    if REBUCKET in kinds:
+        (engine,) = weighed.chosen.arrangement.engines
+        assert (engine.workers, engine.tp, engine.slots) == (("rollout-0", "rollout-1"), 2, 2)
+        assert (
+            "TP 2 is not measured yet: TP 1 as measured, times 0.80 by the cost model of X" in weighed.considered.reason
+        )
+
+
+def test_a_degree_that_was_measured_needs_no_cost_model_and_comes_apart_when_contexts_shrink() -> None:
+    quick = StepSeconds(0.012, 0.0005, 1e-6, 1e-5, 500, 0.02)
+    both: Mapping[int, EngineCapacity] = {
+        1: EngineCapacity(384, 1, 1, 2, 1, STEPS),
+        2: EngineCapacity(800, 1, 1, 4, 2, replace(quick, fixed_s=0.05)),
+    }
+    lead = replace(seat("rollout-0", slots=2), bond=frozenset({"rollout-1"}), declared=both)
+    lent = replace(seat("rollout-1", slots=2), role="lent", bond=frozenset({"rollout-0"}), declared={1: both[1]})
+    loop = ArrangementLoop(run(ratio=None), Rules(first_cost_s=0.01, rest_iterations=0))
+    found = weighed_after(loop, [lead, lent], [60.0] * 4)
+    accepted = [weighed for weighed in found if weighed.kinds]
+    assert accepted and accepted[0].kinds == (REBUCKET,)
+    assert [engine.tp for engine in accepted[0].chosen.arrangement.engines] == [1, 1]
+    assert "cost model" not in accepted[0].considered.reason
+
+
+def test_nothing_is_weighed_by_memory_that_nobody_declared() -> None:
+    seats = [seat("rollout-0"), seat("rollout-1")]
+    found = weighed_after(ArrangementLoop(run(), QUICK), seats, [100.0, 1000.0, 4000.0])
+    assert all(weighed.now.kv_demand == 0.0 for weighed in found)
+    assert not any(SLOTS in weighed.kinds or REBUCKET in weighed.kinds for weighed in found)
+
+
+def test_what_holds_the_contexts_and_cannot_be_had_is_named() -> None:
+    seats = [
+        seat("rollout-0", slots=1, kv=384, steps=STEPS, may_change=False),
+        seat("rollout-1", slots=1, kv=384, steps=STEPS, may_change=False),
+    ]
+    weighed = weighed_after(ArrangementLoop(run(), QUICK), seats, [380.0, 390.0])[-1]
+    assert not weighed.kinds and weighed.now.kv_demand > MAX_DEMAND  # one slot each is the fewest there is
+    assert [option.arrangement.missing for option, _ in weighed.blocked] == [], "TP 2 of two slots needs as much"
+    alone = weighed_after(ArrangementLoop(run("transformers"), QUICK), seats, [380.0, 390.0])[-1]
+    assert not alone.blocked
+
+
+def test_a_gain_that_cannot_be_had_is_named_with_what_is_missing() -> None:
+    seats = [
+        seat("rollout-0", slots=1, kv=4000, steps=STEPS, may_change=False),
+        seat("rollout-1", slots=1, kv=4000, steps=STEPS, may_change=False),
+    ]
+    weighed = weighed_after(ArrangementLoop(run(ratio=0.3), QUICK), seats, [100.0, 100.0])[-1]
+    missing = [option.arrangement.missing for option, gain in weighed.blocked if gain > 0.05]
+    assert "TP 2 needs two rollout workers of one node that may change: cluster.hybrid_workers=2" in missing
+    assert "2 slots on an engine need rollout.slots=2 (cluster.engines: slots) when the run starts" in missing
+
+
+def test_a_trend_is_never_below_what_was_and_rises_as_the_line_does() -> None:
+    trend = ContextTrend()
+    assert trend.expected(3) == 0.0
+    for k, mean in enumerate([100.0, 120.0, 140.0]):
+        trend = trend.after(k, mean)
+    assert trend.expected(4) == pytest.approx(180.0)
+    assert trend.after(3, 60.0).expected(5) >= 60.0
+
+
+def test_slots_come_back_when_contexts_shrink_but_not_at_the_edge() -> None:
+    tight = replace(seat("rollout-0", kv=1000, steps=STEPS, may_change=False), limits={1: 2})
+    loop = ArrangementLoop(run(batch_trajectories=64), Rules(first_cost_s=0.01, rest_iterations=0))
+    near = weighed_after(loop, [tight], [400.0] * 4)  # 2 x 400 of 1000: a third would be too many
+    assert not any(weighed.kinds for weighed in near)
+    far = weighed_after(ArrangementLoop(run(batch_trajectories=64), loop.rules), [tight], [90.0] * 4)
+    raised = [weighed for weighed in far if weighed.kinds]
+    assert raised and raised[0].kinds == (SLOTS,)
+    assert raised[0].chosen.arrangement.engines[0].slots > 2
+    assert raised[0].chosen.kv_demand <= 0.75
+
+
+def test_boundaries_share_out_the_tokens_by_what_degrees_generate() -> None:
+    lead = replace(
+        seat("rollout-0", slots=4, kv=9000, steps=STEPS), bond=frozenset({"rollout-1"}),
+        declared={1: EngineCapacity(9000, 1, 1, 4, 1, STEPS), 2: EngineCapacity(18000, 1, 1, 8, 2, STEPS)},
+    )  # fmt: skip
+    lent = replace(seat("rollout-1", slots=4), role="lent", bond=frozenset({"rollout-0"}))
+    third = seat("rollout-2", slots=4, kv=9000, steps=STEPS, may_change=False)
+    loop = ArrangementLoop(run(), Rules(first_cost_s=1e9))
+    spread = Workload.of(np.full(20, 10.0), np.arange(1, 21) * 10.0)
+    loop.saw(0, spread)
+    weighed = loop.weigh(0, measured([lead, lent, third]), [lead, lent, third], LONG, spread, 5, False, 5.0)
+    assert weighed is not None
+    (end,) = weighed.boundaries_tokens.values()
+    assert list(weighed.boundaries_tokens) == ["tp1"]
+    short = spread.generated_tokens[spread.generated_tokens <= end].sum() / spread.generated_tokens.sum()
+    pass_1, pass_2 = STEPS.step_s(4, 4 * weighed.context_tokens), STEPS.step_s(8, 8 * weighed.context_tokens)
+    assert short == pytest.approx((4 / pass_1) / (4 / pass_1 + 8 / pass_2), abs=0.1)

@@ -1,0 +1,155 @@
+"""Ways in which workers may be arranged: what can be had, in which steps, and what is missing for the rest."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.planner.arrangements import Seat, arranged, arrangements, blocked, kinds_of_change, limits_for, steps_to
+from libra.planner.replan import REBUCKET, ROLES, SLOTS
+from libra.policy.role_messages import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, StageDone
+from libra.policy.roles import Roles
+
+
+def seat(name: str, host: str = "node", **more: object) -> Seat:
+    return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})  # type: ignore[arg-type]
+
+
+def anything(engine: str, tp: int) -> str:
+    return ""
+
+
+def no_tp(engine: str, tp: int) -> str:
+    return "rollout.engine=vllm"
+
+
+def shown(option: object) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    return tuple(e.workers for e in option.engines), tuple(sorted(option.training))  # type: ignore[attr-defined]
+
+
+def test_two_hybrids_roll_out_alone_or_together_or_train() -> None:
+    seats = [seat("rollout-0"), seat("rollout-1"), seat("rollout-2", may_change=False)]
+    assert [shown(option) for option in arrangements(seats, anything)] == [
+        ((("rollout-0",), ("rollout-1",), ("rollout-2",)), ()),
+        ((("rollout-0", "rollout-1"), ("rollout-2",)), ()),
+        ((("rollout-1",), ("rollout-2",)), ("rollout-0",)),
+        ((("rollout-2",),), ("rollout-0", "rollout-1")),
+    ]
+    assert len(arrangements(seats, no_tp)) == 3
+    assert len(arrangements([seat("a"), seat("b", host="other")], anything)) == 2, "no engine spans two nodes"
+
+
+def test_some_engine_stays() -> None:
+    assert all(option.engines for option in arrangements([seat("a"), seat("b")], anything))
+
+
+def test_the_fewest_workers_are_moved_and_those_with_the_least_to_lose() -> None:
+    seats = [
+        seat("a", residents=3),
+        seat("b", role="train", residents=9),
+        seat("c", residents=1),
+        seat("d", residents=1),
+    ]
+    by_count = {len(option.training): option.training for option in arrangements(seats, no_tp)}
+    assert by_count[1] == {"b"}
+    assert by_count[2] == {"b", "c"}
+    assert by_count[3] == {"b", "c", "d"}
+
+
+def test_an_engine_of_two_is_one_engine_with_all_their_slots_and_its_own_limit() -> None:
+    seats = [
+        seat("a", bond=frozenset({"b"}), limits={1: 3, 2: 5}),
+        seat("b", role="lent", bond=frozenset({"a"})),
+        seat("c", limits={1: 2}),
+    ]
+    lead, alone = arranged(seats).engines
+    assert (lead.workers, lead.tp, lead.slots, lead.full_slots, lead.kind) == (
+        ("a", "b"),
+        2,
+        5,
+        8,
+        "vllm-tp2-threads1-slots8",
+    )
+    assert (alone.workers, alone.slots, alone.full_slots) == (("c",), 2, 4)
+
+
+HALF = [seat("rollout-0"), seat("rollout-1", may_change=False)]
+TP_2 = "TP 2 needs two rollout workers of one node that may change: cluster.hybrid_workers=2"
+
+
+@pytest.mark.parametrize(
+    ("seats", "may_have", "missing"),
+    [
+        (HALF, anything, TP_2),
+        ([seat("rollout-0", "x"), seat("rollout-1", "y")], anything, "of one node, rollout-0 is on x and rollout-1 on y"),
+        ([seat("rollout-0"), seat("rollout-1")], no_tp, "TP 2 needs rollout.engine=vllm"),
+        (HALF, anything, "one more worker that trains needs cluster.hybrid_workers=2"),
+        ([seat("rollout-0")], anything, "8 slots on an engine need rollout.slots=8"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_names_what_is_missing(seats: list[Seat], may_have: object, missing: str) -> None:
+    said = [option.missing for option in blocked(seats, may_have)]  # type: ignore[arg-type]
+    assert any(missing in text for text in said), said
+    assert all(text for text in said)
+
+
+def test_what_can_be_had_is_not_blocked() -> None:
+    said = [option.missing for option in blocked([seat("rollout-0"), seat("rollout-1")], anything)]
+    assert [text for text in said if "TP" in text or "trains" in text] == []
+
+
+def test_kinds_and_limits_of_a_change() -> None:
+    seats = [seat("a"), seat("b"), seat("c", may_change=False)]
+    now, joined, one, _ = arrangements(seats, anything)
+    assert kinds_of_change(now, now) == ()
+    assert kinds_of_change(now, joined) == (REBUCKET,)
+    assert kinds_of_change(now, one) == (ROLES,)
+    assert kinds_of_change(now, now.limited({1: 2})) == (SLOTS,)
+    assert kinds_of_change(joined, one.limited({1: 2})) == (ROLES, REBUCKET, SLOTS)
+    assert limits_for(now, now.limited({1: 2})) == {name: {"tp": 1, "slots": 2} for name in ("a", "b", "c")}
+    assert limits_for(now, joined.limited({2: 3})) == {"a": {"tp": 2, "slots": 3}}
+    assert limits_for(now, now) == {}
+
+
+ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
+
+
+def carry_out(roles: Roles, assignments: dict[str, dict[str, object]]) -> None:
+    """A change, as the scheduler's state machine sees it; refused: an error."""
+    wanted = {name: Assignment(ROLE[str(has["role"])], int(str(has["tp"]))) for name, has in assignments.items()}
+    commands = roles.handle(ChangeRequested(wanted))
+    assert not [command for command in commands if isinstance(command, Refuse)], commands
+    while roles.changes:
+        (generation, change), *_ = roles.changes.items()
+        for name in change.moves:
+            roles.handle(StageDone(name, generation, change.stage))
+
+
+NAMES = ("a", "b", "c", "d")
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=6))
+def test_the_steps_lead_there_by_changes_that_the_scheduler_takes(choices: list[int]) -> None:
+    roles = Roles()
+    for name in NAMES:
+        roles.handle(MemberAnnounced(name, Assignment(Role.ROLLOUT, 1), "node"))
+    for choice in choices:
+        rows = {row["worker"]: row for row in roles.rows()}
+        seats = [
+            seat(name, role=row["role"], bond=frozenset(row["shares_with"]), residents=choice * (1 + k) % 5)
+            for k, (name, row) in enumerate(sorted(rows.items()))
+        ]
+        seats.append(seat("stays", may_change=False))
+        options = arrangements(seats, anything)
+        wanted = options[choice % len(options)]
+        for step in steps_to(arranged(seats), wanted, dict.fromkeys(NAMES, 1)):
+            assert all(not (x.keys() & y.keys()) for x, y in itertools.combinations(step, 2))
+            for assignments in step:
+                carry_out(roles, assignments)
+        has = {row["worker"]: (row["role"], row["tp"]) for row in roles.rows()}
+        leads = {engine.workers[0]: engine.tp for engine in wanted.engines if engine.workers[0] in NAMES}
+        assert {name for name, (role, _) in has.items() if role == "train"} == set(wanted.training)
+        assert {name: tp for name, (role, tp) in has.items() if role == "rollout"} == leads

@@ -1,0 +1,85 @@
+"""Slots of an engine on another device than the host: `libra.testing.pretended_gpu` computes on the CPU and refuses mixtures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from libra.projections import project_tensors
+from libra.rollout import slots as slot_cache
+from libra.rollout.batch import Job, SlotBatch
+from libra.rollout.checkpoint import load_causal_lm
+from libra.testing.pretended_gpu import PretendedTensor, pretended_gpu
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def served(make_model, make_request, device, family, fused, exact):
+    """Everything a batch on ``device`` answers: turns of several trajectories, probes, and all of it after other weights."""
+    slot_cache.register()
+    with (
+        _disable_current_modes()
+    ):  # transformers loads by way of torch's device ``meta``, whose name the pretended GPU has
+        model = load_causal_lm(make_model(family), "float32", slot_cache.SLOT_ATTENTION)
+        others = make_model(family, 1)
+    model.to(device)
+    batch = SlotBatch(model, slots=3, max_context_tokens=96, version=0, fused=fused, exact_logprobs=exact)
+    tokens, answers = [], []
+    for version in (0, 1):
+        if version:
+            batch.load(version, others)
+        requests = [
+            make_request("a", length=40),
+            make_request("b", temperature=0.7, top_p=0.9),
+            make_request("c", new=3),
+        ]
+        requests += [make_request("d", length=40, temperature=0.0), make_request("e", context=requests[0].context_ids)]
+        for ticket, request in enumerate(requests):
+            batch.submit(Job(ticket, request, 0.0))
+        turns = {}
+        while batch.has_work:
+            turns |= {job.request.trajectory_id: output for job, output in batch.step()}
+        assert len(turns) == len(requests)
+        for _, output in sorted(turns.items()):
+            tokens.append(output.token_ids)
+            answers.append(output.logprobs)
+        answers.append(batch.score(np.arange(20, dtype=np.int32)))
+        answers += [np.array(numbers) for _, numbers in sorted(batch.project(7).items())]
+        wanted = {
+            "model.embed_tokens.weight": (3, 5),
+            "model.layers.0.self_attn.q_proj.weight": (1,),
+            "model.norm.weight": (),
+        }
+        answers += [found for _, found in sorted(batch.columns(wanted).items())]
+    return batch, tokens, answers
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_an_engine_elsewhere_answers_as_one_here(make_model, make_request, family, fused):
+    exact = not fused
+    _, expected_tokens, expected = served(make_model, make_request, "cpu", family, fused, exact)
+    with pretended_gpu() as device:
+        batch, got_tokens, got = served(make_model, make_request, device, family, fused, exact)
+        assert all(isinstance(layer, PretendedTensor) for layer in batch.kv.data)
+    for one, other in zip(got_tokens, expected_tokens, strict=True):
+        assert one.tolist() == other.tolist()
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_projections_of_tensors_elsewhere_are_those_here():
+    tensors = {"a.weight": torch.randn(5, 4), "embed_tokens.weight": torch.randn(9, 4)}
+    expected = project_tensors(tensors, 3)
+    with pretended_gpu() as device:
+        got = project_tensors({name: tensor.to(device) for name, tensor in tensors.items()}, 3)
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(got[name], numbers, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,232 @@
+"""A run whose every second is known (a declared emulation in virtual time), and what is read and predicted from its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra.cli.main import main
+from libra.errors import ConfigError, RunDirectoryError
+from libra.hardware.measured_engine import MeasuredEngine
+from libra.hardware.run_calibration import calibration_from_json, read_calibration
+from libra.hardware.run_quanta import binned
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import make_ordering
+from libra.sim import EngineSpec, Outcome, Simulator, TrajectoryPlan, TurnPlan, Workload
+from libra.sim.fleet import Between
+from libra.sim.from_run import run_setting, simulator_of_run
+from libra.sim.simulator import Surroundings
+from libra.testing.simulated_run import write_simulated_run
+from libra.types import NO_TOOL, StepSeconds, ToolStatus
+
+FAST = StepSeconds(0.004, 0.0002, 1e-6, 2e-5, 2048, 0.01)
+SLOW = StepSeconds(0.012, 0.0006, 3e-6, 6e-5, 2048, 0.02)
+BETWEEN = Between((0.03,), (0.01,))
+AROUND = Surroundings(
+    train_s=1.5, tool_slots=64, inline_tools=frozenset({""}), tool_between=Between((0.02,), (0.005,)), gate_s=0.1,
+    commit_s=0.05, reserve=(256, 4096),
+)  # fmt: skip
+
+
+def workload(iterations: int = 2) -> Workload:
+    """Turns of many lengths; some calls cannot be read and are answered within the generation."""
+    plans = []
+    for iteration in range(iterations):
+        for number in range(48):
+            turns = [
+                TurnPlan(
+                    20 + (7 * number + 13 * turn + iteration) % 90,
+                    "" if (number + turn) % 7 == 3 else "bash",
+                    ToolStatus.MALFORMED if (number + turn) % 7 == 3 else ToolStatus.OK,
+                    5 + (3 * number + turn) % 40,
+                    0.0 if (number + turn) % 7 == 3 else 0.05 + 0.01 * (number % 5),
+                )
+                for turn in range(2 + number % 6)
+            ]
+            turns[-1] = TurnPlan(turns[-1].new_tokens, "", NO_TOOL, 0, 0.0)
+            plans.append(TrajectoryPlan(iteration, number // 4, number % 4, 150 + number // 4, tuple(turns)))
+    return Workload("emulated", tuple(plans))
+
+
+def engines() -> tuple[EngineSpec, ...]:
+    """Two of different speed and size."""
+    kinds = (("rollout-0", FAST, 16), ("rollout-1", SLOW, 6))
+    return tuple(
+        EngineSpec(
+            name, 1, slots, EngineTables(MeasuredEngine(steps, 1, slots * 4096), grain_tokens=1, max_contexts=slots),
+            f"transformers-tp1-{name}", BETWEEN,
+        )
+        for name, steps, slots in kinds
+    )  # fmt: skip
+
+
+Run = Callable[..., tuple[Path, Outcome]]
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path: Path) -> Run:
+    """A run directory, and what its run came to."""
+
+    def write(policy: str = "cmlfq", **settings: Any) -> tuple[Path, Outcome]:
+        config = {
+            "run": {"name": "emulated", "dir": str(tmp_path)},
+            "model": {"path": "libra/tiny-arithmetic"},
+            "policy": {"name": policy},
+            "rollout": {"max_new_tokens": 256, "max_context_tokens": 4096},
+            "trainer": {"max_row_tokens": 4096},
+        }
+        directory = tmp_path / f"emulated-{policy}"
+        outcome = write_simulated_run(
+            directory, workload(), engines(), {"rollout-0": FAST, "rollout-1": SLOW}, make_ordering(policy), AROUND,
+            config=config, **settings,
+        )  # fmt: skip
+        return directory, outcome
+
+    return write
+
+
+@pytest.fixture(name="libra")
+def _libra(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return call
+
+
+@pytest.mark.parametrize("policy", ["fifo", "cmlfq"])
+def test_a_run_is_predicted_as_it_was(run: Run, policy: str) -> None:
+    directory, was = run(policy)
+    setting = run_setting(directory)
+    predicted, realised = setting.simulator().run(), setting.realised
+    assert realised is not None
+    assert realised.makespan_s == pytest.approx(was.makespan_s, rel=1e-9)
+    assert realised.moves == was.moves > 0
+    assert predicted.makespan_s == pytest.approx(was.makespan_s, rel=0.02)
+    assert predicted.rollout_s == pytest.approx(was.rollout_s, rel=0.02)
+    assert abs(predicted.moves - was.moves) <= max(2, 0.2 * was.moves)
+    assert (predicted.turns, predicted.generated_tokens) == (was.turns, was.generated_tokens)
+
+
+def test_everything_between_engines_is_read_from_the_log(run: Run) -> None:
+    directory, _ = run()
+    setting = run_setting(directory)
+    for engine, steps in zip(setting.calibration.engines, (FAST, SLOW), strict=True):
+        assert (engine.steps, engine.declared) == (steps, True)
+        assert engine.wall_over_passes == pytest.approx(1.0, abs=0.05)
+        assert sum(engine.transport_s) / len(engine.transport_s) == pytest.approx(0.03, rel=1e-3)
+        assert sum(engine.worker_s) / len(engine.worker_s) == pytest.approx(0.01, rel=1e-3)
+    calibration, around = setting.calibration, setting.surroundings
+    assert max(calibration.tool_transport_s) == pytest.approx(0.02, rel=1e-3)
+    assert max(calibration.tool_worker_s) == pytest.approx(0.005, rel=1e-3)
+    assert (calibration.gate_s, calibration.commit_s) == pytest.approx((0.1, 0.05))
+    assert around.steps_s == pytest.approx((1.5, 1.5))
+    assert around.inline_tools == {""}
+    assert around.tool_slots == 64
+
+
+def test_without_what_is_between_a_run_is_predicted_too_short(run: Run) -> None:
+    directory, was = run()
+    setting = run_setting(directory)
+    bare = Surroundings(train_s=1.5, tool_slots=64, inline_tools=frozenset({""}))
+    specs = tuple(spec._replace(between=Between()) for spec in setting.engines)
+    predicted = Simulator(setting.workload, specs, setting.ordering(), surroundings=bare).run()
+    assert predicted.makespan_s < 0.97 * was.makespan_s  # further off than any prediction above may be
+
+
+def test_a_log_without_declarations_is_fitted_and_says_so(run: Run, libra: Callable[..., Any]) -> None:
+    directory, was = run(declares=False)
+    assert not any(engine.declared for engine in run_setting(directory).calibration.engines)
+    assert simulator_of_run(directory).run().makespan_s == pytest.approx(was.makespan_s, rel=0.25)
+    code, out, _ = libra("simulate", "libra/quickstart", "--from-run", directory)
+    assert code == 0 and "fitted to its generations" in out and "A800" not in out
+
+
+def test_what_is_typed_goes_over_the_run(run: Run, libra: Callable[..., Any]) -> None:
+    directory, was = run()
+    code, out, _ = libra("simulate", "libra/quickstart", "--from-run", directory)
+    assert code == 0 and "as they declared themselves" in out and "all of it is the run's own" in out
+    assert f"{was.moves} moves: predicted is 1.0" in out or f"{was.moves} moves: predicted is 0.99" in out
+    _, own, _ = libra("simulate", "libra/quickstart", "--from-run", directory, "--json")
+    typed = ("simulation.policy=fifo", "simulation.layout={tp1: 4}")
+    _, other, _ = libra("simulate", "libra/quickstart", "--from-run", directory, *typed, "--json")
+    own, other = json.loads(own), json.loads(other)
+    assert own["given"] == [] and other["given"] == ["simulation.layout", "simulation.policy"]
+    assert other["makespan_s"] < own["makespan_s"]  # four fast ones instead of a fast one and a slow one
+    assert own["realised"]["moves"] == was.moves
+    code, _, err = libra("simulate", "libra/quickstart", "--from-run", directory, "simulation.layout={tp2: 1}")
+    assert code == 2 and "asks for engines of tp2" in err and "measured tp1 only" in err
+    _, out, _ = libra("simulate", "libra/quickstart", "--from-run", directory, "simulation.gpu=A100-80G")
+    assert "not the run's" in out
+
+
+def test_a_calibration_is_what_the_run_said(run: Run, libra: Callable[..., Any], tmp_path: Path) -> None:
+    directory, _ = run()
+    file = tmp_path / "mine.json"
+    code, out, err = libra("calibrate", directory, "--save", file)
+    assert (code, err) == (0, "") and "as its engines declared their passes" in out
+    assert read_calibration(file, "here").engines == run_setting(directory).calibration.engines
+    small = ("trainer.prompts=4", "trainer.group_size=2", "simulation.turns=3", "simulation.layout={tp1: 2}")
+    code, out, _ = libra("simulate", "libra/quickstart", f"simulation.calibration={file}", *small)
+    assert code == 0 and f"as {file} measured, 2 x tp1" in out
+    code, out, _ = libra("plan", "libra/quickstart", f"planner.calibration={file}")
+    assert code == 0 and "engines of TP 2, 4, 8" in out and f"are as {file} measured" in out
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_calibration_of_something_else_is_refused_with_both_sides(
+    run: Run, libra: Callable[..., Any], tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "mine.json"
+    libra("calibrate", run()[0], "--save", file)
+    field = {"simulate": "simulation", "plan": "planner"}[command]
+    use = f"{field}.calibration={file}"
+    code, _, err = libra(command, "libra/quickstart", use, "model.path=Qwen/Qwen3-14B")
+    assert (code == 2 and "libra/tiny-arithmetic" in err) or "emulated" in err
+    assert "Qwen/Qwen3-14B" in err and "calibrate from a run of this model" in err
+    if command == "plan":
+        code, _, err = libra("plan", "libra/quickstart", use, "planner.tp=[2]", "--what-if")
+        assert code == 2 and "TP2" in err and "TP1" in err
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({**json.loads(file.read_text()), "schema": 0}))
+    code, _, err = libra(command, "libra/quickstart", f"{field}.calibration={old}")
+    assert code == 2 and "schema 0, and this Libra reads 1" in err and "libra calibrate RUN --save FILE" in err
+    code, _, err = libra(command, "libra/quickstart", f"{field}.calibration={tmp_path / 'none.json'}")
+    assert code == 2 and "cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "tables"}, "no calibration of a run"),
+        ({"engines": []}, "has no engine"),
+        ({"gate_s": -1.0}, "not negative"),
+        ({"gate_s": float("nan")}, "not negative"),
+        ({"more": 1}, "cannot be read as a calibration"),
+    ],
+)
+def test_what_no_run_can_have_said_is_refused(run: Run, change: dict[str, Any], said: str) -> None:
+    whole = json.loads(run_setting(run()[0]).calibration.to_json())
+    with pytest.raises(ConfigError, match=said):
+        calibration_from_json(json.dumps({**whole, **change}), "here")
+    with pytest.raises(ConfigError, match="cannot be read as a calibration"):
+        calibration_from_json("{", "here")
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"holds no config\.resolved\.yaml"):
+        simulator_of_run(tmp_path)
+
+
+def test_bins_keep_the_mean_and_the_spread() -> None:
+    values = [0.1 * n for n in range(37)]
+    bins = binned(values)
+    assert sum(bins) / len(bins) == pytest.approx(sum(values) / len(values))
+    assert bins[0] < 0.2 and bins[-1] > 3.4
+    assert binned([]) == (0.0,)

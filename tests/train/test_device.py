@@ -1,0 +1,137 @@
+"""A replica on another device than the host: `libra.testing.pretended_gpu`, which computes on the CPU and refuses mixtures."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from libra.errors import ConfigError
+from libra.graph.publishing import publish_checked
+from libra.tensors import compute_device
+from libra.testing.pretended_gpu import PretendedTensor, pretended_gpu
+from libra.train import Replica, TrainSettings
+from libra.train.loading import load_model
+from libra.weights import VersionCheck, WeightStore
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo with its reference": {"kl_coef": 0.04, "aggregation": "seq-mean-token-mean"},
+    "several steps of old weights": {"old_logp": "proximal", "epochs": 2, "minibatches": 2, "correction": "mask"},
+    "gspo": {"loss": "gspo"},
+    "gmpo": {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
+    "dppo": {"loss": "dppo", "log_ratio_coef": 1e-3},
+    "sapo with entropy": {"loss": "sapo", "entropy_coef": 0.01},
+    "checkpointing, nothing shared": {"gradient_checkpointing": True, "share_prompts": False},
+    "exact": {"exact_logprobs": True},
+    "sequence weights": {"old_logp": "exact", "correction": "truncate", "correction_level": "sequence"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _loads_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers loads models by way of torch's device ``meta``, whose name the pretended GPU has."""
+
+    def load(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return load_model(*arguments)
+
+    monkeypatch.setattr(sys.modules[Replica.__module__], "load_model", load)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_elsewhere_is_the_step_here(name, dtype, model_dir, batch):
+    def stepped(device: Any) -> tuple[Replica, Any]:
+        settings = TrainSettings(**{"lr": 1e-3, "max_row_tokens": 64, "micro_batch_tokens": 128} | SETTINGS[name])
+        replica = Replica(model_dir, settings, dtype=dtype, master_dtype="float32", device=device)
+        reports = [replica.step(batch, step) for step in (0, 1)]
+        return replica, reports
+
+    here, expected = stepped("cpu")
+    begun = Replica(model_dir, TrainSettings(), dtype=dtype).weights()
+    with pretended_gpu() as device:
+        there, got = stepped(device)
+        assert all(isinstance(p, PretendedTensor) for p in there.optimized().values())
+        assert all(isinstance(state["exp_avg"], PretendedTensor) for state in there.optimizer.state.values())
+        weights = {name: tensor.cpu() for name, tensor in there.weights().items()}
+    rounding = 1e-4 if dtype == "float32" else 0.05  # another attention kernel than that of CPUs
+    for one, other in zip(got, expected, strict=True):
+        assert one.optimizer_steps == other.optimizer_steps >= 1
+        assert one.loss == pytest.approx(other.loss, rel=rounding, abs=rounding)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=rounding)
+    moved = sum(float((tensor - begun[name]).float().abs().sum()) for name, tensor in here.weights().items())
+    apart = sum(float((weights[name] - tensor).float().abs().sum()) for name, tensor in here.weights().items())
+    assert apart < moved * max(10 * rounding, 0.01)
+
+
+def test_a_checkpoint_goes_from_one_device_to_the_other(model_dir, batch, tmp_path):
+    settings = TrainSettings(lr=1e-3)
+    with pretended_gpu() as device:
+        there = Replica(model_dir, settings, dtype="bfloat16", master_dtype="float32", device=device)
+        there.step(batch, 0)
+        there.save(tmp_path / "step-000001")
+        again = Replica(model_dir, settings, dtype="bfloat16", master_dtype="float32", device=device)
+        again.load(tmp_path / "step-000001")
+        same = again.step(batch, 1).digest
+        assert there.step(batch, 1).digest == same
+    here = Replica(model_dir, settings, dtype="bfloat16", master_dtype="float32")
+    here.load(tmp_path / "step-000001")
+    assert here.step(batch, 1).loss == pytest.approx(there.last_report.loss, rel=0.05, abs=1e-3)
+
+
+def test_what_is_published_from_elsewhere_is_what_is_published_here(model_dir, tmp_path):
+    def published(device: Any, where: str) -> tuple[str, VersionCheck]:
+        store = WeightStore(tmp_path / where)
+        replica = Replica(model_dir, TrainSettings(), device=device)
+        content = publish_checked(store, replica, 1, 32).digest
+        return content, VersionCheck.from_json(store.check_text(1) or "", where)
+
+    content, check = published("cpu", "here")
+    with pretended_gpu() as device:
+        content_there, check_there = published(device, "there")
+    assert content_there == content
+    np.testing.assert_allclose(check_there.logp, check.logp, atol=1e-4)
+    for name, numbers in check.projections.items():
+        np.testing.assert_allclose(check_there.projections[name], numbers, rtol=1e-4, atol=1e-6)
+
+
+def test_the_pretence_refuses_what_a_gpu_refuses(model_dir, batch):
+    with pretended_gpu() as device:
+        moved = torch.ones(2, 3).to(device)
+        assert torch.equal((moved + 1).cpu(), torch.full((2, 3), 2.0))
+        assert torch.equal(moved[:, torch.tensor([2])].cpu(), torch.ones(2, 1))
+        with pytest.raises(RuntimeError, match="same device"):
+            moved + torch.ones(2, 3)
+        with pytest.raises(TypeError, match="numpy"):
+            moved.numpy()
+        with pytest.raises(TypeError, match="numpy"):
+            np.asarray(moved)
+        replica = Replica(model_dir, TrainSettings(), device=device)
+        replica.device = torch.device("cpu")  # as if micro-batches were not moved
+        with pytest.raises(RuntimeError, match="same device"):
+            replica.step(batch, 0)
+
+
+def test_the_device_is_the_gpu_where_there_is_one_and_an_error_says_what_to_type():
+    if torch.cuda.is_available():
+        assert compute_device("auto").type == compute_device("cuda").type == "cuda"
+    else:
+        assert compute_device("auto").type == "cpu"
+        with pytest.raises(ConfigError, match=r"cluster\.device=auto"):
+            compute_device("cuda")
+    assert compute_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="allowed is auto, cpu or cuda"):
+        compute_device("gpu")
