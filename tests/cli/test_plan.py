@@ -218,5 +218,7 @@ def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(
     other = refused("model.path=libra/tiny-arithmetic")
     assert "the plan is for Qwen3-4B" in other
     assert "model.path is tiny_arithmetic" in other
-    assert "; leave cluster.train_workers as it was planned" in refused("cluster.train_workers=7")
+    assert "3, and planner.planned has 2; leave cluster.train_workers as it was planned" in refused(
+        "cluster.train_workers=3"
+    )
     assert not (tmp_path / "runs").exists()
