@@ -46,8 +46,9 @@ def capacity_of(msg: dict[str, Any]) -> EngineCapacity:
     if msg["fixed_s"] is not None:
         seconds = {name: float(msg[name]) for name in _SECONDS}
         steps = StepSeconds(**seconds, num_steps=msg["num_steps"], error_frac=msg["error_frac"])
-    sizes = (msg[name] for name in ("kv_tokens", "kv_bytes", "kv_token_bytes", "slots", "tp"))
-    return EngineCapacity(*sizes, steps=steps, max_context_tokens=msg["max_context_tokens"])
+    names = ("kv_tokens", "kv_bytes", "kv_token_bytes", "slots", "tp", "max_context_tokens")
+    sizes: dict[str, int] = {name: int(msg[name]) for name in names}
+    return EngineCapacity(**sizes, steps=steps)
 
 
 class Workers:
