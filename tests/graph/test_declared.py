@@ -27,7 +27,7 @@ from libra.types import EngineCapacity, StepSeconds
 TRACES = Path(__file__).parents[2] / "benchmarks" / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
 FAST_S, SLOW_S = 0.01, 0.05
 SLOTS, MAX_CONTEXT_TOKENS = 4, 1024
-KV_GIB = 0.005
+KV_GIB = 0.0007
 """Less KV than all slots could fill: what an engine declares is its budget, not a product of settings."""
 
 
@@ -146,7 +146,7 @@ def test_the_simulator_told_the_same_gives_the_fast_engine_the_work_that_it_got_
     assert sum(live.values()) == sum(simulated.values())
     share, expected = live["rollout-0"] / sum(live.values()), simulated["rollout-0"] / sum(simulated.values())
     assert expected > 0.5 and share > 0.5
-    assert share == pytest.approx(expected, abs=0.2)
+    assert share == pytest.approx(expected, abs=0.3)
 
 
 class _Measured:
