@@ -231,7 +231,7 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "planner.apply": _run(is_("planner.replan", True)),
         "planner.change_cost_s": _run(is_("planner.replan", True)),
         "planner.gpu": _planned(),
-        "planner.calibration": _planned(),
+        "planner.calibration": _plan(),
         "planner.num_gpus": _plan(),
         "planner.gpus_per_node": _plan(),
         "planner.tp": _planned(),
@@ -245,10 +245,10 @@ READ: Mapping[str, Reading] = MappingProxyType(
         "planner.tool_s": _plan(),
         "planner.max_concurrency": _plan(),
         "planner.update_s": _plan(),
-        "planner.min_train_gpus": _planned(),
-        "planner.min_rollout_gpus": _planned(),
-        "planner.fixed_train_gpus": _planned(),
-        "planner.fixed_engines": _planned(),
+        "planner.min_train_gpus": _plan(),
+        "planner.min_rollout_gpus": _plan(),
+        "planner.fixed_train_gpus": _plan(),
+        "planner.fixed_engines": _plan(),
     }
 )
 """Every field of `RunConfig`; a test fails where one is not here, and compares the claims with what the code does."""
