@@ -130,7 +130,7 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
 def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
     """The datasheet to plan with (None: a calibration says it all), and what the seconds rest on."""
     section = config.planner
-    calibration = getattr(section, "calibration", None)
+    calibration = section.calibration
     if calibration is not None:
         return section.gpu or (machine.gpu if _known(machine.gpu) else None), f"what {calibration} measured"
     if machine.gpu == CPU:
@@ -169,7 +169,7 @@ def _known(gpu: str) -> bool:
 
 def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> PlannedLayout:
     """The plan for ``config`` on the hardware that section ``planner`` names, wherever that is."""
-    calibration = getattr(config.planner, "calibration", None)
+    calibration = config.planner.calibration
     named = config.planner.gpu
     name = this_machine().gpu if calibration is not None and named is None else load_gpu(named or DEFAULT_GPU).name
     rests_on = f"datasheet and tables of {name}" if calibration is None else f"what {calibration} measured"
