@@ -30,6 +30,10 @@ def read_trace(path: Path, tool_s: float) -> Workload:
     return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace (--trace FILE)"), tool_s)
 
 
+MOST_RANKS_PER_CORE = 4
+"""Workers that a machine without GPUs is given for each core at most: more would not come up in time."""
+
+
 def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here: bool = True) -> RunConfig:
     """``config`` as a run starts it on this machine: with `planner.layout` auto it is planned first.
 
@@ -118,6 +122,12 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
         more = "planner.layout=configured, which shares it" if machine.num_gpus else "planner.num_gpus=2"
         raise PlanError(
             f"planner.num_gpus: {number} {what} cannot be shared out between training and rollout, which take one each; type {more}"
+        )
+    if machine.gpu == CPU and number > MOST_RANKS_PER_CORE * machine.cores:
+        raise PlanError(
+            f"planner.num_gpus: {number} ranks, and this machine has {machine.cores} cores; type planner.num_gpus="
+            f"{MOST_RANKS_PER_CORE * machine.cores} or less, or start it on a cluster: libra plan CONFIG --write FILE, libra "
+            "cluster slurm FILE up"
         )
     gpu, rests_on = _seconds(config, machine)
     threads = config.cluster.threads or machine.cores

@@ -38,6 +38,10 @@ class Realised(NamedTuple):
     moves: int
 
 
+SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s", "num_steps", "error_frac")
+"""Fields of `libra.events.EngineDeclared` that are measured."""
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """One run directory. Events are those of its last start."""
@@ -140,7 +144,7 @@ class RunRecord:
 
     def calibration(self) -> RunCalibration:
         """The run's hardware; ConfigError where no worker generated often enough to say anything."""
-        declared = {event["worker"]: event for event in self.named("engine_declared") if event["fixed_s"] is not None}
+        declared = self.declared()
         engines = self._declared_engines(declared) if declared else self._fitted_engines()
         tools = [quantum for quantum in self.quanta if quantum.phase == Phase.TOOL]
         called = self._called_s()
@@ -168,6 +172,22 @@ class RunRecord:
             commit_s=_mean(self._commits()),
             source=str(self.directory),
         )
+
+    def declared(self) -> dict[str, Mapping[str, Any]]:
+        """What each engine declared last of its seconds; one that ran too few passes is as fast as its bucket's best known one."""
+        told = list(self.named("engine_declared"))
+        measured: dict[str, Mapping[str, Any]] = {
+            event["worker"]: event for event in told if event["fixed_s"] is not None
+        }
+        known = list(measured.values())
+        for event in told:
+            alike = [each for each in known if each["bucket"] == event["bucket"]] or [
+                each for each in known if each["tp"] == event["tp"]
+            ]
+            if event["worker"] not in measured and alike:
+                best = max(alike, key=lambda each: int(each["num_steps"]))
+                measured[event["worker"]] = {**event, **{name: best[name] for name in SECONDS}}
+        return measured
 
     def _declared_engines(self, declared: Mapping[str, Mapping[str, Any]]) -> tuple[EngineOfRun, ...]:
         turns = self._turns()

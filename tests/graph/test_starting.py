@@ -85,6 +85,11 @@ def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() ->
             LAPTOP,
             r"1 ranks .* cannot be shared out.*planner\.num_gpus=2",
         ),
+        (
+            {"planner": {"gpu": "A800-80G", "num_gpus": 33}},
+            LAPTOP,
+            r"planner\.num_gpus: 33 ranks, and this machine has 8 cores; type planner\.num_gpus=32",
+        ),
         ({"planner": {"tp": [2]}}, NODE, r"planner\.tp: rollout\.engine=transformers runs TP degrees \[1\]"),
         ({"model": {"path": "Llama-2-70b"}}, NODE, r"planner\.tp: no degree of .* holds the model"),
     ],

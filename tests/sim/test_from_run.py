@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import zarr
 
+from libra.config import config_from_dict
 from libra.errors import StoreError
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import Fifo
 from libra.sim import Simulator, fleet
 from libra.sim.from_run import workload_of_run
+from libra.sim.run_record import RunRecord
 from libra.store.trajectories import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
 
@@ -62,3 +64,24 @@ def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path: Path) 
         StoreError, match=r"trajectories\.zarr, row 1 of the turns: status 'failure'.*allowed are ok, error"
     ):
         workload_of_run(run_dir)
+
+
+def test_an_engine_that_ran_too_little_is_as_fast_as_its_bucket() -> None:
+    seconds = {"fixed_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-6, "prefill_token_s": 1e-5}
+    unknown = {**dict.fromkeys(seconds), "num_steps": 0, "error_frac": None}
+
+    def declared(worker: str, bucket: str, tp: int, **measured: object) -> dict[str, object]:
+        return {"name": "engine_declared", "worker": worker, "bucket": bucket, "tp": tp, "slots": 4, **measured}
+
+    known = {**seconds, "num_steps": 90, "error_frac": 0.1}
+    events = (
+        declared("a", "one", 1, **known),
+        declared("b", "one", 1, **unknown),
+        declared("c", "two", 1, **known | {"fixed_s": 0.5, "num_steps": 40}),
+        declared("d", "three", 1, **unknown),
+        declared("e", "four", 2, **unknown),
+    )
+    found = RunRecord(Path("run"), config_from_dict({}), events, (), 1).declared()
+    assert {worker: event["fixed_s"] for worker, event in found.items()} == {"a": 0.01, "b": 0.01, "c": 0.5, "d": 0.01}
+    assert found["b"]["num_steps"] == 90
+    assert found["b"]["worker"] == "b"
