@@ -6,14 +6,14 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from libra.envs import Environment
+from libra.graph.lengths import lengths_of
 from libra.graph.reports import TOPIC
 from libra.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from libra.graph.lengths import lengths_of
-from libra.graph.spec import RunSpec
+    from libra.graph.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
