@@ -179,6 +179,18 @@ def test_a_calibration_is_what_the_run_said(run: Run, libra: Callable[..., Any],
     assert code == 0 and "engines of TP 2, 4, 8" in out and f"are as {file} measured" in out
 
 
+def test_a_finished_run_that_was_resumed_is_still_what_it_was(run: Run) -> None:
+    directory, _ = run()
+    before = run_setting(directory)
+    log = directory / "events.jsonl"
+    started = next(line for line in log.read_text().splitlines() if '"run_started"' in line)
+    with log.open("a") as file:
+        file.write(json.dumps({**json.loads(started), "epoch": 1}) + "\n")  # nothing is left to generate
+    after = run_setting(directory)
+    assert after.calibration.engines == before.calibration.engines
+    assert after.realised == before.realised is not None
+
+
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_a_calibration_of_something_else_is_refused_with_both_sides(
     run: Run, libra: Callable[..., Any], tmp_path: Path, command: str
