@@ -163,7 +163,7 @@ def test_what_is_typed_goes_over_the_run(run: Run, libra: Callable[..., Any]) ->
     code, _, err = libra("simulate", "libra/quickstart", "--from-run", directory, "simulation.layout={tp2: 1}")
     assert code == 2 and "asks for engines of tp2" in err and "measured tp1 only" in err
     _, out, _ = libra("simulate", "libra/quickstart", "--from-run", directory, "simulation.gpu=A100-80G")
-    assert "not the run's" in out
+    assert "engines: tp1-0, tp1-1, not the run's" in out  # as many engines as the run had, on another GPU
 
 
 def test_a_calibration_is_what_the_run_said(run: Run, libra: Callable[..., Any], tmp_path: Path) -> None:
