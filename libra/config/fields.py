@@ -122,8 +122,7 @@ def _type_words(annotation: Any) -> str:
     if origin is dict:
         if arguments[1] is Any:
             return "a mapping"
-        keys, values = (_type_words(argument) for argument in arguments)
-        return f"a mapping from {keys} to {values}"
+        return f"a mapping from {_type_words(arguments[0])} to {_type_words(arguments[1])}"
     if origin is list:
         return f"a list, each {_type_words(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
