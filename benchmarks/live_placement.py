@@ -21,7 +21,8 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
 * ``useless_moves_frac``: of C-MLFQ's dispatches in all cells, those that moved a trajectory and, by the lengths that all
   turned out to have, brought the end of the engines in question later than staying would have, by more than 5 %
   (`libra.policy.moves`).
-* ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each; the median over all.
+* ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each, both from the gate of the
+  iteration on; the median over all.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from libra.config import load_config
 from libra.events import from_dict
 from libra.graph.driver import Session
 from libra.policy.moves import Moved, moves
+from libra.sim.from_run import run_setting
 from libra.store.line_log import LineReader
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -123,12 +125,11 @@ def makespan_s(log: Sequence[tuple[int, Any]]) -> float:
     return float(max(event.t_s for _, event in log if event.name == "trajectory_ended") - begun)
 
 
-def simulated_s(directory: Path) -> float | None:
-    """Makespan of the simulation of a run on its own engines, as they declared themselves; None where this Libra has none."""
-    from libra.sim import from_run
-
-    simulator_of_run = getattr(from_run, "simulator_of_run", None)
-    return None if simulator_of_run is None else float(simulator_of_run(directory).run().makespan_s)
+def live_over_simulated(directory: Path) -> float:
+    """Makespan of a run over that of its simulation on its own engines, both from the first gate, as `libra simulate` says them."""
+    setting = run_setting(directory)
+    assert setting.realised is not None, "the run went through"
+    return setting.realised.makespan_s / setting.simulator().run().makespan_s
 
 
 def measured(bench: Bench, name: str) -> Cell:
@@ -146,9 +147,7 @@ def measured(bench: Bench, name: str) -> Cell:
                 found, dispatched = moves(log)
                 cell.moved += found
                 cell.dispatched += dispatched
-                simulated = simulated_s(directory)
-                if simulated:
-                    cell.over_simulated.append(makespan_s(log) / simulated)
+                cell.over_simulated.append(live_over_simulated(directory))
             return makespan_s(log)
 
         def told(pair: int, ours: float, theirs: float) -> None:

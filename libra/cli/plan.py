@@ -14,7 +14,7 @@ import click
 from libra.config import RunConfig, load_config, yaml_text
 from libra.config.paths import packaged_config
 from libra.config.planner import PlannedLayout
-from libra.errors import ConfigError
+from libra.errors import ConfigError, PlanError
 from libra.graph.starting import laid_out, plan_for_datasheet, read_trace, without_layout
 from libra.planner.configured import snapshot_of
 from libra.planner.cost import Workload
@@ -71,6 +71,16 @@ def print_plan(
     planner = Planner()
     answer = plan(snapshot, planner)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
+    workers = config.cluster.train_workers
+    given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
+    if given and workers != answer.training.gpus:
+        try:
+            configured = replace(snapshot, fixed_train_gpus=workers)
+            asked.append(compare(snapshot, configured, f"cluster.train_workers={workers}", planner))
+        except PlanError as error:
+            note = "\n".join(
+                part for part in (note, f"cluster.train_workers={workers} cannot be planned: {error}") if part
+            )
     written = None if write is None else write_planned(config, name, write, turns)
     if as_json:
         values = answer.to_dict()

@@ -145,16 +145,18 @@ class LayoutPlanned(Event):
 class PlanConsidered(Event):
     """A plan was weighed against what runs after an iteration, accepted or not, for this reason.
 
-    Steps are predicted by the same model, corrected by ``rollout_factor`` and ``training_factor``, which predicted
-    ``predicted_step_s`` for the iteration that took ``realised_step_s``. ``gain_s`` is over ``remaining_iterations``;
-    ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines`` are (TP degree, number),
-    ``concurrency`` (TP degree, slots of one engine). At the ``context_tokens`` expected in an iteration that a change is in time
-    for, the fullest engine of what runs would need ``kv_demand`` of its KV; 0: not known.
+    ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None: nothing was); ``current_step_s``
+    and ``proposed_step_s`` are what its batch takes as things are, and in the plan, by what is known after it. Where the cost
+    model predicts, ``rollout_factor`` and ``training_factor`` correct it; else they are 1. ``gain_s`` is over
+    ``remaining_iterations``; ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines``
+    are (TP degree, number), ``concurrency`` (TP degree, slots of the engine of that degree with the fewest). At the
+    ``context_tokens`` expected in an iteration that a change is in time for, the fullest engine of what runs would need
+    ``kv_demand`` of its KV; 0: not known.
     """
 
     name: ClassVar[str] = "plan_considered"
     iteration: int
-    predicted_step_s: float
+    predicted_step_s: float | None
     realised_step_s: float
     current_step_s: float
     proposed_step_s: float

@@ -111,7 +111,15 @@ class Planning:
         self.predicted = self.forecast.expected(now.by_kind, self._questions.lengths(iteration + 1), overlap)
         lengths = workload_of(values.get("trajectory_lengths", ()))
         weighed = self.replanning.after(
-            iteration, values, realised.step_s, seats, self.forecast, lengths, max(remaining, 0), overlap
+            iteration,
+            values,
+            realised.step_s,
+            seats,
+            self.forecast,
+            lengths,
+            max(remaining, 0),
+            overlap,
+            None if predicted is None else predicted.step_s,
         )
         metrics = self._compared(realised, predicted) | weighed_metrics(weighed)
         measured_bytes = float(values.get("train_peak_bytes", 0))

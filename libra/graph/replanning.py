@@ -103,7 +103,7 @@ class Replanning:
         last = contexts[-1][0]
         weighed = self.loop.weigh(last, StepForecast(), seats, Batch(0.0, 0.0), None, 1, False, 0.0)
         if weighed is not None:
-            self._say(last, weighed, 0.0)
+            self._say(last, weighed, 0.0, None)
             if weighed.kinds and self._apply:
                 self._ask(last, weighed, seats)
 
@@ -117,6 +117,7 @@ class Replanning:
         lengths: Workload | None,
         remaining: int,
         overlap: bool,
+        predicted_step_s: float | None = None,
     ) -> Weighed | None:
         """Hear an iteration: learn from it, compare a change with what it was to gain, weigh the options, ask for a change.
 
@@ -136,6 +137,8 @@ class Replanning:
             Iterations to come.
         overlap : bool
             Whether batches are generated while steps are taken.
+        predicted_step_s : float or None
+            What this iteration was to take, as it was predicted before it began; None: nobody did.
         """
         now, batch = arranged(seats), batch_of(values)
         whole = self._began_with == now
@@ -154,7 +157,7 @@ class Replanning:
             return None
         weighed = self.loop.weigh(iteration, forecast, seats, batch, lengths, remaining, overlap, realised_step_s)
         if weighed is not None:
-            self._say(iteration, weighed, realised_step_s)
+            self._say(iteration, weighed, realised_step_s, predicted_step_s)
             if weighed.kinds and self._apply:
                 self._ask(iteration, weighed, seats)
             if self._apply:
@@ -163,13 +166,12 @@ class Replanning:
 
     # ---------------------------------------------------------------- what is said
 
-    def _say(self, iteration: int, weighed: Weighed, realised_step_s: float) -> None:
+    def _say(self, iteration: int, weighed: Weighed, realised_step_s: float, predicted_step_s: float | None) -> None:
         now, boundaries = weighed.now, tuple(weighed.boundaries_tokens.values())
-        predicted_s = now.expected.step_s if now.expected is not None else realised_step_s
         memory = (weighed.context_tokens, now.kv_demand)
         for event in considered_events(
             weighed.considered,
-            predicted_s,
+            predicted_step_s,
             realised_step_s,
             None,
             boundaries,

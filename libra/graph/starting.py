@@ -140,7 +140,7 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
 def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
     """The datasheet to plan with (None: a calibration says it all), and what the seconds rest on."""
     section = config.planner
-    calibration = getattr(section, "calibration", None)
+    calibration = section.calibration
     if calibration is not None:
         gpu = section.gpu or (machine.gpu if _known(machine.gpu) else None)
         return gpu, calibrated_rests_on(calibration, planned_gpu(gpu).name)
@@ -180,7 +180,7 @@ def _known(gpu: str) -> bool:
 
 def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> PlannedLayout:
     """The plan for ``config`` on the hardware that section ``planner`` names, wherever that is."""
-    calibration = getattr(config.planner, "calibration", None)
+    calibration = config.planner.calibration
     named = config.planner.gpu
     sheet = planned_gpu(named).name
     name = this_machine().gpu if calibration is not None and named is None else sheet

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.hardware.seconds import EngineSeconds
@@ -58,11 +58,6 @@ def _mean_factor(quantiles: tuple[float, ...], rng: np.random.Generator, num: in
         return float(np.exp(np.interp(rng.random(max(num, 1)), positions, quantiles)).mean())
     middle = np.exp(np.interp((np.arange(512) + 0.5) / 512, positions, quantiles))
     return float(middle.mean() + middle.std() / np.sqrt(num) * rng.standard_normal())
-
-
-def quantiles_of(log_ratio: ArrayLike, num: int = 41) -> tuple[float, ...]:
-    """``num`` evenly spaced quantiles."""
-    return tuple(float(round(q, 4)) for q in np.quantile(np.asarray(log_ratio, float), np.linspace(0.0, 1.0, num)))
 
 
 @cache

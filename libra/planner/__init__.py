@@ -5,7 +5,7 @@
     snapshot = Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-14B"), num_gpus=64, workload=Workload.of(...))
     print(text(plan(snapshot)))                      # `libra plan`
     found = search(pose(snapshot).problem)           # only the search: split, engines, proven bound
-    loop = PlanLoop(snapshot, deployed)              # after each iteration: learn, plan again, weigh
+    loop = PlanLoop(snapshot, deployed)              # in virtual time: after each iteration learn, plan again, weigh
 """
 
 from libra.planner.explain import text

@@ -1,4 +1,4 @@
-"""What an accepted plan asks for, as values. A run carries out the split (`libra.planner.splits`); the rest is logged."""
+"""What an accepted plan asks for, as values. A run logs them, and carries out what they come to (`libra.graph.replanning`)."""
 
 from __future__ import annotations
 

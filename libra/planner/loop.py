@@ -1,5 +1,6 @@
 """After each iteration: learn from what it took, plan again with what was learned, and weigh the plan. Pure; the caller has the
-clock, the thread and the event log.
+clock, the thread and the event log. For plans of the whole cost model, GPUs that do both among them, as `benchmarks.elastic` plays
+them; a run weighs what it has itself measured (`libra.planner.arrangement_loop`).
 
 ::
 
@@ -159,12 +160,6 @@ class PlanLoop:
         )
         self.predicted = proposed if considered.accepted else current
         return Outcome(considered, before, realised.step_s, self.correction, self.predicted.step_s, proposed)
-
-    def deployed_is(self, deployed: Deployed) -> None:
-        """Hear what really runs, where an accepted plan was not carried out, or not as it said."""
-        if not self.replanner.deployed.same_layout(deployed):
-            self.replanner.deployed = deployed
-            self.predicted = self._of_deployed()
 
     def _corrected(self) -> Snapshot:
         return replace(self.snapshot, corrections=self.correction.corrections)

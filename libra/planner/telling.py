@@ -9,7 +9,7 @@ from libra.planner.replan import Considered
 
 def considered_events(
     seen: Considered,
-    predicted_step_s: float,
+    predicted_step_s: float | None,
     realised_step_s: float,
     learned: Correction | None = None,
     boundaries_tokens: tuple[float, ...] = (),
@@ -24,7 +24,7 @@ def considered_events(
     ----------
     seen : Considered
     predicted_step_s, realised_step_s : float
-        Of the iteration that has ended.
+        Of the iteration that has ended; the prediction is the one that was made before it began, None where there was none.
     learned : Correction or None
         What the cost model is off by; None where no cost model predicted.
     boundaries_tokens, concurrency

@@ -17,7 +17,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 MAPPED_FROM_BYTES = 2**18
-"""Tensors of this size and more are mapped on their own in a process that trains on a CPU."""
+"""Tensors of this size and more are mapped on their own in a process that trains a large model on a CPU."""
+LARGE_MODEL_BYTES = 2**26
+"""Bytes of weights from which on a model is large: below, fresh pages would cost a tenth of each step and save next to nothing."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -42,8 +44,7 @@ def map_large_tensors() -> bool:
 
 def _trim() -> None:
     """Have glibc give back what it holds of freed small tensors, milliseconds before a step of seconds."""
-    if map_large_tensors():
-        ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
@@ -66,10 +67,13 @@ class StepMemory:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        if self.device.type == "cpu":
-            map_large_tensors()
         self.before_bytes = 0 if self.device.type == "cuda" else resident_bytes()
-        self._watching = False
+        self._watching = self._maps = False
+
+    def model_loaded(self, num_bytes: int) -> None:
+        """The weights are in memory and have so many bytes: with a large model on a CPU, what is freed goes back to the system."""
+        if self.device.type == "cpu" and num_bytes >= LARGE_MODEL_BYTES:
+            self._maps = map_large_tensors()
 
     def start(self) -> None:
         """A step begins: what was most before it does not count."""
@@ -77,7 +81,8 @@ class StepMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._watching = True
             return
-        _trim()
+        if self._maps:
+            _trim()
         try:
             _CLEAR.write_text("5")
             self._watching = True

@@ -123,6 +123,7 @@ class Replica:
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self._memory = StepMemory(device)
         self.model = load_model(self.model_dir, self.dtype)
+        self._memory.model_loaded(sum(weight.nbytes for weight in self.model.parameters()))
         self.group = group or TrainGroup()
         self.hybrids: HybridPool | None = None
         self.steps_done = 0

@@ -38,6 +38,17 @@ def test_json_has_the_whole_plan_and_words_do_too(repository: Path) -> None:
     assert "Next best, and why not" in words
 
 
+def test_the_configured_number_of_training_workers_is_compared_with_the_planned_one(repository: Path) -> None:
+    planned = json.loads(_run(repository, "--json"))["training"]["gpus"]
+    values = json.loads(_run(repository, "--json", f"cluster.train_workers={planned + 2}"))
+    assert values["training"]["gpus"] == planned
+    assert [why["choice"] for why in values["why"]] == [f"cluster.train_workers={planned + 2}"]
+    assert values["why"][0]["train_gpus"] == planned + 2
+    assert "cluster.train_workers=1 cannot be planned" in _run(
+        repository, "cluster.train_workers=1", "trainer.layout=ddp"
+    )
+
+
 def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
     values = json.loads(_run(repository, "--json"))
     assert {bucket["tp"] for bucket in values["buckets"]} == {1}

@@ -329,6 +329,25 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
         assert read_by(plan, config) | {"rollout.engine"} == effective(config, "plan") | {"rollout.engine"}
 
 
+def test_a_run_that_replans_reads_of_the_planner_what_the_table_says() -> None:
+    from types import SimpleNamespace
+
+    from libra.graph.planning import Planning, run_of
+
+    def replan(config: Any) -> None:
+        spec: Any = SimpleNamespace(config=config, model_dir=resolve_model("libra/tiny-arithmetic"))
+        spec.make_environment = lambda: None
+        Planning(spec, calls=None, write=None, tell=None)  # type: ignore[arg-type]
+        run = run_of(spec)
+        run.may_have("vllm", 2)
+        run.ratio(1, 2, 4.0, 100.0)
+
+    config = config_from_dict({"planner": {"replan": True}})
+    read = {name for name in read_by(replan, config) if name.startswith("planner.")}
+    # Whether a run replans its driver asks, and what it starts is asked before it begins.
+    assert read | {"planner.replan", "planner.layout", "planner.planned"} == effective(config, "run", "planner.")
+
+
 @pytest.mark.parametrize("policy", get_args(field_of("simulation.policy").annotation))
 @pytest.mark.parametrize("drawn_from_traces", [False, True])
 def test_libra_simulate_reads_what_the_table_says(policy: str, drawn_from_traces: bool, tmp_path: Path) -> None:

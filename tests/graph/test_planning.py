@@ -45,7 +45,9 @@ def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_cl
         assert measured == values[row["step"]]["train_peak_bytes"] > 0
         assert predicted > 12 * 1000  # a model of some thousand parameters, with its gradient and AdamW's two moments
         assert row["plan/train_peak_error_frac"] == pytest.approx(predicted / measured - 1)
+    foretold = {row["step"]: row.get("plan/predicted_s") for row in lines if "plan/realised_s" in row}
     for event in considered:
+        assert event["predicted_step_s"] == foretold[event["iteration"]]
         assert event["realised_step_s"] == pytest.approx(values[event["iteration"]]["iteration_s"])
         assert (event["train_gpus"], event["engines"], event["accepted"]) == (1, [[1, 1]], False)
         assert event["run"] == "demo"

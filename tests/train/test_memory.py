@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from libra.train.memory import StepMemory, map_large_tensors, resident_bytes
+from libra.train.memory import LARGE_MODEL_BYTES, StepMemory, resident_bytes
 
 LARGE = 64_000_000
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
@@ -16,8 +16,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="residen
 
 @linux
 def test_the_most_of_a_step_counts_and_not_that_of_the_step_before():
-    assert map_large_tensors()
     memory = StepMemory()
+    memory.model_loaded(LARGE_MODEL_BYTES)
     assert memory.peak_bytes() == 0  # no step has begun
     memory.start()
     torch.ones(LARGE // 4)
@@ -34,6 +34,18 @@ def test_what_was_there_before_the_model_does_not_count():
     assert memory.peak_bytes() < LARGE * 0.5
     assert memory.before_bytes > LARGE
     assert resident_bytes() >= before.nbytes
+
+
+def test_small_models_and_gpus_leave_the_allocator_alone(monkeypatch):
+    mapped = []
+    monkeypatch.setattr(
+        importlib.import_module("libra.train.memory"), "map_large_tensors", lambda: mapped.append(1) or True
+    )
+    StepMemory().model_loaded(LARGE_MODEL_BYTES - 1)
+    StepMemory("cuda:0").model_loaded(LARGE_MODEL_BYTES)
+    assert not mapped
+    StepMemory().model_loaded(LARGE_MODEL_BYTES)
+    assert mapped
 
 
 @linux

@@ -77,10 +77,6 @@ class RolloutCost:
         """(n,) share of its own alone time that a trajectory keeps an engine busy."""
         return (self.alone_s - self.tool_wait_s) / self.alone_s
 
-    def makespan_bounds_s(self, num_engines: int) -> tuple[float, float]:
-        """Lower bounds of the makespan on ``num_engines`` of these: work shared evenly, and the longest trajectory."""
-        return float(self.engine_s.sum() / num_engines), float(self.alone_s.max())
-
 
 def _prefill_s(workload: Workload, engine: ManySeconds, keeps_prefix: bool) -> Array:
     """(n,) engine seconds to compute prompts and what tools add; without a kept prefix every turn computes all of it again."""
