@@ -19,6 +19,10 @@ from libra.hardware.shipped import save_tables
 def calibrate_command(paths: tuple[Path, ...], *, gpu: str | None, save: Path | None, as_json: bool) -> None:
     """Calibrate from a run directory, or from profile files and directories of them; see `libra.cli.main`."""
     if len(paths) == 1 and (paths[0] / "events.jsonl").is_file():
+        if gpu is not None:
+            raise ConfigError(
+                f"--gpu {gpu}: it is for profiles; {paths[0]} is a run, which tells its own speed; leave --gpu out"
+            )
         _from_run(paths[0], save, as_json)
         return
     profiles = _profiles(paths)
@@ -77,7 +81,9 @@ def _from_run(run_dir: Path, save: Path | None, as_json: bool) -> None:
         try:
             save.write_text(found.to_json())
         except OSError as error:
-            raise ConfigError(f"--save {save}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"--save: {save} cannot be written: {error.strerror or error}; type the path of a file such as mine.json"
+            ) from error
     if as_json:
         click.echo(json.dumps(json.loads(found.to_json())))
         return

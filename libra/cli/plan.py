@@ -63,6 +63,8 @@ def print_plan(
         raise ConfigError(
             "--write: it writes what can be started, and --what-if plans more than that; leave one of them out"
         )
+    if write is not None:
+        check_writable(write)
     path = trace or config.planner.trace
     turns = None if path is None else read_trace(path, config.planner.tool_s)
     snapshot, note = snapshot_of(config, turns, what_if)
@@ -103,10 +105,30 @@ def write_planned(config: RunConfig, name: str, file: Path, turns: Workload | No
     """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
     layout = plan_for_datasheet(config, turns)
     delta = written_delta(config, name, with_plan(without_layout(config), layout), file)
-    if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEAD):
-        raise ConfigError(f"--write: {file} is there, and no plan; type another name, or remove it")
-    file.write_text(delta, encoding="utf-8")
+    try:
+        file.write_text(delta, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(file, error) from error
     return layout
+
+
+def check_writable(file: Path) -> None:
+    """ConfigError where a plan cannot be written to ``file``: told before minutes are spent on the plan."""
+    try:
+        if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEAD):
+            raise ConfigError(f"--write: {file} is there, and no plan; type another name, or remove it")
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--write: {file}: there is no directory {file.absolute().parent}; make it, or type another name"
+        )
+
+
+def _unwritable(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--write: {file} cannot be written: {error.strerror or error}; type the path of a file such as plan.yaml"
+    )
 
 
 def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> str:

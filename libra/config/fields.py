@@ -120,7 +120,9 @@ def _type_words(annotation: Any) -> str:
         assert len(inner) == 1, "a list field has items of one kind"
         return f"a list of {len(arguments)}, each {inner.pop()}"
     if origin is dict:
-        return "a mapping"
+        if arguments[1] is Any:
+            return "a mapping"
+        return f"a mapping from {_type_words(arguments[0])} to {_type_words(arguments[1])}"
     if origin is list:
         return f"a list, each {_type_words(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Section):

@@ -44,7 +44,7 @@ _GONE: Mapping[str, str] = {
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     """One entry of pydantic's ``ValidationError.errors()`` as: what, where, what was got, what is allowed, what to type."""
-    path = tuple(str(part) for part in error["loc"])
+    path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
         return unknown_key_message(path, origin_of(path, origins))
     name, where, got = ".".join(path), origin_of(path, origins), _shown(error["input"])
@@ -66,8 +66,10 @@ def unknown_key_message(path: Sequence[str], where: str) -> str:
     suggestion = f"; did you mean {nearest}?" if nearest else ""
     if len(path) == 2 and path[0] in sections():
         allowed = f"{path[0]} has the keys {', '.join(sections()[path[0]].model_fields)}"
-    elif len(path) > 2 and ".".join(path[:2]) in field_references():
-        allowed = f"{'.'.join(path[:2])} is {field_references()['.'.join(path[:2])].allowed} and has no keys"
+    elif len(path) > 2 and (field := field_references().get(".".join(path[:2]))):
+        if "a mapping" in field.allowed:
+            return f"unknown key {name}{where}; {field.name} is {field.allowed}"
+        allowed = f"{field.name} is {field.allowed} and has no keys"
     else:
         allowed = f"the sections are {', '.join(sections())}"
     return f"unknown key {name}{where}{suggestion}; {allowed}"

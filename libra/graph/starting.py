@@ -16,7 +16,8 @@ from libra.config.agent_turns import read_agent_turns
 from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import load_gpu
-from libra.planner.configured import DEFAULT_GPU, shape_of, snapshot_of
+from libra.planner.calibrated import rests_on as calibrated_rests_on
+from libra.planner.configured import planned_gpu, shape_of, snapshot_of
 from libra.planner.cost import Workload
 from libra.planner.starting import check_planned, layout_of, planned, with_plan
 from libra.planner.trace import COLUMNS, workload_of_turns
@@ -51,6 +52,13 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
         The plan, or what is configured, cannot be started here; the message says what is missing and what to type.
     """
     section, started_here = config.planner, started_here and config.cluster.scheduler is None
+    if started_here and config.cluster.device == "cuda":
+        machine = machine or this_machine()
+        if machine.num_gpus == 0:
+            raise ConfigError(
+                "cluster.device: cuda, and this machine has no GPU that torch sees (driver, CUDA_VISIBLE_DEVICES, or a torch for "
+                "CPUs); type cluster.device=auto"
+            )
     if section.layout == "configured":
         if started_here and (section.planned is not None or config.cluster.engines):
             _check_here(config, machine or this_machine())
@@ -111,7 +119,8 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     """``config`` with the hardware to plan for, and what its seconds rest on, in words."""
     section = config.planner
     number = section.num_gpus or machine.ranks(config.cluster.threads)
-    what = "GPUs" if machine.num_gpus else "ranks (workers on CPU cores)"
+    what = ("GPU" if machine.num_gpus else "rank") + ("s" if number != 1 else "")
+    what += "" if machine.num_gpus else " (a rank is a worker on CPU cores)"
     if machine.num_gpus and number > machine.num_gpus:
         raise PlanError(
             f"planner.num_gpus: a layout for {number} GPUs, and this machine has {machine.num_gpus} x {machine.gpu}; type "
@@ -121,7 +130,8 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     if number < 2:
         more = "planner.layout=configured, which shares it" if machine.num_gpus else "planner.num_gpus=2"
         raise PlanError(
-            f"planner.num_gpus: {number} {what} cannot be shared out between training and rollout, which take one each; type {more}"
+            f"planner.num_gpus: {number} {what} cannot be shared out between training and rollout, which take at least one each; "
+            f"type {more}"
         )
     if machine.gpu == CPU and number > MOST_RANKS_PER_CORE * machine.cores:
         raise PlanError(
@@ -142,17 +152,18 @@ def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
     section = config.planner
     calibration = section.calibration
     if calibration is not None:
-        return section.gpu or (machine.gpu if _known(machine.gpu) else None), f"what {calibration} measured"
+        gpu = section.gpu or (machine.gpu if _known(machine.gpu) else None)
+        return gpu, calibrated_rests_on(calibration, planned_gpu(gpu).name)
     if machine.gpu == CPU:
         if section.gpu is None:
             raise PlanError(
-                "planner.layout: auto needs to know how fast this machine is, it has no GPU and nothing was measured on it; type "
+                "planner.layout: auto has to know how fast this machine is, which has no GPU and was not measured; type "
                 "libra calibrate RUN --save FILE and planner.calibration=FILE, or planner.gpu=NAME to share it out in the "
                 "proportions of that GPU"
             )
-        name = load_gpu(section.gpu).name
+        name = planned_gpu(section.gpu).name
         return section.gpu, f"datasheet and tables of {name}, not this machine: proportions may hold, seconds do not"
-    wanted = None if section.gpu is None else load_gpu(section.gpu).name
+    wanted = None if section.gpu is None else planned_gpu(section.gpu).name
     if wanted is None:
         try:
             return load_gpu(machine.gpu).name, f"datasheet and tables of {machine.gpu}, which this machine has"
@@ -181,8 +192,9 @@ def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> Plan
     """The plan for ``config`` on the hardware that section ``planner`` names, wherever that is."""
     calibration = config.planner.calibration
     named = config.planner.gpu
-    name = this_machine().gpu if calibration is not None and named is None else load_gpu(named or DEFAULT_GPU).name
-    rests_on = f"datasheet and tables of {name}" if calibration is None else f"what {calibration} measured"
+    sheet = planned_gpu(named).name
+    name = this_machine().gpu if calibration is not None and named is None else sheet
+    rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
     return plan_layout(without_layout(config), name, rests_on, turns)
 
 

@@ -117,8 +117,8 @@ class RunCalibration:
         if not engines:
             known = ", ".join(f"tp{degree}" for degree in self.degrees)
             raise ConfigError(
-                f"{where}: asks for engines of tp{tp}, and {self.source} measured {known} only; ask for {known}, or calibrate from "
-                f"a run that has an engine of tp{tp}"
+                f"{where}: asks for engines of tp{tp}, and {self.source} measured {known} only; type "
+                f"simulation.layout={{tp{self.degrees[0]}: 1}}, or calibrate from a run that has an engine of tp{tp}"
             )
         return max(engines, key=lambda engine: (engine.slots, engine.steps.num_steps, engine.worker))
 

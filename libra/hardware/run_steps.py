@@ -194,7 +194,8 @@ def fit_run(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, 
     if not engines:
         most = max((len(rows) for rows in by_worker.values()), default=0)
         raise ConfigError(
-            f"this run: at most {most} generations on a worker; at least {FEWEST} are needed to fit an engine"
+            f"this run has at most {most} generations on a worker, and {FEWEST} are needed to fit an engine; let it go on "
+            "(libra resume RUN), or take another run"
         )
     steps = [row for row in metrics if row.get("train_s") and row.get("forwarded_tokens")]
     trainer = fit_trainer([row["train_s"] for row in steps], [row["forwarded_tokens"] for row in steps])

@@ -63,9 +63,21 @@ def calibrated(
         corrections=Corrections(snapshot.corrections.rollout, training_factor(snapshot, found)),
     )
     left = ", ".join(f"TP{tp}" for tp in missing)
-    trained = "" if found.trainer is None else " and training"
-    says = f"Seconds of engines{trained} are as {path} measured; {snapshot.gpu.name} says how much memory training has."
+    says = f"Seconds of engines and training are as {path} measured; {snapshot.gpu.name} says how much memory training has."
+    if found.trainer is None:
+        says = (
+            f"Seconds of engines are as {path} measured. It has too few steps to say what training takes: its seconds and "
+            f"its memory are those of {snapshot.gpu.name}; calibrate from a run of more iterations."
+        )
     return made, f"{says}\nNot planned, since it did not measure them: engines of {left}." if missing else says
+
+
+def rests_on(path: Path, gpu: str) -> str:
+    """What the seconds of a plan with this calibration rest on, in words; ``gpu`` is the one whose datasheet it has besides."""
+    engines = f"what {path} measured"
+    if read_calibration(path, FIELD).trainer is not None:
+        return engines
+    return f"{engines} of engines; it has too few steps to say what training takes, whose seconds are of the datasheet of {gpu}"
 
 
 def training_factor(snapshot: Snapshot, found: RunCalibration) -> float:

@@ -8,8 +8,8 @@ import numpy as np
 
 from libra.config import RunConfig
 from libra.config.paths import resolve_model
-from libra.errors import ModelError, PlanError
-from libra.hardware import ModelShape, load_gpu, load_shape
+from libra.errors import ConfigError, ModelError, PlanError
+from libra.hardware import GPU, ModelShape, load_gpu, load_shape
 from libra.planner.calibrated import calibrated
 from libra.planner.cost import Layout, Workload
 from libra.planner.snapshot import Snapshot
@@ -26,6 +26,14 @@ DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_UPDATE_S = 10.0
 DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
 """What `libra plan` plans for where section ``planner`` does not say."""
+
+
+def planned_gpu(name: str | None) -> GPU:
+    """The datasheet that ``planner.gpu`` names; None: the one that is planned for where nothing is said. ConfigError if unknown."""
+    try:
+        return load_gpu(name or DEFAULT_GPU)
+    except ConfigError as error:
+        raise ConfigError(f"planner.gpu: {error}") from error
 
 
 def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tuple[Snapshot, str]:
@@ -46,16 +54,16 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
         degrees = check_runnable(config)
         left = [str(tp) for tp in section.tp if tp not in degrees]
         if left:
-            notes.append(f"engines of TP {', '.join(left)} (rollout.engine={config.rollout.engine})")
-    note = (
-        f"Not planned, since `libra run` cannot do it yet: {'; '.join(notes)}. --what-if plans with it."
-        if notes
-        else ""
-    )
+            more = "; rollout.engine=vllm has them" if config.rollout.engine == "transformers" else ""
+            notes.append(
+                f"Not planned, since rollout.engine={config.rollout.engine} has none: engines of TP {', '.join(left)}{more}, and "
+                "--what-if plans with them."
+            )
+    note = "".join(notes)
     workload, cut = _workload(config, turns)
     note = "\n".join(sentence for sentence in (cut, note) if sentence)
     snapshot = Snapshot(
-        gpu=load_gpu(section.gpu or DEFAULT_GPU),
+        gpu=planned_gpu(section.gpu),
         shape=shape_of(config),
         num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
         workload=workload,

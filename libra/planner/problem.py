@@ -173,7 +173,8 @@ def _check_degrees(problem: Problem) -> None:
     unknown = set(problem.fixed_engines) - set(problem.tp.tolist())
     if unknown:
         raise PlanError(
-            f"fixed_engines: TP {sorted(unknown)} is no degree of this problem; known are {sorted(set(problem.tp.tolist()))}"
+            f"planner.fixed_engines: TP {', '.join(map(str, sorted(unknown)))} is no degree that can be planned here; type one of "
+            f"{', '.join(map(str, sorted(set(problem.tp.tolist()))))}"
         )
 
 

@@ -66,8 +66,8 @@ def tokens_within(kv_cache_gib: float, token_bytes: int, max_context_tokens: int
     tokens = int(kv_cache_gib * GIB) // token_bytes
     if tokens < max_context_tokens:
         raise EngineError(
-            f"engine: rollout.kv_cache_gib={kv_cache_gib:g} holds {tokens} tokens of KV ({token_bytes} bytes each), one trajectory "
-            f"may have rollout.max_context_tokens={max_context_tokens}; type "
+            f"engine: rollout.kv_cache_gib={kv_cache_gib:g} holds {tokens} tokens of KV ({token_bytes} bytes each), and one "
+            f"trajectory may have rollout.max_context_tokens={max_context_tokens}; type "
             f"rollout.kv_cache_gib={math.ceil(1e6 * max_context_tokens * token_bytes / GIB) / 1e6:g} or more"
         )
     return tokens

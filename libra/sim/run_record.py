@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s", "num_s
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """One run directory. Events are those of its last start."""
+    """One run directory. Events are those of its last start that generated anything: resuming a finished run does not."""
 
     directory: Path
     config: RunConfig
@@ -59,10 +60,12 @@ class RunRecord:
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
         events = read_events(directory / "events.jsonl").events
-        begun = [index for index, event in enumerate(events) if event.get("name") == "run_started"]
+        begun = [index for index, event in enumerate(events) if event.get("name") == "run_started"] or [0]
+        starts = [events[first:end] for first, end in pairwise((*begun, len(events)))]
+        busy = [start for start in starts if any(event.get("name") == "quantum_finished" for event in start)]
         metrics = read_metrics(directory) if (directory / "metrics.jsonl").is_file() else []
         config = load_config(directory / "config.resolved.yaml")
-        return cls(directory, config, tuple(events[begun[-1] if begun else 0 :]), tuple(metrics), max(1, len(begun)))
+        return cls(directory, config, tuple((busy or starts)[-1]), tuple(metrics), max(1, len(busy)))
 
     def named(self, name: str) -> Iterator[Mapping[str, Any]]:
         """Events of this name, in order."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 from dataclasses import replace
 from typing import NamedTuple
 
 from libra.config.models import RunConfig, SimulationSection
+from libra.config.paths import resolve_model
 from libra.hardware import engine_seconds
 from libra.hardware.residuals import shipped_residuals
 from libra.hardware.run_calibration import RunCalibration, read_calibration
@@ -153,6 +155,11 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
     section, around = config.simulation, setting.surroundings
     given = {name.removeprefix("simulation.") for name in typed if name.startswith("simulation.")}
     tables = bool(given & set(INSTEAD))
+    if "layout" not in given:  # as many of each degree as the run had
+        degrees = Counter(f"tp{engine.tp}" for engine in setting.calibration.engines)
+        section = section.model_copy(update={"layout": dict(degrees)})
+    if "gpu" in given and "model" not in given:  # the run's own model on that GPU
+        section = section.model_copy(update={"model": str(resolve_model(setting.record.config.model.path))})
     if section.calibration is not None and "calibration" in given:
         measured = read_calibration(section.calibration, CALIBRATION)
         path = setting.record.config.model.path

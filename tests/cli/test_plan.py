@@ -209,6 +209,12 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_
     (tmp_path / "mine.yaml").write_text("run: {eta: 1}\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml is there, and no plan"):
         _run(repository, "--write", str(tmp_path / "mine.yaml"))
+    for place, why in (
+        ("missing/plan.yaml", r"there is no directory .*missing; make it"),
+        ("", "cannot be written: Is a directory"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^--write: .*{why}"):
+            _run(repository, "--write", str(tmp_path / place))
     with pytest.raises(ConfigError, match="--what-if plans more than that"):
         _run(repository, "--what-if", "--write", str(tmp_path / "other.yaml"))
 

@@ -215,6 +215,12 @@ def test_a_run_name_has_to_fit_a_key(name: str) -> None:
         ("trainer.betas=[1, 2", "not valid YAML"),
         ("trainer.lr=!!int x", "not valid YAML"),
         ("trainer.lr.x=3", "has no keys"),
+        (
+            "policy.boundaries_tokens={tp1: lots}",
+            "allowed is a mapping from one of tp1, tp2, tp4, tp8 to a number, above 0",
+        ),
+        ("planner.fixed_engines={tp2: 1}", "planner.fixed_engines.tp2 (override"),
+        ("cluster.engines=[{tp: 2, cnt: 1}]", "cluster.engines is a list, each a mapping of tp ("),
     ],
 )
 def test_a_malformed_override_is_a_clear_error(override: str, said: str) -> None:

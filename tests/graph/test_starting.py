@@ -53,7 +53,7 @@ def test_the_machines_own_gpus_are_planned_for() -> None:
 
 def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() -> None:
     with pytest.raises(
-        PlanError, match=r"no GPU and nothing was measured.*planner\.calibration=FILE, or planner\.gpu=NAME"
+        PlanError, match=r"no GPU and was not measured.*planner\.calibration=FILE, or planner\.gpu=NAME"
     ):
         laid_out(_config(), LAPTOP)
     layout = laid_out(_config(planner={"layout": "auto", "gpu": "A800-80G"}), LAPTOP).planner.planned
@@ -79,11 +79,11 @@ def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() ->
             r"planner\.gpu: A800-80G, and this machine has 4 x H100-80G.*=H100-80G",
         ),
         ({}, Machine("Unheard Of", 4, 8), r"planner\.gpu: Libra has no datasheet of this machine's GPU, 'Unheard Of'"),
-        ({}, Machine("H100-80G", 1, 8), r"1 GPUs cannot be shared out.*planner\.layout=configured"),
+        ({}, Machine("H100-80G", 1, 8), r"1 GPU cannot be shared out.*planner\.layout=configured"),
         (
             {"planner": {"gpu": "A800-80G"}, "cluster": {"threads": 8}},
             LAPTOP,
-            r"1 ranks .* cannot be shared out.*planner\.num_gpus=2",
+            r"1 rank .* cannot be shared out.*planner\.num_gpus=2",
         ),
         (
             {"planner": {"gpu": "A800-80G", "num_gpus": 33}},
@@ -91,6 +91,8 @@ def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() ->
             r"planner\.num_gpus: 33 ranks, and this machine has 8 cores; type planner\.num_gpus=32",
         ),
         ({"planner": {"tp": [2]}}, NODE, r"planner\.tp: rollout\.engine=transformers runs TP degrees \[1\]"),
+        ({"planner": {"gpu": "A8000"}}, LAPTOP, r"planner\.gpu: GPU 'A8000' is unknown; did you mean A800-80G"),
+        ({"cluster": {"device": "cuda"}}, LAPTOP, r"cluster\.device: cuda, and this machine has no GPU .*=auto"),
         ({"model": {"path": "Llama-2-70b"}}, NODE, r"planner\.tp: no degree of .* holds the model"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_error_is_of_what_was_not_fitted() -> None:
 def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 0 generations"):
         fit_run([], [])
-    with pytest.raises(ConfigError, match="at least 20"):
+    with pytest.raises(ConfigError, match="20 are needed"):
         fit_run(generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16], [])
 
 

@@ -163,7 +163,7 @@ def test_what_is_typed_goes_over_the_run(run: Run, libra: Callable[..., Any]) ->
     code, _, err = libra("simulate", "libra/quickstart", "--from-run", directory, "simulation.layout={tp2: 1}")
     assert code == 2 and "asks for engines of tp2" in err and "measured tp1 only" in err
     _, out, _ = libra("simulate", "libra/quickstart", "--from-run", directory, "simulation.gpu=A100-80G")
-    assert "not the run's" in out
+    assert "engines: tp1-0, tp1-1, not the run's" in out  # as many engines as the run had, on another GPU
 
 
 def test_a_calibration_is_what_the_run_said(run: Run, libra: Callable[..., Any], tmp_path: Path) -> None:
@@ -177,6 +177,18 @@ def test_a_calibration_is_what_the_run_said(run: Run, libra: Callable[..., Any],
     assert code == 0 and f"as {file} measured, 2 x tp1" in out
     code, out, _ = libra("plan", "libra/quickstart", f"planner.calibration={file}")
     assert code == 0 and "engines of TP 2, 4, 8" in out and f"are as {file} measured" in out
+
+
+def test_a_finished_run_that_was_resumed_is_still_what_it_was(run: Run) -> None:
+    directory, _ = run()
+    before = run_setting(directory)
+    log = directory / "events.jsonl"
+    started = next(line for line in log.read_text().splitlines() if '"run_started"' in line)
+    with log.open("a") as file:
+        file.write(json.dumps({**json.loads(started), "epoch": 1}) + "\n")  # nothing is left to generate
+    after = run_setting(directory)
+    assert after.calibration.engines == before.calibration.engines
+    assert after.realised == before.realised is not None
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
