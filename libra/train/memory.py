@@ -44,7 +44,9 @@ def map_large_tensors() -> bool:
 
 def _trim() -> None:
     """Have glibc give back what it holds of freed small tensors, milliseconds before a step of seconds."""
-    ctypes.CDLL(None).malloc_trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:  # another C library has none
+        trim(0)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
@@ -67,6 +69,7 @@ class StepMemory:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        _trim()  # what lies free in the heap is nobody's
         self.before_bytes = 0 if self.device.type == "cuda" else resident_bytes()
         self._watching = self._maps = False
 
