@@ -213,7 +213,7 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
     if len(full) == len(now.engines) and full:
         more = 2 * max(engine.full_slots for engine in full)
         engines = tuple(replace(engine, slots=2 * engine.full_slots) for engine in full)
-        missing = f"{more} slots on an engine need rollout.slots={more} (cluster.engines: slots) when the run starts"
+        missing = f"{more} slots on an engine need rollout.slots={more}, or slots: {more} in its entry of cluster.engines, at the start"
         found.append(Arrangement(engines, now.training, missing))
     return found
 
