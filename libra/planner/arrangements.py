@@ -213,7 +213,9 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
     if len(full) == len(now.engines) and full:
         more = 2 * max(engine.full_slots for engine in full)
         engines = tuple(replace(engine, slots=2 * engine.full_slots) for engine in full)
-        missing = f"{more} slots on an engine need rollout.slots={more}, or slots: {more} in its entry of cluster.engines, at the start"
+        missing = (
+            f"{more} slots on an engine need rollout.slots={more} (or its slots in cluster.engines) when the run starts"
+        )
         found.append(Arrangement(engines, now.training, missing))
     return found
 
