@@ -11,7 +11,8 @@ mark of the resident set in that one (`libra.train.memory`), less the baseline. 
 ``max_memory_allocated``.
 
 The model has no fitted constants: every term of `libra.planner.cost.memory` is counted from what torch holds. Its list of
-moments was checked with cells 3 (57M, fsdp2, checkpointing) and 0 (41M, ddp); of the others nothing was known when it was written.
+moments was checked with cells 3 (57M, fsdp2, checkpointing) and 0 (41M, ddp); and the fsdp2 terms with
+a profile of the 41M model; of the others nothing was known when it was written.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(train(cell, Path(tiny), Path(model), int(rank), int(port))))
         return
     print(
-        f"fitted_constants: {FITTED_CONSTANTS}; cells 0 and 3 were looked at while the terms were written, the others not"
+        f"fitted_constants: {FITTED_CONSTANTS}; cells 0 and 3 were looked at while the terms were written, and a "
+        "profile of the 41M model under fsdp2; the others not"
     )
     print(f"{'model':12} {'layout':22} {'tokens':>12} {'predicted MB':>12} {'measured MB':>12} {'ratio':>6}")
     ratios: dict[str, list[float]] = {}
