@@ -21,8 +21,9 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
 * ``useless_moves_frac``: of C-MLFQ's dispatches in all cells, those that moved a trajectory and, by the lengths that all
   turned out to have, brought the end of the engines in question later than staying would have, by more than 5 %
   (`libra.policy.moves`).
+* ``worthwhile_moves_frac``: of the moves, those that brought it sooner by more than 5 %.
 * ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each, both from the gate of the
-  iteration on; the median over all.
+  iteration on; the median over all. ``live_moves_over_simulated``: moves of all these runs over those of their simulations.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Cell:
     moved: list[Moved] = field(default_factory=list)
     dispatched: int = 0
     over_simulated: list[float] = field(default_factory=list)
+    simulated_moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +127,13 @@ def makespan_s(log: Sequence[tuple[int, Any]]) -> float:
     return float(max(event.t_s for _, event in log if event.name == "trajectory_ended") - begun)
 
 
-def live_over_simulated(directory: Path) -> float:
-    """Makespan of a run over that of its simulation on its own engines, both from the first gate, as `libra simulate` says them."""
+def live_over_simulated(directory: Path) -> tuple[float, int]:
+    """Makespan of a run over that of its simulation on its own engines, both from the first gate, as `libra simulate` says them;
+    and how many moves the simulation had."""
     setting = run_setting(directory)
     assert setting.realised is not None, "the run went through"
-    return setting.realised.makespan_s / setting.simulator().run().makespan_s
+    simulated = setting.simulator().run()
+    return setting.realised.makespan_s / simulated.makespan_s, simulated.moves
 
 
 def measured(bench: Bench, name: str) -> Cell:
@@ -147,7 +151,9 @@ def measured(bench: Bench, name: str) -> Cell:
                 found, dispatched = moves(log)
                 cell.moved += found
                 cell.dispatched += dispatched
-                cell.over_simulated.append(live_over_simulated(directory))
+                over, simulated_moves = live_over_simulated(directory)
+                cell.over_simulated.append(over)
+                cell.simulated_moves += simulated_moves
             return makespan_s(log)
 
         def told(pair: int, ours: float, theirs: float) -> None:
@@ -159,7 +165,8 @@ def measured(bench: Bench, name: str) -> Cell:
     useless = sum(moved.useless for moved in cell.moved)
     print(
         f"{name}: C-MLFQ over FIFO {cell.ratio:.3f}; {len(cell.moved)} of {cell.dispatched} generations moved, {useless} of them "
-        f"for nothing; live over simulated {[round(x, 3) for x in cell.over_simulated]}",
+        f"for nothing, {sum(moved.worth for moved in cell.moved)} worth it, {cell.simulated_moves} moves simulated; live over "
+        f"simulated {[round(x, 3) for x in cell.over_simulated]}",
         flush=True,
     )
     return cell
@@ -183,6 +190,12 @@ def figures_of(cells: Sequence[Cell], heterogeneous: str) -> dict[str, Figure]:
         figures["live_over_simulated"] = Figure(statistics.median(over), "ratio", "lower", 1.1)
         off = statistics.median(abs(value - 1.0) for value in over)
         figures["live_off_simulated_frac"] = Figure(off, "frac", "lower", 0.1)
+    moved = [moved for cell in cells for moved in cell.moved]
+    simulated_moves = sum(cell.simulated_moves for cell in cells)
+    if moved and simulated_moves:
+        worth = sum(each.worth for each in moved)
+        figures["worthwhile_moves_frac"] = Figure(worth / len(moved), "frac", "higher")
+        figures["live_moves_over_simulated"] = Figure(len(moved) / simulated_moves, "ratio", "lower")
     return figures
 
 

@@ -8,7 +8,7 @@ action (TOOL slot). A *version* is a number given to weights, 0 for those the ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final, Literal, NamedTuple
 
@@ -320,6 +320,14 @@ class EngineCapacity:
     tp: int
     steps: StepSeconds | None = None
     max_context_tokens: int = 0
+
+    @classmethod
+    def from_declaration(cls, declared: Mapping[str, Any]) -> EngineCapacity:
+        """From the fields of `libra.events.EngineDeclared`; others are left alone."""
+        steps = None
+        if declared["fixed_s"] is not None:
+            steps = StepSeconds(**{each.name: declared[each.name] for each in fields(StepSeconds)})
+        return cls(**{each.name: int(declared[each.name]) for each in fields(cls) if each.name != "steps"}, steps=steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
 from libra.planner.arrangements import Seat
-from libra.types import EngineCapacity, StepSeconds
+from libra.types import EngineCapacity
 
 AWAY = ("lost", "failed")
 """Stages of workers that can do nothing now."""
@@ -50,14 +49,5 @@ def seat_of(row: Mapping[str, Any], role: Mapping[str, Any] | None) -> Seat:
         frozenset() if role is None else frozenset(role["shares_with"]),
         int(row["residents"]),
         {int(tp): int(slots) for tp, slots in row["limits"].items()},
-        {int(tp): capacity_of(said) for tp, said in row["declared"].items()},
+        {int(tp): EngineCapacity.from_declaration(said) for tp, said in row["declared"].items()},
     )
-
-
-def capacity_of(said: Mapping[str, Any]) -> EngineCapacity:
-    """What an engine has declared, from the fields of `libra.events.EngineDeclared`."""
-    steps = None
-    if said["fixed_s"] is not None:
-        steps = StepSeconds(**{field.name: said[field.name] for field in fields(StepSeconds)})
-    sizes = {field.name: said[field.name] for field in fields(EngineCapacity) if field.name != "steps"}
-    return EngineCapacity(**sizes, steps=steps)

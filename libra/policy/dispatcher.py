@@ -7,7 +7,7 @@ Invariants
 ----------
 1. A worker never holds more quanta of a phase than it has slots.
 2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
-   at home there, unless moving pays (`Loads.better_home`); whoever prefers its bucket; whoever is overdue (level -1); and, where
+   at home there, unless moving pays (`Loads.move`); whoever prefers its bucket; whoever is overdue (level -1); and, where
    a slot would stay free otherwise, whoever waits elsewhere so long that computing its context again pays (`_pays`).
    Lengths and prices count only between engines that have told what they are (`WorkerJoined.told`): where one of those with a
    free slot has not, a first home is where most slots are free, and nobody moves but to one that is idle.
@@ -393,9 +393,7 @@ class Dispatcher:
         if best is None:
             return None
         if reason == "home":
-            better = self._loads.better_home(best[2], queue.free)
-            if better is not None:
-                worker, reason = better[0], f"move: both engines are over {_seconds(better[1])} sooner"
+            worker, reason = self._loads.move(best[2], queue.free) or (worker, reason)
         return Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
@@ -485,11 +483,6 @@ class Dispatcher:
         if not self._fleet.silent:
             return None
         return min((worker for worker in workers if worker in self._fleet.silent), default=None)
-
-
-def _seconds(value: float) -> str:
-    """Seconds for people, with two digits at least."""
-    return f"{value:.0f} s" if value >= 10.0 else f"{value:.2g} s"
 
 
 def _order(orders: dict[str, _Order], name: str, serials: dict[str, int]) -> _Order:

@@ -36,6 +36,8 @@ PAYS_FACTOR = 2.0
 """A move must save this many times the seconds it costs: forecasts err, and two moves that cancel out must not pay."""
 SOONER_FACTOR = 0.95
 """A move must bring the end of the two engines' longest trajectory down to this share."""
+QUICKER_FRAC = 0.2
+"""A move for its own sake must save this share of the seconds per token at home."""
 LOOKED_AT = 4
 """Engines that a move is considered to: those that are over first."""
 LISTED_EVERY = 64
@@ -207,10 +209,22 @@ class Loads:
         price_s = self._price_s(key, worker)
         return here_s, max(without_s, self.finish_s(key, worker) + price_s), price_s
 
+    def over_s(self, worker: str) -> float:
+        """Seconds until ``worker``, which has told what it is, is over with those that are at home there."""
+        load = self._loads.get(worker)
+        return self._end_s(worker, self._longest(load), load.left, load.work) if load is not None else 0.0
+
     def mean_left(self, workers: Iterable[str]) -> int:
         """Tokens that those at home on ``workers`` are believed to have left, on average; 0 where there are none."""
         left = [m[1] for w in workers if (load := self._loads.get(w)) is not None for m in load.members.values()]
         return round(sum(left) / len(left)) if left else 0
+
+    def move(self, key: str, free: Mapping[str, int]) -> tuple[str, str] | None:
+        """Where ``key``, whose home has a free slot too, had better go, and why; None: it stays."""
+        found, what = self.better_home(key, free), "both engines are over {} sooner"
+        if found is None:
+            found, what = self.quicker_home(key, free), "it is over {} sooner, and nobody later"
+        return None if found is None else (found[0], f"move: {what.format(_seconds(found[1]))}")
 
     def better_home(self, key: str, free: Mapping[str, int]) -> tuple[str, float] | None:
         """Another engine with a free slot, where ``key`` would bring the end of both engines forward, and by how many seconds.
@@ -232,6 +246,34 @@ class Loads:
                 return worker, sooner_s
         return None
 
+    def quicker_home(self, key: str, free: Mapping[str, int]) -> tuple[str, float] | None:
+        """Another engine with a slot to spare, where ``key`` wins more time than all there lose, and how many seconds that is.
+
+        A slot to spare is one that nobody at home there needs. Neither engine may be over later. What is gained counts per token,
+        so that it holds for any length: a trajectory that is believed to be short and is not would be the last one otherwise,
+        on the slower engine. None where there is none, and where lengths are known.
+        """
+        home = self._home.get(key)
+        if self._exponent == SURE or home is None or not self.believed(key) or not self._told(home):
+            return None
+        here_s_per_token = self.pace_s_per_token(key, home)
+        best: tuple[float, str] | None = None
+        for worker in self._first_over():
+            if worker == home or worker not in free or not self._told(worker):
+                continue
+            host = self._fleet.hosts[worker]
+            others_s_per_token = host.residents * host.spec.beside_s_per_token
+            saved = here_s_per_token - self.pace_s_per_token(key, worker) - others_s_per_token
+            if saved < QUICKER_FRAC * here_s_per_token or host.residents >= host.spec.rollout_slots:
+                continue
+            sooner_s, price_s = saved * self._left[key][0], self._price_s(key, worker)
+            if sooner_s < PAYS_FACTOR * price_s or not self.fits(key, worker):
+                continue
+            here_s, without_s = self._ends_here_s(key, home)
+            if max(without_s, self._longest_with_s(key, worker)) <= max(here_s, self.over_s(worker)):
+                best = max(best or (0.0, ""), (sooner_s, worker))
+        return None if best is None else (best[1], best[0])
+
     def _told(self, worker: str) -> bool:
         host = self._fleet.hosts.get(worker)
         return host is not None and host.spec.told
@@ -245,6 +287,11 @@ class Loads:
         if own_left == longest:
             longest = max((member[1] for other, member in load.members.items() if other != key), default=0.0)
         return here_s, self._end_s(home, longest, load.left - own_left, load.work - own_work)
+
+    def _longest_with_s(self, key: str, worker: str) -> float:
+        """`over_s` of ``worker``, were ``key`` at home there too."""
+        load, (left, work) = self._loads.get(worker) or _Load(), self._work(key)
+        return self._end_s(worker, max(self._longest(load), left), load.left + left, load.work + work)
 
     def _sooner_s(self, key: str, worker: str, here_s: float, without_s: float) -> float:
         """Seconds that a move to ``worker`` saves; 0 where that is too little for its price, or for how far beliefs err."""
@@ -261,12 +308,7 @@ class Loads:
         """The engines that have least to do of those that told what they are, looked up now and then."""
         self._changes += 1
         if self._changes % LISTED_EVERY == 1 or not self._idlest:
-            ends = []
-            for worker in self._fleet.hosts:
-                load = self._loads.get(worker)
-                if self._told(worker):
-                    end_s = self._end_s(worker, self._longest(load), load.left, load.work) if load is not None else 0.0
-                    ends.append((end_s, worker))
+            ends = [(self.over_s(worker), worker) for worker in self._fleet.hosts if self._told(worker)]
             self._idlest = [worker for _, worker in sorted(ends)[:LOOKED_AT]]
         return self._idlest
 
@@ -306,3 +348,8 @@ class Loads:
         tokens = self._fleet.context_tokens.get(key, 0)
         final = self._left[key][1] if key in self._left else self._mean_final
         return tokens + GROWTH_HELD_FREE * max(0.0, final - tokens)
+
+
+def _seconds(value: float) -> str:
+    """Seconds for people, with two digits at least."""
+    return f"{value:.0f} s" if value >= 10.0 else f"{value:.2g} s"

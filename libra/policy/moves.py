@@ -28,8 +28,8 @@ NOISE_FRAC = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until the engines in question are over, price included; both are
-    None where nothing can be said."""
+    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until both engines in question are over, price included; both
+    are None where nothing can be said."""
 
     key: str
     t_s: float
@@ -44,6 +44,13 @@ class Moved:
         """Whether the end came later by it, beyond noise."""
         return (
             self.stayed_s is not None and self.moved_s is not None and self.moved_s > (1.0 + NOISE_FRAC) * self.stayed_s
+        )
+
+    @property
+    def worth(self) -> bool:
+        """Whether the end came sooner by it, beyond noise."""
+        return (
+            self.stayed_s is not None and self.moved_s is not None and self.stayed_s > (1.0 + NOISE_FRAC) * self.moved_s
         )
 
 
@@ -108,5 +115,6 @@ def _judged(event: events.QuantumDispatched, home: str, fleet: Fleet, loads: Loa
     told = all(name in fleet.hosts and fleet.hosts[name].spec.told for name in (home, event.worker))
     if not known or not told or not loads.believed(event.key):
         return moved
-    stayed_s, moved_s, _ = loads.moved_s(event.key, event.worker)
+    home_s, moved_s, _ = loads.moved_s(event.key, event.worker)
+    stayed_s = max(home_s, loads.over_s(event.worker))
     return Moved(event.key, event.t_s, home, event.worker, event.reason, stayed_s, moved_s)

@@ -18,7 +18,7 @@ from libra.events import EngineDeclared
 from libra.events.event import Event
 from libra.policy import WorkerJoined, WorkerLeft, joined_of, off_by_frac
 from libra.scheduler import private
-from libra.types import EngineCapacity, Phase, StepSeconds
+from libra.types import EngineCapacity, Phase
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 RETOLD_FRAC = 0.25
 """An engine's seconds are told anew when they are off by so much of what was told last."""
 _FIELDS = frozenset(f.name for f in fields(EngineDeclared)) - {f.name for f in fields(Event)} - {"worker"}
-_SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s")
-
-
-_SIZES = ("kv_tokens", "kv_bytes", "kv_token_bytes", "slots", "tp", "max_context_tokens")
 
 
 @dataclass(slots=True)
@@ -41,16 +37,6 @@ class _Declared:
     bucket: str
     capacity: EngineCapacity
     told: EngineCapacity | None = None
-
-
-def capacity_of(msg: dict[str, Any]) -> EngineCapacity:
-    """The declaration in a worker's report: the fields of `libra.events.EngineDeclared`."""
-    steps = None
-    if msg["fixed_s"] is not None:
-        seconds = {name: float(msg[name]) for name in _SECONDS}
-        steps = StepSeconds(**seconds, num_steps=msg["num_steps"], error_frac=msg["error_frac"])
-    sizes: dict[str, int] = {name: int(msg[name]) for name in _SIZES}
-    return EngineCapacity(**sizes, steps=steps)
 
 
 class Workers:
@@ -68,7 +54,7 @@ class Workers:
         state.emit("engine_declared", worker=msg["name"], **fields)
         before = self._declared.get(msg["name"])
         told = before.told if before is not None and before.bucket == msg["bucket"] else None
-        self._declared[msg["name"]] = _Declared(msg["bucket"], capacity_of(msg), told)
+        self._declared[msg["name"]] = _Declared(msg["bucket"], EngineCapacity.from_declaration(msg), told)
 
     def changes(self, silent: Collection[str], joining: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
         """What has changed since the last call, to be told at once, in this order.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def simulator_of_run(run_dir: Path) -> Simulator:
 def run_setting(run_dir: Path) -> RunSetting:
     """Everything that a simulation needs of a run; raises as `simulator_of_run`."""
     record = RunRecord.read(run_dir)
-    workload = workload_of_run(run_dir, family=record.family)
+    workload = workload_of_run(run_dir, family=record.family, arrivals=record.arrivals())
     calibration = record.calibration()
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return RunSetting(
@@ -131,8 +133,13 @@ def _digest(tokens: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest()
 
 
-def workload_of_run(run_dir: Path, *, name: str = "sim", family: str = "") -> Workload:
+def workload_of_run(
+    run_dir: Path, *, name: str = "sim", family: str = "", arrivals: Mapping[tuple[int, ...], int] | None = None
+) -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError where it has none.
+
+    Those of one iteration stand, and begin, in the order of ``arrivals`` ((iteration, group, sample) of the run -> place; None:
+    by group and sample). All of an iteration arrive in the same instant, and with long tails it matters which one is first.
 
     Iterations and groups are numbered anew, so that all iterations have equally many groups: as many as the first one. Groups
     of a last, incomplete iteration are left out. Prompts that were asked more than once keep their names.
@@ -151,11 +158,11 @@ def workload_of_run(run_dir: Path, *, name: str = "sim", family: str = "") -> Wo
         raise RunDirectoryError(f"{run_dir}: no training trajectory is stored yet")
     first = min(groups)[0]
     per_iteration = sum(iteration == first for iteration, _ in groups)
-    plans: list[TrajectoryPlan] = []
+    plans: list[tuple[tuple[int, float], TrajectoryPlan]] = []
     numbers: dict[bytes, int] = {}
     names = whole["prompt_id"].tolist()
     asked = Counter(names[members[0][1]] for members in groups.values())
-    for index, (_, members) in enumerate(sorted(groups.items())):
+    for index, (place, members) in enumerate(sorted(groups.items())):
         iteration, group = divmod(index, per_iteration)
         if iteration and iteration == len(groups) // per_iteration:
             break
@@ -181,5 +188,8 @@ def workload_of_run(run_dir: Path, *, name: str = "sim", family: str = "") -> Wo
                 for i in rows
             )
             prompt_tokens = int(turns["prompt_tokens"][start])
-            plans.append(TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts))
-    return checked(Workload(name, tuple(plans)), str(path))
+            arrived = (arrivals or {}).get((*place, sample), math.inf)
+            plan = TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts)
+            plans.append(((iteration, arrived), plan))
+    plans.sort(key=lambda each: each[0])  # stable: by group and sample where nothing is known
+    return checked(Workload(name, tuple(plan for _, plan in plans)), str(path))

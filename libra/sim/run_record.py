@@ -108,6 +108,15 @@ class RunRecord:
         parsed = ((keys.parse(event["key"]), event["t_s"]) for event in self.named("trajectory_ended"))
         return {key.indices: t_s for key, t_s in parsed if key is not None and key.split == "train"}
 
+    def arrivals(self) -> dict[tuple[int, ...], int]:
+        """In which order training trajectories were parked first, by (iteration, group, sample): policies break ties by it."""
+        found: dict[tuple[int, ...], int] = {}
+        for event in self.named("trajectory_parked"):
+            key = keys.parse(event["key"])
+            if key is not None and key.split == "train":
+                found.setdefault(key.indices, len(found))
+        return found
+
     def steps_s(self) -> tuple[float, ...]:
         """Of each batch, seconds from its opening until its weights were published."""
         published = {event["version"]: event["t_s"] for event in self.named("version_published")}

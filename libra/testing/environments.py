@@ -11,7 +11,7 @@ from libra.envs import Environment, tool
 from libra.envs.scripted import ScriptedTurn
 from libra.sim.traces import load_traces
 from libra.sim.workload import draw
-from libra.types import Episode, Prompt, ToolCall, TrajectoryId
+from libra.types import NO_TOOL, Episode, Prompt, ToolCall, ToolStatus, TrajectoryId
 
 
 class FixedTurns(Environment):
@@ -102,7 +102,8 @@ class GrowingPrompts(FixedTurns):
 
 
 class TraceTurns(Environment):
-    """Recorded agents' trajectories, replayed turn by turn: as many tokens, tools as slow, observations as long, all scaled.
+    """Recorded agents' trajectories, replayed turn by turn: as many tokens, tools as slow, observations as long, all scaled, and
+    tools that fail where they did (whatever their failure was, as the status ``error``).
 
     Needs ``rollout.ignore_eos``. Question ``index`` is group ``index`` of those drawn from the file, again from the first after the
     last, under its old name. Rewards mean nothing.
@@ -146,20 +147,24 @@ class TraceTurns(Environment):
         tokens_frac, payload_frac, tool_frac = self._frac
         turns = self._plans[prompt.facts["group"], tid.sample].turns
         plan = turns[turn]
+        seconds, failed = round(tool_frac * plan.tool_s, 6), plan.status not in (NO_TOOL, ToolStatus.OK)
         call = ToolCall(
-            "replay", {"chars": round(payload_frac * plan.payload_tokens), "seconds": round(tool_frac * plan.tool_s, 6)}
+            "replay", {"chars": round(payload_frac * plan.payload_tokens), "seconds": seconds, "fails": failed}
         )
         return ScriptedTurn(max(1, round(tokens_frac * plan.new_tokens)), (call,) if turn + 1 < len(turns) else ())
 
     def grade(self, episode: Episode) -> float:
         return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
 
-    async def replay(self, chars: int, seconds: float) -> str:
-        """Take as long as the recorded tool, and give back as much.
+    async def replay(self, chars: int, seconds: float, fails: bool = False) -> str:
+        """Take as long as the recorded tool, and give back as much, or fail as it did.
 
         Args:
             chars: Length of the observation.
             seconds: Time to take.
+            fails: Whether to fail with the observation as the message.
         """
         await asyncio.sleep(seconds)
+        if fails:
+            raise RuntimeError("y" * chars)
         return "y" * chars

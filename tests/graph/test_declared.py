@@ -17,7 +17,7 @@ from libra.hardware.virtual_engine import EngineTables
 from libra.policy import joined_of, make_ordering, off_by_frac
 from libra.policy.moves import moves
 from libra.policy.replay import replay
-from libra.scheduler.workers import RETOLD_FRAC, capacity_of
+from libra.scheduler.workers import RETOLD_FRAC
 from libra.sim import Simulator, Surroundings
 from libra.sim.fleet import EngineSpec
 from libra.sim.from_run import workload_of_run
@@ -75,7 +75,10 @@ def log(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def declared(log: list[tuple[int, Any]], worker: str) -> list[EngineCapacity]:
     found = [event for _, event in log if event.name == "engine_declared" and event.worker == worker]
-    return [capacity_of({name: getattr(event, name) for name in event.__dataclass_fields__}) for event in found]
+    return [
+        EngineCapacity.from_declaration({name: getattr(event, name) for name in event.__dataclass_fields__})
+        for event in found
+    ]
 
 
 @pytest.mark.timeout(600)

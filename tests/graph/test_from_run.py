@@ -65,3 +65,18 @@ def test_the_policy_is_told_the_tokens_of_contexts(setting: RunSetting) -> None:
         turns, half = divmod(quanta, 2)
         expected = plan.prompt_tokens + sum(t.new_tokens + t.payload_tokens for t in plan.turns[:turns])
         assert context_tokens == expected + (plan.turns[turns].new_tokens if half else 0)
+
+
+def test_trajectories_begin_in_the_order_of_the_run(setting: RunSetting) -> None:
+    """All of an iteration arrive in one instant; who is first decides where long ones go."""
+    begun: list[tuple[int, ...]] = []
+    for event in setting.record.named("trajectory_parked"):
+        place = tuple(int(part) for part in event["key"].split("-")[2:5])
+        if place not in begun:
+            begun.append(place)
+    assert [plan[:3] for plan in setting.workload.trajectories] == begun
+    assert begun != sorted(begun), "Dask parks in an order of its own; else this test shows nothing"
+    simulator = setting.simulator()
+    simulator.run()
+    first: dict[str, None] = dict.fromkeys(dispatched.key for dispatched in simulator.record.dispatched)
+    assert [tuple(int(part) for part in key.split("-")[2:5]) for key in first] == begun

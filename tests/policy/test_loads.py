@@ -132,3 +132,34 @@ def test_beliefs_end_where_engines_end_contexts() -> None:
         assert loads.fits(f"t{number}", "a"), "eight slots of the longest contexts there can be"
         loads.settle(f"t{number}", "a")
     assert loads.finish_s("t0", "a") == pytest.approx(512 * 0.01, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sure", "residents", "beside_s", "goes"),
+    [
+        (False, 1, 0.0, True),  # a short one goes to the faster engine, whose end it does not change
+        (False, 4, 0.0, False),  # whose every slot somebody at home there needs
+        (False, 3, 0.02, False),  # where it would hold the others up by more than it wins
+        (True, 1, 0.0, False),  # lengths are known: only ends count
+    ],
+)
+def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(
+    sure: bool, residents: int, beside_s: float, goes: bool
+) -> None:
+    fleet = Fleet()
+    for name, alone_s in (("slow", 0.03), ("fast", 0.01)):
+        steps = StepSeconds(alone_s, beside_s if name == "fast" else 0.0, 0.0, 1e-6, 100, 0.0)
+        fleet.handle(joined_of(name, "tp1", EngineCapacity(10**6, 0, 0, 4, 1, steps)))
+    loads = Loads(fleet, SURE if sure else UNSURE)
+    homes = {"short": "slow", "other": "slow", **{f"long{n}": "fast" for n in range(residents)}}
+    for key, home in homes.items():
+        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
+        fleet.handle(QuantumStarted(key, Phase.ROLLOUT, home))
+        loads.believe(key, {"short": 50.0, "other": 500.0}.get(key, 5000.0), 6000.0)
+        loads.settle(key, home)
+    free = {"slow": 2, "fast": 1}
+    assert loads.better_home("short", free) is None, "it is not the longest at home"
+    moved = loads.move("short", free)
+    assert (moved is not None) == goes
+    if moved is not None:
+        assert moved == ("fast", "move: it is over 1 s sooner, and nobody later")

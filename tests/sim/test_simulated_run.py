@@ -137,7 +137,8 @@ def test_without_what_is_between_a_run_is_predicted_too_short(run: Run) -> None:
     bare = Surroundings(train_s=1.5, tool_slots=64, inline_tools=frozenset({""}))
     specs = tuple(spec._replace(between=Between()) for spec in setting.engines)
     predicted = Simulator(setting.workload, specs, setting.ordering(), surroundings=bare).run()
-    assert predicted.makespan_s < 0.97 * was.makespan_s  # further off than any prediction above may be
+    # The mean over groups: the very last trajectory alone depends on which engine it happened to be on.
+    assert predicted.group_completion_s < 0.97 * was.group_completion_s
 
 
 def test_a_log_without_declarations_is_fitted_and_says_so(run: Run, libra: Callable[..., Any]) -> None:

@@ -1,0 +1,69 @@
+"""Moves judged afterwards, by the lengths that trajectories turned out to have."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra import events
+from libra.policy.moves import Moved, moves
+from libra.types import NO_TOOL
+
+FAST_S, SLOW_S = 0.012, 0.036
+
+
+@pytest.mark.parametrize(
+    ("stayed_s", "moved_s", "useless", "worth"),
+    [
+        (10.0, 10.4, False, False),  # within noise
+        (10.0, 10.6, True, False),
+        (10.0, 9.0, False, True),
+        (None, None, False, False),  # nothing can be said
+    ],
+)
+def test_a_move_is_judged_by_when_both_engines_are_over(
+    stayed_s: float | None, moved_s: float | None, useless: bool, worth: bool
+) -> None:
+    moved = Moved("trajectory", 1.0, "slow", "fast", "because", stayed_s, moved_s)
+    assert (moved.useless, moved.worth) == (useless, worth)
+
+
+def _log(short: tuple[str, str], *, long: bool) -> list[tuple[int, events.Event]]:
+    """One trajectory generates 10 tokens on each of two engines; with ``long`` another one 100 on the fast engine."""
+
+    def capacity(worker: str, seconds: float) -> events.Event:
+        return events.WorkerCapacity("run", 0.0, worker, "tp1", 8, 0, 10_000, seconds, seconds, 1e-6, 0.0)
+
+    def quantum(key: str, number: int, worker: str, tokens: int, end: str) -> list[events.Event]:
+        return [
+            events.QuantumDispatched("run", 0.1, key, "ROLLOUT", number, worker, (0,), "move: because", True),
+            events.QuantumFinished(
+                "run", 0.2, key, "ROLLOUT", number, tokens, "", NO_TOOL, 0, 0.1, worker, 0, end
+            ),
+        ]  # fmt: skip
+
+    def parked(key: str) -> events.Event:
+        return events.TrajectoryParked("run", 0.0, key, "ROLLOUT", 0, 0, (0,), "")
+
+    one, other = "trajectory-train-0-0-0-e0-run", "trajectory-train-0-0-1-e0-run"
+    begin, finish = quantum(other, 0, "fast", 100, "eos") if long else ([], [])
+    happened = [
+        capacity("fast", FAST_S), capacity("slow", SLOW_S), parked(one), *([parked(other), begin] if long else []),
+        *quantum(one, 0, short[0], 10, ""), *quantum(one, 1, short[1], 10, "eos"),
+        events.TrajectoryEnded("run", 1.0, one, True),
+        *([finish, events.TrajectoryEnded("run", 1.2, other, True)] if long else []),
+    ]  # fmt: skip
+    return list(enumerate(happened))
+
+
+def test_a_move_beside_a_longer_trajectory_makes_no_difference() -> None:
+    (moved,), dispatched = moves(_log(("slow", "fast"), long=True))
+    assert dispatched == 3
+    assert moved.stayed_s == pytest.approx(100 * FAST_S)  # not the 10 tokens that are left at home
+    assert not moved.useless and not moved.worth
+
+
+def test_a_move_to_a_slower_engine_is_useless_and_one_to_a_faster_engine_is_worth_it() -> None:
+    (away,), _ = moves(_log(("fast", "slow"), long=False))
+    (back,), _ = moves(_log(("slow", "fast"), long=False))
+    assert (away.useless, away.worth) == (True, False)
+    assert (back.useless, back.worth) == (False, True)
