@@ -84,9 +84,9 @@ check: setup ## lint, formatting and types
 	$(BIN)/mypy
 
 docs: setup ## make the generated files again: docs/configuration.md, docs/algorithms.md, docs/cli.md, docker/dask.yaml
-	$(BIN)/python -m libra.config.reference docs/configuration.md
+	$(BIN)/python -m libra.config.reference_page docs/configuration.md
 	$(BIN)/python -m libra.config.algorithms_page docs/algorithms.md
-	$(BIN)/python -m libra.cli.reference docs/cli.md
+	$(BIN)/python -m libra.cli.reference_page docs/cli.md
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 
 clean: ## remove .venv and caches; runs/ is left alone

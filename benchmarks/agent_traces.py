@@ -1,6 +1,6 @@
 """Turns of real agents as the events that a policy hears.
 
-A set is a file of ``DIR/agent_turns`` (`libra.config.agent_turns`) that says of each turn at least ``REQUIRED``. Its name is
+A set is a file of ``DIR/agent_turns`` (`libra.traces.agent_turns`) that says of each turn at least ``REQUIRED``. Its name is
 the file's up to the known prefixes below.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.config.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
+from libra.traces.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
 from libra.types import ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")

@@ -46,15 +46,15 @@ import numpy as np
 
 import libra
 from benchmarks.report import Figure, emit
-from libra.config.agent_turns import agent_turn_files
 from libra.errors import ConfigError
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor, VersionPublished
-from libra.sim.fleet import fleet, slots_of
+from libra.sim.engines import fleet, slots_of
+from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
-from libra.sim.traces import load_traces
 from libra.sim.workload import Workload, draw
+from libra.traces.agent_turns import agent_turn_files
 
 GPU, MODEL, DEGREES = "a800", "qwen3-14b", (1, 2, 4, 8)
 KINSHIP = 0.55

@@ -27,7 +27,7 @@ from benchmarks.cost_halves import (
     prefill_s,
 )
 from libra.hardware import GPU
-from libra.hardware.fit_forms import fit_attention, fit_linear
+from libra.hardware.fit_rooflines import fit_attention, fit_linear
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile
 from libra.hardware.tables import all_reduce_table, linear_curves
 

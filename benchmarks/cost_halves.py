@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.hardware import GPU, Efficiencies
-from libra.hardware.fit_forms import fit_attention, fit_linear
-from libra.hardware.forms import attention_decode_s, attention_prefill_s
+from libra.hardware.fit_rooflines import fit_attention, fit_linear
 from libra.hardware.operators import GEMMS, LAYER_COUNTS, operator_s
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, TrainingProfile
+from libra.hardware.rooflines import attention_decode_s, attention_prefill_s
 from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, decode_rows, linear_curves, prefill_rows
-from libra.hardware.training import fit_training
+from libra.hardware.training_seconds import fit_training
 
 Array = NDArray[np.float64]
 

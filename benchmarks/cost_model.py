@@ -35,9 +35,9 @@ from benchmarks.earl_fig3 import earl_figures
 from benchmarks.report import Figure, emit
 from benchmarks.tp_hindcast import hindcast_figures
 from libra.hardware import GPU, Efficiencies, load_gpu
-from libra.hardware.audit import audit
-from libra.hardware.fit_forms import GEMM_CONSTANTS, MOVE_CONSTANTS, fit_linear
+from libra.hardware.fit_rooflines import GEMM_CONSTANTS, MOVE_CONSTANTS, fit_linear
 from libra.hardware.operators import GEMMS
+from libra.hardware.profile_audit import audit
 from libra.hardware.profiles import (
     AttentionProfile,
     CollectiveProfile,

@@ -37,7 +37,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from benchmarks.report import Figure, emit
 from libra.config import load_config
-from libra.graph.driver import Session
+from libra.driver.session import Session
 from libra.store.event_log import read_events
 
 GOAL_FRAC = 0.03
@@ -55,8 +55,8 @@ class Timers(WorkerPlugin):
         """Wrap the calls; a worker process is wrapped once."""
         from libra.graph import nodes
         from libra.store.epochs import Epoch
-        from libra.store.journal import Journal
         from libra.store.trajectories import TrajectoryStore
+        from libra.store.trajectory_journal import Journal
         from libra.train import checkpoint
         from libra.weights import WeightStore
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import Figure
 from libra.hardware import ModelOnGPU, engine_seconds
-from libra.hardware.fitting import fit_positive
+from libra.hardware.least_squares import fit_positive
 from libra.planner.cost import generation
 
 Array = NDArray[np.float64]

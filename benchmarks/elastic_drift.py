@@ -13,7 +13,8 @@ sharded over its GPUs.
   replans by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for
   both directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
 * Sharing (staleness bound 0): all GPUs but a node of core trainers roll out until the batch is complete; then all train. Every
-  such step pays the same 18.8 s. It is planned by `libra.planner.sharing` and played here; `libra run` changes no role within an
+  such step pays the same 18.8 s. It is planned by `libra.planner.phase_sharing` and played here; `libra run` changes no role
+  within an
   iteration yet. Always sharing, with the engines that are best in hindsight, is played too: what replanning has beyond it.
 
 A step is rollout + training + update at bound 0, max(rollout, training of the batch before) + update at bound 1, alike for
@@ -33,18 +34,18 @@ from benchmarks.cmlfq_sim import KINSHIP, layout_text
 from benchmarks.report import Figure
 from libra.hardware import engine_seconds, load_gpu, load_shape
 from libra.hardware.virtual_engine import EngineTables
-from libra.planner import PlanLoop, Planner, Realised, Snapshot
-from libra.planner.commands import Deployed
+from libra.planner import PlanLoop, Planner, PlanningSnapshot, RealisedStep
 from libra.planner.cost import Layout as TrainingLayout
 from libra.planner.cost import Workload as Lengths
 from libra.planner.cost import training_table
+from libra.planner.phase_sharing import Sharing
+from libra.planner.plan_commands import Deployed
 from libra.planner.proposal import proposal
 from libra.planner.replan import Rules
-from libra.planner.sharing import Sharing
 from libra.policy import CMLFQ
-from libra.sim.fleet import fleet, slots_of
+from libra.sim.engines import fleet, slots_of
+from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
-from libra.sim.traces import load_traces
 from libra.sim.workload import Trace, TurnPlan, Workload, draw
 
 GPU, MODEL, DEGREES = "A800-80G", "Qwen3-14B", (1, 2, 4, 8)
@@ -215,7 +216,7 @@ def guess(num: int) -> Lengths:
 
 def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played:
     """The course under the planner, which sees an iteration when it has ended."""
-    snapshot = Snapshot(
+    snapshot = PlanningSnapshot(
         load_gpu(GPU), load_shape(MODEL), NODES * NODE, guess(len(course.workloads[0].trajectories)), DEGREES, NODE, TRAINING, eta,
         UPDATE_S, min_train_gpus=NODE, min_rollout_gpus=NODE,
     )  # fmt: skip
@@ -231,7 +232,7 @@ def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played
         rollout_s, train_s = course.rollout_s(k, deployed.engines), course.train_s(k, deployed.train_gpus)
         step_s = UPDATE_S + (rollout_s + train_s if eta == 0 else max(rollout_s, train_before_s))
         train_before_s, change_s = train_s, 0.0
-        outcome = loop.after(k, Realised(rollout_s, train_s, step_s), course.lengths(k), num - k - 1)
+        outcome = loop.after(k, RealisedStep(rollout_s, train_s, step_s), course.lengths(k), num - k - 1)
         considered = outcome.considered
         if considered.accepted:
             loop.replanner.changed(CHANGE_S)

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import Figure
 from libra.config import load_config
-from libra.graph.driver import Session
+from libra.driver.session import Session
 from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
 

@@ -22,20 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from libra.cluster.machine import gpu_name
+from libra.cluster.hardware_inventory import gpu_name
 from libra.config import RunConfig, config_from_dict
 from libra.errors import LibraError
-from libra.graph.publishing import publish_checked
-from libra.graph.replicas import NOT_THE_REPLICAS
-from libra.graph.serving import Serving
 from libra.hardware import GPU, known_gpus, load_shape
-from libra.planner.configured import snapshot_of
 from libra.planner.cost import Workload, training_cost
+from libra.planner.from_config import snapshot_of
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.types import EndReason, Prompt, StopReason, Trajectory, TrajectoryId, TurnOutput, TurnRequest
 from libra.weights import WeightStore
+from libra.worker.replica_factory import NOT_THE_REPLICAS
+from libra.worker.verified_engine import Serving
+from libra.worker.weight_publishing import publish_checked
 
 SHAPES: dict[str, dict[str, int]] = {
     "0b5": {

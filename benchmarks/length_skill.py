@@ -36,7 +36,7 @@ from benchmarks.length_replay import Said, replay, scores, tail_recall, told
 from benchmarks.report import Figure, emit
 from libra.errors import ConfigError
 from libra.policy.forecast import Forecaster
-from libra.policy.posterior import FORECASTERS, Dials, Posterior
+from libra.policy.posterior import FORECASTERS, Posterior, PosteriorConfig
 
 FOLDS = 5
 MIN_ORDERS = 5
@@ -46,9 +46,9 @@ MakeForecaster = Callable[[], Forecaster]
 
 PREDICTORS: dict[str, MakeForecaster] = {
     **FORECASTERS,
-    "finished_only": lambda: Posterior(Dials(running_siblings=False)),
-    "uncensored": lambda: Posterior(Dials(censored=False, running_siblings=False)),
-    "progress_uncensored": lambda: Posterior(Dials(signals=(), censored=False)),
+    "finished_only": lambda: Posterior(PosteriorConfig(running_siblings=False)),
+    "uncensored": lambda: Posterior(PosteriorConfig(censored=False, running_siblings=False)),
+    "progress_uncensored": lambda: Posterior(PosteriorConfig(signals=(), censored=False)),
 }
 """Beside `FORECASTERS`: the posterior that counts finished siblings only, and those that learn from finished trajectories only."""
 

@@ -20,7 +20,7 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
   ``cmlfq_over_fifo_heterogeneous``: of the cell ``five`` (with ``--vllm``: of that cell).
 * ``useless_moves_frac``: of C-MLFQ's dispatches in all cells, those that moved a trajectory and, by the lengths that all
   turned out to have, brought the end of the engines in question later than staying would have, by more than 5 %
-  (`libra.policy.moves`).
+  (`libra.policy.move_review`).
 * ``worthwhile_moves_frac``: of the moves, those that brought it sooner by more than 5 %.
 * ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each, both from the gate of the
   iteration on; the median over all. ``live_moves_over_simulated``: moves of all these runs over those of their simulations.
@@ -40,9 +40,9 @@ from typing import Any
 from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
 from libra.cluster.local import local_cluster
 from libra.config import load_config
+from libra.driver.session import Session
 from libra.events import from_dict
-from libra.graph.driver import Session
-from libra.policy.moves import Moved, moves
+from libra.policy.move_review import Moved, moves
 from libra.sim.from_run import run_setting
 from libra.store.line_log import LineReader
 

@@ -20,8 +20,8 @@ from benchmarks.report import Figure, emit
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
-from libra.sim import EngineSpec, Simulator, Surroundings, Workload, draw, fleet
-from libra.sim.traces import load_traces
+from libra.sim import EngineSpec, SimulationOptions, Simulator, Workload, draw, fleet
+from libra.sim.recorded_agents import load_traces
 from libra.testing.emulated_run import emulate, plugin_events
 
 DATA = Path(__file__).parent / "data"
@@ -60,7 +60,7 @@ def both(workload: Workload, specs: tuple[EngineSpec, ...], name: str, speedup: 
         directory = Path(place)
         live, live_s = asyncio.run(emulate(workload, specs, policy, directory, tool_slots=TOOL_SLOTS, speedup=speedup))
         ordered = in_order_of(workload, directory)
-    around = Surroundings(tool_slots=TOOL_SLOTS)
+    around = SimulationOptions(tool_slots=TOOL_SLOTS)
     outcome = Simulator(ordered, specs, make_ordering(**policy), surroundings=around).run()
     simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]
     agree = sum(a == b for a, b in zip(live, simulated, strict=False)) / max(len(live), len(simulated))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.report import Figure, emit
 from libra.config import load_config
-from libra.graph.driver import Session
+from libra.driver.session import Session
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ENGINES = "[{threads: 1, slots: 64}, {threads: 1, slots: 8}]"

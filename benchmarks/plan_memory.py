@@ -7,10 +7,11 @@ A cell is a random Qwen3 of 40 to 110 million parameters, a batch of random toke
 (gloo), one replica alone, each with gradient checkpointing and without. Each process first trains a tiny model of the same layout,
 so that what interpreter, libraries, thread pools and the process group take is there before: that resident memory is the baseline.
 Then it loads the model and takes two steps, for the optimizer's states are there from the second on; measured is the high-water
-mark of the resident set in that one (`libra.train.memory`), less the baseline. Of a trainer whose model is on a GPU it would be
+mark of the resident set in that one (`libra.train.process_memory`), less the baseline. Of a trainer whose model is on a GPU it
+would be
 ``max_memory_allocated``.
 
-The model has no fitted constants: every term of `libra.planner.cost.memory` is counted from what torch holds. Its list of
+The model has no fitted constants: every term of `libra.planner.cost.training_memory` is counted from what torch holds. Its list of
 moments was checked with cells 3 (57M, fsdp2, checkpointing) and 0 (41M, ddp); and the fsdp2 terms with
 a profile of the 41M model; of the others nothing was known when it was written.
 """
@@ -113,7 +114,7 @@ def cells(quick: bool) -> list[Cell]:
 def predicted_bytes(cell: Cell) -> float:
     """What the planner says of this cell, without what is there beside tensors."""
     from libra.hardware.shapes import shape_from_config
-    from libra.planner.cost.training import Layout, memory_parts_bytes
+    from libra.planner.cost.training_cost import Layout, memory_parts_bytes
 
     given = dict(cell.settings)
     layout = Layout(
@@ -192,7 +193,7 @@ def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> 
     import torch
 
     from libra.train import Replica, TrainSettings
-    from libra.train.group import TrainGroup
+    from libra.train.replica_group import TrainGroup
 
     torch.set_num_threads(1)
     group = TrainGroup.join(("127.0.0.1", port), rank, cell.processes, timeout_s=600.0) if cell.processes > 1 else None

@@ -31,14 +31,14 @@ import cvxpy  # noqa: F401  (imported before anything is timed)
 import numpy as np
 
 from benchmarks.report import Figure, emit
-from libra.config.agent_turns import read_agent_turns
 from libra.hardware import load_gpu, load_shape
 from libra.planner.cost import Layout, Workload
-from libra.planner.packing import filled
-from libra.planner.problem import Problem
+from libra.planner.engine_packing import filled
+from libra.planner.planning_problem import Problem
 from libra.planner.search import search
-from libra.planner.snapshot import Snapshot, pose
-from libra.planner.trace import COLUMNS, drawn, workload_of_turns
+from libra.planner.snapshot import PlanningSnapshot, formulate
+from libra.planner.trace_workload import COLUMNS, drawn, workload_of_turns
+from libra.traces.agent_turns import read_agent_turns
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 10_000)
 REQUESTS = (256, 4096)
@@ -57,7 +57,7 @@ def goal_s(num_gpus: int) -> float | None:
 
 def posed(workload: Workload, num_gpus: int) -> Problem:
     """The planning problem of a batch on A800 nodes."""
-    snapshot = Snapshot(
+    snapshot = PlanningSnapshot(
         load_gpu("A800-80G"),
         load_shape("Qwen3-14B"),
         num_gpus,
@@ -65,7 +65,7 @@ def posed(workload: Workload, num_gpus: int) -> Problem:
         training=Layout(),
         eta=1,
     )
-    return pose(snapshot).problem
+    return formulate(snapshot).problem
 
 
 def measure(workload: Workload, num_gpus: int, repeats: int) -> dict[str, Figure]:

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.parked_tasks import RUN, Stage, parked
 from benchmarks.report import Figure, emit
 from libra.policy import Priority, SetPriority
-from libra.scheduler import private
+from libra.scheduler import dask_internals
 from libra.store.event_log import read_events
 from libra.types import Phase
 
@@ -112,7 +112,7 @@ class Delays:
     """Milliseconds from each tool's return to the priority that follows from it; a context manager that listens in."""
 
     def __init__(self, stage: Stage) -> None:
-        self._trajectories, self._write = stage.plugin.trajectories, private.set_priority
+        self._trajectories, self._write = stage.plugin.trajectories, dask_internals.set_priority
         self._reported = self._trajectories.reported
         self._returned_s: dict[str, float] = {}
         self.ms: list[float] = []
@@ -129,11 +129,11 @@ class Delays:
             if returned_s is not None:
                 self.ms.append(1e3 * (time.time() - returned_s))
 
-        self._trajectories.reported, private.set_priority = reported, write
+        self._trajectories.reported, dask_internals.set_priority = reported, write
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._trajectories.reported, private.set_priority = self._reported, self._write
+        self._trajectories.reported, dask_internals.set_priority = self._reported, self._write
 
 
 async def delays(options: argparse.Namespace, **how: float) -> Iterator[float]:

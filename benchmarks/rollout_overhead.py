@@ -35,10 +35,10 @@ from typing import Any, Self
 from benchmarks import even_words as task
 from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
 from libra.config import config_from_dict
-from libra.graph.driver import Session
-from libra.graph.host import host_name
+from libra.driver.session import Session
 from libra.graph.iteration import iteration_graph
 from libra.store.event_log import read_events
+from libra.worker.host import host_name
 
 LENGTHS = (16, 64, 256)
 GOALS, KEPT = {"transformers": 0.97, "vllm": 0.95}, 0.90

@@ -42,8 +42,8 @@ from benchmarks.trl_process import (
     trl_python,
 )
 from libra.config import config_from_dict
+from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
-from libra.graph.driver import Session
 
 GOAL = 2.0
 CONTEXT_TOKENS = 64

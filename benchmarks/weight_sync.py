@@ -5,8 +5,8 @@ Random models of three sizes: 2.4 M parameters (Qwen3, float32), 135 M (the shap
 
 * published by the trainer: tensors, digest, and what an engine must answer (``trainer_stall_s``, at 135 M: the wall time for
   which the trainer can take no step; all of it is in the publishing thread);
-* loaded and checked by a running engine, as a rollout worker does (``libra.graph.serving``). *Served* is when the check has
-  passed. ``published_to_served_s_135m`` is from the announcement on; ``check_s_135m`` is that less the loading;
+* loaded and checked by a running engine, as a rollout worker does (``libra.worker.verified_engine``). *Served* is when the check
+  has passed. ``published_to_served_s_135m`` is from the announcement on; ``check_s_135m`` is that less the loading;
 * copied once in memory, as bytes of the file's size: ``served_over_memcpy_1gb`` is served over that copy, in pairs.
 
 Medians over the versions. Also printed: bytes, how long the engine was stopped (loading, and answering questions), and a fetch
@@ -30,12 +30,12 @@ import torch
 
 from benchmarks.report import MIN_PAIRS, Figure, Pairs, emit
 from libra.errors import ConfigError
-from libra.graph.publishing import publish_checked
-from libra.graph.serving import Serving
 from libra.rollout import RolloutEngine, TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.weights import WeightStore
 from libra.weights.transfer import WeightServer, fetch
+from libra.worker.verified_engine import Serving
+from libra.worker.weight_publishing import publish_checked
 
 CONTEXT, SLOTS = 256, 4
 STEP_SIZE = 1e-3

@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 __all__ = ["RunSummary", "Session", "__version__", "train"]
 
 if TYPE_CHECKING:
-    from libra.graph.api import train
-    from libra.graph.driver import RunSummary, Session
+    from libra.api import train
+    from libra.driver.session import RunSummary, Session
 
 
 class _Libra(types.ModuleType):
@@ -22,8 +22,8 @@ class _Libra(types.ModuleType):
 
     @property
     def train(self) -> Any:
-        """The function `libra.graph.api.train`."""
-        from libra.graph.api import train
+        """The function `libra.api.train`."""
+        from libra.api import train
 
         return train
 
@@ -33,9 +33,9 @@ class _Libra(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("Session", "RunSummary"):
-            from libra.graph import driver
+            from libra.driver import session
 
-            return getattr(driver, name)
+            return getattr(session, name)
         raise AttributeError(f"module 'libra' has no attribute {name!r}")
 
 

@@ -14,7 +14,7 @@ from libra.errors import ConfigError
 PARK = "LIBRA_PARK"
 """Resource that no worker supplies: a task that asks for it waits in the scheduler until the plugin releases it."""
 GANG = "LIBRA_GANG"
-"""Another one, for tasks that run on all ranks of a training group at once or on none; see `libra.scheduler.gang`."""
+"""Another one, for tasks that run on all ranks of a training group at once or on none; see `libra.scheduler.gang_plugin`."""
 ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMMIT"
 """Resources that workers supply: slots of an engine, actions at once, replicas, graders at once, and the one committer."""
 TP, THREADS = "TP", "THREADS"
@@ -23,7 +23,8 @@ PASS_US = "PASS_US"
 """Another one: microseconds that each of its passes takes at least."""
 
 HYBRID = "HYBRID"
-"""What a rollout worker says that can change roles in mid-run, as a resource that no task takes; see `libra.scheduler.roles`."""
+"""What a rollout worker says that can change roles in mid-run, as a resource that no task takes; see
+`libra.scheduler.role_plugin`."""
 
 _KEY = re.compile(r"(?P<node>[a-z_]+)-(?P<split>train|eval)(?P<indices>(?:-\d+)*)-e(?P<epoch>\d+)-(?P<run>.+)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")

@@ -23,7 +23,7 @@ import yaml
 
 import libra
 from libra.config import load_config
-from libra.config.paths import PREPARED_MODELS, prepared_dir
+from libra.config.model_paths import PREPARED_MODELS, prepared_dir
 from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "math_tools.yaml"

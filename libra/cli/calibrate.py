@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from libra.errors import ConfigError
-from libra.hardware.calibrate import Calibration, calibrate
+from libra.hardware.profile_calibration import GpuCalibration, calibrate
 from libra.hardware.profiles import Profile, read_directory, read_profiles
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.shipped import save_tables
@@ -64,7 +64,7 @@ def _profiles(paths: tuple[Path, ...]) -> list[Profile]:
     return found
 
 
-def _profiles_document(result: Calibration) -> dict[str, Any]:
+def _profiles_document(result: GpuCalibration) -> dict[str, Any]:
     return {
         "gpu": result.tables.gpu.name,
         "efficiencies": asdict(result.tables.efficiencies),

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from libra.cli.checks import Check
-from libra.cli.cluster_checks import cluster_checks
-from libra.cli.machine_checks import machine_checks
+from libra.cli.check_result import Check
+from libra.cli.doctor_cluster import cluster_checks
+from libra.cli.doctor_machine import machine_checks
 from libra.cluster.settings import SETTINGS
 from libra.config import RunConfig
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from libra.config.fields import field_references, sections
+from libra.config.field_help import field_references, sections
 
 
 def print_fields(console: Console | None = None) -> None:

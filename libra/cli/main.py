@@ -68,9 +68,9 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     """
     import logging
 
-    from libra.cli.ignored import tell_ignored
+    from libra.cli.ignored_settings import tell_ignored
     from libra.config import load_config
-    from libra.config.fields import one_line_yaml
+    from libra.config.field_help import one_line_yaml
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
@@ -83,9 +83,9 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
-    from libra.cli.closing import closing_lines
     from libra.cli.plan import shown_layout
-    from libra.graph.driver import run as run_graphs
+    from libra.cli.run_ending import closing_lines
+    from libra.driver.session import run as run_graphs
 
     loaded = shown_layout(loaded)
     summary = run_graphs(loaded)
@@ -110,9 +110,9 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ver
     """
     import logging
 
-    from libra.cli.ignored import tell_ignored
-    from libra.config.fields import one_line_yaml
-    from libra.config.resume import load_resumed
+    from libra.cli.ignored_settings import tell_ignored
+    from libra.config.field_help import one_line_yaml
+    from libra.config.resume_changes import load_resumed
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
@@ -121,9 +121,9 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ver
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
     )
-    from libra.cli.closing import closing_lines
     from libra.cli.plan import shown_layout
-    from libra.graph.driver import run as run_graphs
+    from libra.cli.run_ending import closing_lines
+    from libra.driver.session import run as run_graphs
 
     loaded = shown_layout(loaded)
     summary = run_graphs(loaded, resume=True)
@@ -143,7 +143,7 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
         return
     if config is None:
         raise click.UsageError("name a configuration file, e.g. libra config configs/quickstart.yaml, or type --fields")
-    from libra.cli.ignored import tell_ignored
+    from libra.cli.ignored_settings import tell_ignored
     from libra.config import dump_config, load_config
 
     loaded = load_config(config, overrides)
@@ -181,7 +181,7 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
     libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
-    from libra.cli.ignored import tell_ignored
+    from libra.cli.ignored_settings import tell_ignored
     from libra.cli.plan import print_plan
     from libra.config import load_config
 
@@ -300,7 +300,7 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # what it would have taken
     libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
     """
-    from libra.cli.ignored import tell_ignored
+    from libra.cli.ignored_settings import tell_ignored
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
 
@@ -357,7 +357,7 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
-    from libra.cli.ignored import tell_ignored
+    from libra.cli.ignored_settings import tell_ignored
     from libra.cli.slurm import slurm_action
     from libra.config import load_config
 

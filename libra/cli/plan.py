@@ -12,23 +12,23 @@ from typing import Any
 import click
 
 from libra.config import RunConfig, load_config, yaml_text
-from libra.config.paths import packaged_config
+from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
+from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
 from libra.errors import ConfigError, PlanError
-from libra.graph.starting import laid_out, plan_for_datasheet, read_trace, without_layout
-from libra.planner.configured import snapshot_of
+from libra.planner.build_plan import compare, plan
 from libra.planner.cost import Workload
 from libra.planner.explain import alternative_line, text
-from libra.planner.making import compare, plan
+from libra.planner.from_config import snapshot_of
+from libra.planner.plan_settings import layout_lines, with_plan
 from libra.planner.search import Planner
-from libra.planner.snapshot import Snapshot
-from libra.planner.starting import layout_lines, with_plan
+from libra.planner.snapshot import PlanningSnapshot
 
 HEAD = "# Written by libra plan, for"
 """First words of a file with a plan."""
 
 
-def fixed_by(snapshot: Snapshot, choice: str) -> Snapshot:
+def fixed_by(snapshot: PlanningSnapshot, choice: str) -> PlanningSnapshot:
     """The snapshot with what ``--why`` asks about: ``train=16``, ``tp=4``, ``engines.2=8``.
 
     Raises

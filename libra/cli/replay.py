@@ -16,7 +16,7 @@ from libra import events, keys
 from libra.cli.replay_text import NAMES, Subject, concerns, event_text, subject_of, subject_text
 from libra.errors import ConfigError, RunDirectoryError, StoreError
 from libra.policy import OpenBatch
-from libra.policy.replay import Told, replay
+from libra.policy.log_replay import Told, replay
 from libra.store.event_log import from_last_snapshot
 from libra.store.line_log import LineReader
 
@@ -25,7 +25,7 @@ MAX_SHOWN = 60
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayResult:
     """What a replay came to."""
 
     events: int = 0
@@ -120,8 +120,8 @@ def _parsed(reader: LineReader) -> Iterator[tuple[int, events.Event]]:
             raise StoreError(f"{reader.path}, line {line}: {error}") from error
 
 
-def _outcome(reader: LineReader, decisions: Sequence[int]) -> Outcome:
-    outcome = Outcome()
+def _outcome(reader: LineReader, decisions: Sequence[int]) -> ReplayResult:
+    outcome = ReplayResult()
 
     def counted() -> Iterator[tuple[int, events.Event]]:
         for line, event in _parsed(reader):
@@ -143,7 +143,7 @@ def _outcome(reader: LineReader, decisions: Sequence[int]) -> Outcome:
 # -------------------------------------------------------------------- the result as a whole
 
 
-def _summary(path: Path, run_dir: Path, outcome: Outcome) -> list[str]:
+def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     total = outcome.commands.total()
     since = f" from line {outcome.first_line}, the last snapshot," if outcome.first_line > 1 else ""
     lines = [f"{path}: {outcome.events:,} events{since} hold {total:,} decisions."]
@@ -168,7 +168,7 @@ def _summary(path: Path, run_dir: Path, outcome: Outcome) -> list[str]:
     return lines
 
 
-def _as_json(path: Path, outcome: Outcome) -> dict[str, Any]:
+def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
     first = outcome.first_difference
     return {
         "event_log": str(path),
@@ -187,7 +187,7 @@ def _as_json(path: Path, outcome: Outcome) -> dict[str, Any]:
 # -------------------------------------------------------------------- where a decision came from
 
 
-def _near(line: int, outcome: Outcome) -> str:
+def _near(line: int, outcome: ReplayResult) -> str:
     before = [known for known in outcome.decision_lines if known < line][-1:]
     after = [known for known in outcome.decision_lines if known > line][:1]
     if not before and not after:

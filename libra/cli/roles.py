@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from libra.cluster.running import reach
+from libra.cluster.run_contact import reach
+from libra.driver.role_client import RoleClient
 from libra.errors import ClusterError, ConfigError
-from libra.graph.asking_roles import RoleControl
 
 _WANTED = re.compile(r"(?P<worker>[^=\s]+)=(?P<role>rollout|train|lent)(?::tp(?P<tp>[1-9]\d*))?")
 COLUMNS = ("worker", "role", "tp", "stage", "for_s", "generation", "seconds", "reason")
@@ -57,7 +57,7 @@ def roles_command(
     generation, done, rows = None, True, list[dict[str, Any]]()
     with client:
         if contact.hybrid_workers:
-            roles = RoleControl.of_run(client, contact.run, contact.epoch)
+            roles = RoleClient.of_run(client, contact.run, contact.epoch)
             if wanted:
                 generation = roles.change(wanted)
             elif cancel is not None:

@@ -11,9 +11,9 @@ import click
 
 from libra.config.models import RunConfig
 from libra.errors import ConfigError
-from libra.sim import Outcome, load_workload
+from libra.sim import SimulationResult, load_workload
+from libra.sim.from_config import OfRun, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.from_run import RunSetting, run_setting
-from libra.sim.setting import OfRun, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.workload import Workload
 
 
@@ -105,7 +105,7 @@ def _engine_lines(setting: RunSetting, of_run: OfRun) -> list[str]:
     return [f"engines of {setting.calibration.model}: {engines}, {how}"]
 
 
-def _compared(setting: RunSetting, outcome: Outcome) -> list[str]:
+def _compared(setting: RunSetting, outcome: SimulationResult) -> list[str]:
     realised = setting.realised
     if realised is None:
         return ["the run        was resumed, or stopped in an iteration: nothing to compare with"]
@@ -115,7 +115,7 @@ def _compared(setting: RunSetting, outcome: Outcome) -> list[str]:
     ]
 
 
-def _document(config: RunConfig, setting: RunSetting, of_run: OfRun, outcome: Outcome) -> dict[str, Any]:
+def _document(config: RunConfig, setting: RunSetting, of_run: OfRun, outcome: SimulationResult) -> dict[str, Any]:
     realised = setting.realised
     return {
         "source": str(setting.record.directory),
@@ -132,7 +132,7 @@ def _document(config: RunConfig, setting: RunSetting, of_run: OfRun, outcome: Ou
     }
 
 
-def _lines(outcome: Outcome) -> list[str]:
+def _lines(outcome: SimulationResult) -> list[str]:
     computed = outcome.prefilled_tokens + outcome.cached_tokens
     lines = [
         f"rollout       {outcome.makespan_s:10.1f} s to the last trajectory, {outcome.generated_tokens / outcome.makespan_s:.0f} "

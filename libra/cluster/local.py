@@ -12,7 +12,7 @@ from distributed import Nanny, Scheduler, SpecCluster
 from distributed.deploy.cluster import Cluster
 
 from libra import keys
-from libra.cluster.machine import this_machine
+from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS
 from libra.config import RunConfig
 from libra.errors import ClusterError

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm, Preset
-from libra.config.fields import one_line_yaml
+from libra.config.field_help import one_line_yaml
 
 _HEAD = f"""\
 # Algorithms

@@ -1,6 +1,7 @@
 """When each setting is read: one table of all of them, and the check that tells of settings that change nothing.
 
-Contradictions are errors (`libra.config.checks`). This is about what contradicts nothing and does nothing: it is told in one line
+Contradictions are errors (`libra.config.cross_field_checks`). This is about what contradicts nothing and does nothing: it is
+told in one line
 before anything starts, and never refused. Judged is what somebody gave, in a file, an override or a keyword argument, with
 another value than it would have had: neither defaults nor what an algorithm's preset fills in.
 
@@ -16,9 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from libra.config.algorithms import preset_values
-from libra.config.fields import one_line_yaml, sections
-from libra.config.models import RunConfig
-from libra.config.needs import (
+from libra.config.effect_conditions import (
     GPU,
     LOCAL,
     NO_CLIENT,
@@ -34,6 +33,8 @@ from libra.config.needs import (
     value_of,
     without,
 )
+from libra.config.field_help import one_line_yaml, sections
+from libra.config.models import RunConfig
 
 Reading = Mapping[CommandName, tuple[Need, ...]]
 """Who reads a setting, and what each of them needs for it; a command that is not there never reads it."""

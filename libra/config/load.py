@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 from libra.config import yaml_text
 from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
-from libra.config.checks import cross_field_problems
-from libra.config.fields import field_references, sections
+from libra.config.cross_field_checks import cross_field_problems
+from libra.config.error_messages import origin_of, problem_message, unknown_key_message
+from libra.config.field_help import field_references, sections
+from libra.config.model_paths import packaged_config
 from libra.config.models import RunConfig
-from libra.config.paths import packaged_config
-from libra.config.problems import origin_of, problem_message, unknown_key_message
 from libra.errors import ConfigError
 
 EXTENDS = "extends"

@@ -27,7 +27,7 @@ from libra.config.algorithms import (
     OldLogp,
     preset_values,
 )
-from libra.config.checks import cross_field_problems
+from libra.config.cross_field_checks import cross_field_problems
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs

@@ -3,8 +3,8 @@
 The controller plans from metadata (`orders`); payload goes from worker to worker (`DispatchServer`, `fetch`).
 """
 
+from libra.dispatch.batch_layout import Block, DispatchPlan, Move, Piece, balanced, contiguous, dealt, plan, replicated
 from libra.dispatch.client import Fetched, Order, fetch, orders, rows_of
-from libra.dispatch.layout import Block, DispatchPlan, Move, Piece, balanced, contiguous, dealt, plan, replicated
 from libra.dispatch.server import DispatchServer
 
 __all__ = [

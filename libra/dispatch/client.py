@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.dispatch.layout import Block, Move, Row, Wanted, again, plan
+from libra.dispatch.batch_layout import Block, Move, Row, Wanted, again, plan
 from libra.dispatch.line import connect
-from libra.dispatch.neighbour import can_read, machine, read
+from libra.dispatch.process_memory_copy import can_read, machine, read
 from libra.dispatch.server import DispatchServer
 from libra.errors import DispatchError, LayoutError
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from libra.dispatch.layout import Block, Row
+from libra.dispatch.batch_layout import Block, Row
 from libra.dispatch.line import Line, accept
-from libra.dispatch.neighbour import machine, offered
+from libra.dispatch.process_memory_copy import machine, offered
 from libra.errors import DispatchError, LayoutError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from libra.envs.actions import run_action
 from libra.envs.call_threads import hung_threads
 from libra.envs.environment import Environment
-from libra.envs.functional import FunctionEnvironment
+from libra.envs.function_environment import FunctionEnvironment
 from libra.envs.grading import run_grader
 from libra.envs.registry import ENVIRONMENTS, make_environment
 from libra.envs.rewards import REWARDS, make_reward

@@ -14,7 +14,7 @@ from libra.errors import ConfigError
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
     "python_tests": "libra.envs.python_tests:PythonTests",
-    "jsonl": "libra.envs.jsonl:JsonLines",
+    "jsonl": "libra.envs.jsonl_questions:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
 }
 

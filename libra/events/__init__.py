@@ -4,7 +4,7 @@
 2. ``from_json(to_json(event)) == event``. Sequences are tuples; numbers are finite, and None says "not known".
 3. Each line carries ``schema``. An unknown schema, name or field is refused, never skipped.
 4. Everything the policy objects are told is here, in the order they were told it, each command they answered is on that
-   line or on one of its own right after it: `libra.policy.replay` takes the same decisions again from nothing else.
+   line or on one of its own right after it: `libra.policy.log_replay` takes the same decisions again from nothing else.
 
 Nothing here reads a clock or writes a file: whoever emits an event says when it happened.
 """

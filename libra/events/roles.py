@@ -1,4 +1,4 @@
-"""What happened to the roles of workers; see `libra.policy.roles` for stages and generations."""
+"""What happened to the roles of workers; see `libra.policy.role_changes` for stages and generations."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class VersionChecked(Event):
     before. ``layers`` were compared; of ``changed_layers`` a changed column was read. ``smallest_change`` of one layer would
     have been noticed: 0 is one bit, else relative to the layer's root mean square, of a probe in nats. ``measured``: the
     tolerance was measured at version 0. ``check_s`` is wall time beside the loading, of which the last ``stopped_s`` (with the
-    loading) passed before a turn could begin. `libra.weights.verify` has the rules.
+    loading) passed before a turn could begin. `libra.weights.version_check` has the rules.
     """
 
     name: ClassVar[str] = "version_checked"

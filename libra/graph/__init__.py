@@ -1,1 +1,1 @@
-"""Iterations as Dask graphs, and the driver that submits them."""
+"""One RL iteration as one Dask graph: the graph and the task functions of its nodes."""

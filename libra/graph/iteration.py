@@ -18,9 +18,9 @@ from dask.delayed import Delayed
 
 from libra import keys
 from libra.graph import nodes
-from libra.graph.resume import ResumePoint
-from libra.graph.saving import checkpoint_is_due
-from libra.graph.spec import RunSpec
+from libra.graph.resume_point import ResumePoint
+from libra.worker.checkpoint_writer import checkpoint_is_due
+from libra.worker.run_spec import RunSpec
 
 Score = Callable[[Delayed], Delayed]
 """Builds a user's own node: from the episodes of a group (list of `libra.types.Episode`) to one number per episode."""
@@ -62,11 +62,11 @@ def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> D
     return delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
 
 
-FROM_THE_START = ResumePoint()
+FRESH = ResumePoint()
 """Nothing was committed before."""
 
 
-def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FROM_THE_START) -> Graph:
+def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> Graph:
     """The graph of iteration ``k``: B prompts x G samples, one optimizer step, one new version."""
     run = spec.run
     groups = iteration_groups(spec, k, score=score, point=point)
@@ -81,7 +81,9 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
     with on(keys.GRADE):
         updated = node(nodes.update, spec.key("update", k), run, steps)
     published = on_every_rank(spec, nodes.publish, "publish", (k,), updated)
-    with on_ranks(spec, beside(keys.TRAIN)):  # the next step need not wait for the disk: see libra.graph.saving
+    with on_ranks(
+        spec, beside(keys.TRAIN)
+    ):  # the next step need not wait for the disk: see libra.worker.checkpoint_writer
         due = checkpoint_is_due(spec.config, k + 1)
         saved = node(nodes.checkpoint, spec.key("checkpoint", k), run, published) if due else None
     with on(keys.GRADE):
@@ -102,9 +104,7 @@ def on_every_rank(
         return node(nodes.first, spec.key(f"{name}_done", *indices), answers)
 
 
-def iteration_groups(
-    spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FROM_THE_START
-) -> list[Delayed]:
+def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> list[Delayed]:
     """The groups of iteration ``k`` that no committed batch holds; one whose record exists needs no trajectories."""
     run, trainer = spec.run, spec.config.trainer
     with parked():
@@ -128,7 +128,7 @@ def iteration_groups(
     return groups
 
 
-def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FROM_THE_START) -> Graph:
+def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) -> Graph:
     """Held-out questions asked at ``version``: the same trajectories and groups, and no step."""
     run, count = spec.run, spec.config.evaluation.prompts
     with parked():

@@ -25,23 +25,23 @@ from libra.errors import (
     RewardFault,
     TrainError,
 )
-from libra.graph.catching_up import catch_up
-from libra.graph.dispatching import FETCHED, SliceFetcher, batch_elsewhere, lengths
-from libra.graph.failures import failure_counts, failure_of
-from libra.graph.gang_member import turn
-from libra.graph.host import LibraHost
-from libra.graph.members import members_of
-from libra.graph.pausing import pause_reason
-from libra.graph.publishing import assist, publish_checked
-from libra.graph.questions import generated_for
-from libra.graph.reports import report
-from libra.graph.setting_up import host_here as _host
-from libra.graph.spec import RunSpec
-from libra.graph.step_records import read_step_record, write_step_record
-from libra.store.batches import commit_batch, read_batch, read_batch_facts
-from libra.store.exclusive import create_exclusive
-from libra.store.groups import group_path, read_group, write_group
+from libra.graph.pause import pause_reason
+from libra.graph.prompt_lengths import generated_for
+from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
+from libra.store.exclusive_files import create_exclusive
+from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.worker.batch_members import members_of
+from libra.worker.batch_rows import FETCHED, SliceFetcher, batch_elsewhere, lengths
+from libra.worker.failure_classes import failure_counts, failure_of
+from libra.worker.gang_member import turn
+from libra.worker.host import LibraHost
+from libra.worker.recovery import catch_up
+from libra.worker.reports import report
+from libra.worker.run_spec import RunSpec
+from libra.worker.setup import host_here as _host
+from libra.worker.step_records import read_step_record, write_step_record
+from libra.worker.weight_publishing import assist, publish_checked
 
 if TYPE_CHECKING:
     from libra.train import GroupRewards

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.forms import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
+from libra.hardware.bilinear_grid import Grid, rising
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.grid import Grid, rising
-from libra.hardware.operators import Correction, layer_s, operator_s
+from libra.hardware.operators import OperatorCorrection, layer_s, operator_s
+from libra.hardware.rooflines import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
 from libra.hardware.shapes import ModelShape, load_shape
 from libra.hardware.shipped import shipped_tables
 from libra.hardware.tables import Tables
@@ -51,7 +51,7 @@ class Overhead:
     worker_s: float = 0.1e-3
 
 
-class Measured(Correction, Protocol):
+class Measured(OperatorCorrection, Protocol):
     """What tables know of a GPU: corrections of operators and attention, and all-reduce seconds."""
 
     def decode_ratio(self, num_sequences: Array, mean_context: Array, tp: int) -> Array:

@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent / "gpus"
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.forms`.
+    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.rooflines`.
 
     Attributes
     ----------

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from libra.hardware.forms import Efficiencies, gemm_s, move_s
 from libra.hardware.gpus import GPU
+from libra.hardware.rooflines import Efficiencies, gemm_s, move_s
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]
@@ -22,7 +22,7 @@ LAYER_COUNTS: Mapping[str, int] = {**dict.fromkeys(GEMMS + MOVES, 1), "emb": 0, 
 """How often a layer runs each."""
 
 
-class Correction(Protocol):
+class OperatorCorrection(Protocol):
     """Measured over predicted seconds of an operator: what a table knows beyond the forms."""
 
     def ratio(self, operator: str, tp: int, tokens: Array) -> Array:
@@ -58,7 +58,7 @@ def operator_s(
     tp: int,
     operator: str,
     tokens: ArrayLike,
-    correction: Correction | None = None,
+    correction: OperatorCorrection | None = None,
 ) -> Array:
     """Seconds of one operator for ``tokens`` at once, on each of ``tp`` GPUs."""
     num = np.asarray(tokens, float)
@@ -70,7 +70,12 @@ def operator_s(
 
 
 def layer_s(
-    gpu: GPU, eff: Efficiencies, shape: ModelShape, tp: int, tokens: ArrayLike, correction: Correction | None = None
+    gpu: GPU,
+    eff: Efficiencies,
+    shape: ModelShape,
+    tp: int,
+    tokens: ArrayLike,
+    correction: OperatorCorrection | None = None,
 ) -> Array:
     """Seconds of all linear and elementwise operators of one layer; attention and all-reduce are apart."""
     parts = [

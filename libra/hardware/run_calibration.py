@@ -2,7 +2,7 @@
 
 `libra calibrate RUN --save FILE` writes it as one JSON file, `simulation.calibration` and `planner.calibration` read it. `libra
 simulate --from-run` makes it of the run itself. Where engines declared their seconds (`engine_declared`), these are taken; else
-seconds are fitted to the run's generations (`libra.hardware.run_steps`), and ``declared`` says so.
+seconds are fitted to the run's generations (`libra.hardware.run_step_fit`), and ``declared`` says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from libra.errors import ConfigError
 from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.run_steps import RunTrainer
+from libra.hardware.run_step_fit import RunTrainer
 from libra.types import StepSeconds
 
 SCHEMA = 1

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.fit_forms import spread
-from libra.hardware.forms import Efficiencies
+from libra.hardware.fit_rooflines import spread
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
+from libra.hardware.rooflines import Efficiencies
 from libra.hardware.tables import AllReduceTable, RatioCurve, RatioRows, Tables
 
 Array = NDArray[np.float64]

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.hardware.forms import Efficiencies, attention_decode_s, attention_prefill_s
 from libra.hardware.gpus import GPU
 from libra.hardware.operators import MOVES, activation_bytes, gemm_columns_inner, operator_s
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, Curve, LinearProfile, Profile
+from libra.hardware.rooflines import Efficiencies, attention_decode_s, attention_prefill_s
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]

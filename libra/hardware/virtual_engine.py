@@ -24,8 +24,8 @@ import numpy as np
 
 from libra.errors import ConfigError
 from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.residuals import Residuals
 from libra.hardware.seconds import EngineSeconds
+from libra.hardware.timing_residuals import Residuals
 from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256

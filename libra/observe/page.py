@@ -9,8 +9,8 @@ Both show what ``snapshots()`` returns, one dict per run:
 - ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
 - ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens believed at first, half way, and as
   they were], ...]}, of the orderings that have something to show
-- ``roles``: one row per worker that can change its role, see `libra.scheduler.roles.RolePlugin.roles`
-- ``not_ready``: one row per worker that takes no part in the run, see `libra.scheduler.not_ready.NotReady.rows`
+- ``roles``: one row per worker that can change its role, see `libra.scheduler.role_plugin.RolePlugin.roles`
+- ``not_ready``: one row per worker that takes no part in the run, see `libra.scheduler.unready_workers.NotReady.rows`
 - ``quanta``: {phase: finished}
 - ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count}
 - ``rewards``, ``lag``: [[iteration, mean], ...]

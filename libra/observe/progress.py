@@ -32,7 +32,7 @@ TABLE_ROWS: Final = 8
 SPARKLINE_ITERATIONS: Final = 60
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One figure of an iteration: name in ``values``, title, format, and the narrowest window that shows it."""
 
     name: str
@@ -43,17 +43,17 @@ class Column(NamedTuple):
 
 
 COLUMNS: Final = (
-    Column("reward", "reward", ".3f", 0),
-    Column("tokens_per_s", "tokens/s", ",.0f", 0),
-    Column("lag", "lag", ".2f", 0),
-    Column("turns", "turns", ".1f", 0),
-    Column("failures", "failures", ",.0f", 0),
-    Column("resampled", "tried again", ",.0f", 0, if_any=True),
-    Column("iteration_s", "iteration s", ".1f", 0),
-    Column("rollout_s", "rollout s", ".1f", 90),
-    Column("train_s", "train s", ".1f", 90),
-    Column("loss", "loss", ".4f", 110),
-    Column("grad_norm", "grad norm", ".3f", 110),
+    TableColumn("reward", "reward", ".3f", 0),
+    TableColumn("tokens_per_s", "tokens/s", ",.0f", 0),
+    TableColumn("lag", "lag", ".2f", 0),
+    TableColumn("turns", "turns", ".1f", 0),
+    TableColumn("failures", "failures", ",.0f", 0),
+    TableColumn("resampled", "tried again", ",.0f", 0, if_any=True),
+    TableColumn("iteration_s", "iteration s", ".1f", 0),
+    TableColumn("rollout_s", "rollout s", ".1f", 90),
+    TableColumn("train_s", "train s", ".1f", 90),
+    TableColumn("loss", "loss", ".4f", 110),
+    TableColumn("grad_norm", "grad norm", ".3f", 110),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from libra.config.paths import resolve_model
+from libra.config.model_paths import resolve_model
 from libra.errors import ModelError
 
 Decode = Callable[[Sequence[int]], str]

@@ -8,27 +8,27 @@
     loop = PlanLoop(snapshot, deployed)              # in virtual time: after each iteration learn, plan again, weigh
 """
 
+from libra.planner.build_plan import compare, plan
 from libra.planner.explain import text
-from libra.planner.loop import PlanLoop, Realised
-from libra.planner.making import compare, plan
 from libra.planner.plan import Plan
-from libra.planner.problem import EngineKind, Problem
+from libra.planner.plan_loop import PlanLoop, RealisedStep
+from libra.planner.planning_problem import EngineClass, Problem
 from libra.planner.search import Found, Planner, search
-from libra.planner.snapshot import Corrections, Snapshot, pose
+from libra.planner.snapshot import Corrections, PlanningSnapshot, formulate
 
 __all__ = [
     "Corrections",
-    "EngineKind",
+    "EngineClass",
     "Found",
     "Plan",
     "PlanLoop",
     "Planner",
+    "PlanningSnapshot",
     "Problem",
-    "Realised",
-    "Snapshot",
+    "RealisedStep",
     "compare",
+    "formulate",
     "plan",
-    "pose",
     "search",
     "text",
 ]

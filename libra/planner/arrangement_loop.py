@@ -2,8 +2,9 @@
 
 Options are (hybrids that train) x (engines of two workers of a node) x (slots), `libra.planner.arrangements`. The step of each is
 predicted for the batch that just came: its training by `TrainingForecast`, its rollout by the measured line of what runs
-(`libra.planner.measured`) times what the batch takes on the option's engines over what it takes on those that run. Both are played
-(`libra.planner.played`) by the seconds that engines have declared. Of a degree that was never measured they are those of the
+(`libra.planner.measured_step`) times what the batch takes on the option's engines over what it takes on those that run. Both are
+played
+(`libra.planner.evaluate`) by the seconds that engines have declared. Of a degree that was never measured they are those of the
 degree that was, times the ratio of both in the cost model; ``basis`` says so. Where nothing is declared, only the measured tokens
 per second are compared, and only splits are options.
 
@@ -11,7 +12,7 @@ per second are compared, and only splits are options.
    left at once, whatever that gains or costs (EARL's rule, `libra.planner.selector.refuge`): for the quickest option that holds the
    context expected then, fewer slots or a larger degree.
 2. Else the quickest option is weighed by `libra.planner.replan`, hysteresis and prices included.
-3. What would be worth a change and cannot be had is named (`Weighed.blocked`).
+3. What would be worth a change and cannot be had is named (`SplitDecision.blocked`).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from libra.planner.arrangements import (
     kinds_of_change,
 )
 from libra.planner.cost import Workload
-from libra.planner.measured import Expected, StepForecast
-from libra.planner.played import PlayedEngine, played_s
+from libra.planner.evaluate import PlayedEngine, played_s
+from libra.planner.hybrid_splits import Batch, Hybrid, MeasuredFleet, SplitLoop
+from libra.planner.measured_step import ExpectedStep, StepForecast
 from libra.planner.proposal import MIXED_MARGIN_FRAC
 from libra.planner.replan import Considered, Replanner, Rules
 from libra.planner.selector import MAX_DEMAND, RAISED_DEMAND, ContextTrend, Fit, refuge
-from libra.planner.splits import Batch, Fleet, Hybrid, SplitLoop
 from libra.types import EngineCapacity, StepSeconds
 
 Ratio = Callable[[int, int, float, float], float | None]
@@ -75,11 +76,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ArrangementScore:
     """An option: its step for the batch that was (None: not known), its demand on the fullest KV, and what that rests on."""
 
     arrangement: Arrangement
-    expected: Expected | None
+    expected: ExpectedStep | None
     kv_demand: float
     basis: str
 
@@ -90,7 +91,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class SplitDecision:
     """What came of an iteration.
 
     Attributes
@@ -110,13 +111,13 @@ class Weighed:
     """
 
     considered: Considered
-    now: Judged
-    chosen: Judged
+    now: ArrangementScore
+    chosen: ArrangementScore
     context_tokens: float
     kinds: tuple[str, ...]
     boundaries_tokens: Mapping[str, float]
-    blocked: tuple[tuple[Judged, float], ...]
-    options: tuple[Judged, ...]
+    blocked: tuple[tuple[ArrangementScore, float], ...]
+    options: tuple[ArrangementScore, ...]
 
 
 @dataclass(slots=True)
@@ -157,7 +158,7 @@ class ArrangementLoop:
         remaining: int,
         overlap: bool,
         realised_step_s: float,
-    ) -> Weighed | None:
+    ) -> SplitDecision | None:
         """Weigh every other arrangement against what runs; None while nothing can be said of what runs.
 
         Parameters
@@ -208,7 +209,7 @@ class ArrangementLoop:
         accepted = considered.accepted
         chosen, kinds = (best, kinds) if accepted else (now, ())
         boundaries = judge.boundaries(chosen.arrangement)
-        return Weighed(considered, now, chosen, context, kinds, boundaries, cannot, tuple(options))
+        return SplitDecision(considered, now, chosen, context, kinds, boundaries, cannot, tuple(options))
 
     def expected(
         self,
@@ -218,7 +219,7 @@ class ArrangementLoop:
         batch: Batch,
         lengths: Workload | None,
         overlap: bool,
-    ) -> Expected | None:
+    ) -> ExpectedStep | None:
         """The step of a batch in an arrangement, by what is known of the seats as they are; None where that cannot be said."""
         by_name = {seat.name: seat for seat in seats}
         if not {name for engine in option.engines for name in engine.workers} <= by_name.keys():
@@ -230,7 +231,9 @@ class ArrangementLoop:
         """Mean context of the last iteration that may begin before a change made after ``iteration`` has taken hold."""
         return min(self.trend.expected(iteration + 2 + self.run.overlap_steps), float(self.run.max_context_tokens))
 
-    def _best(self, now: Judged, options: Sequence[Judged], context: float, iteration: int) -> tuple[Judged, str]:
+    def _best(
+        self, now: ArrangementScore, options: Sequence[ArrangementScore], context: float, iteration: int
+    ) -> tuple[ArrangementScore, str]:
         """The option to weigh, and why it is to be taken whatever it gains; empty: it is not."""
         found = refuge(now.fit, {at: option.fit for at, option in enumerate(options)}, MAX_DEMAND)
         if found is not None:
@@ -247,7 +250,7 @@ class ArrangementLoop:
             if option.expected is not None and option.kv_demand <= max(RAISED_DEMAND, now.kv_demand)
         ]
 
-        def rank(option: Judged) -> tuple[float, int]:
+        def rank(option: ArrangementScore) -> tuple[float, int]:
             mixed = len({engine.tp for engine in option.arrangement.engines}) > 1
             stays = option.arrangement.engines == now.arrangement.engines
             margin = 1.0 if stays or not mixed else 1.0 / (1.0 - MIXED_MARGIN_FRAC)
@@ -257,8 +260,8 @@ class ArrangementLoop:
         return (best, "") if now.expected is None or best.fit.slowness < now.fit.slowness else (now, "")
 
     def _cannot(
-        self, judge: _Judge, seats: Collection[Seat], now: Judged, best: Judged, required: float
-    ) -> Iterator[tuple[Judged, float]]:
+        self, judge: _Judge, seats: Collection[Seat], now: ArrangementScore, best: ArrangementScore, required: float
+    ) -> Iterator[tuple[ArrangementScore, float]]:
         """What would be better than the best that can be had by what is required, or hold what nothing else does."""
         for option in map(judge.of, blocked(seats, self.run.may_have)):
             helps = best.kv_demand > MAX_DEMAND and option.kv_demand < best.kv_demand
@@ -296,10 +299,10 @@ class _Judge:
             found += [variant for variant in variants if variant not in found]
         return found
 
-    def of(self, option: Arrangement) -> Judged:
+    def of(self, option: Arrangement) -> ArrangementScore:
         """Judge one."""
         demand = max((self.demand(engine, option) for engine in option.engines), default=0.0)
-        return Judged(option, self.expected(option), demand, self.basis(option))
+        return ArrangementScore(option, self.expected(option), demand, self.basis(option))
 
     # ---------------------------------------------------------------- memory
 
@@ -324,7 +327,7 @@ class _Judge:
 
     # ---------------------------------------------------------------- seconds
 
-    def expected(self, option: Arrangement) -> Expected | None:
+    def expected(self, option: Arrangement) -> ExpectedStep | None:
         """The step of this batch in an arrangement; None where that cannot be said."""
         loop, now = self.loop, arranged(list(self.seats.values()))
         base = self.forecast.expected(now.by_kind, None, self.overlap, tokens=self.batch.generated_tokens)
@@ -339,7 +342,7 @@ class _Judge:
         train_s = loop.splits.trainings.expected_s(self.batch.trained_tokens, replicas)
         waits_s = train_s + base.rest_s
         step_s = max(rollout_s, waits_s) if self.overlap else rollout_s + waits_s
-        return Expected(base.tokens, rollout_s, train_s, base.rest_s, step_s)
+        return ExpectedStep(base.tokens, rollout_s, train_s, base.rest_s, step_s)
 
     def rollout_s(self, option: Arrangement, now: Arrangement, now_s: float) -> float | None:
         """Seconds of rollout in an arrangement, where those in the present one are ``now_s``."""
@@ -426,7 +429,7 @@ def _as_measured(option: Arrangement, now: Arrangement) -> bool:
     return all(has.get(engine.workers, engine.slots) == engine.slots for engine in option.engines)
 
 
-def fleet_of(seats: Collection[Seat], core_trainers: int) -> Fleet:
+def fleet_of(seats: Collection[Seat], core_trainers: int) -> MeasuredFleet:
     """The seats as `SplitLoop` knows them: engines that never change, by kind, and hybrids."""
     now = {engine.workers[0]: engine.kind for engine in arranged(seats).engines}
     alone = {seat.name: kind_of(seat.bucket, seat.tp, seat.tp, seat.slots) for seat in seats}
@@ -440,4 +443,4 @@ def fleet_of(seats: Collection[Seat], core_trainers: int) -> Fleet:
             hybrids.append(Hybrid(seat.name, kind, seat.role == "train", seat.residents))
         else:
             fixed[kind] = fixed.get(kind, 0) + 1
-    return Fleet(fixed, hybrids, core_trainers)
+    return MeasuredFleet(fixed, hybrids, core_trainers)

@@ -1,8 +1,8 @@
 """Ways in which a run's own workers may be arranged: who trains, whose GPUs are one engine, how many trajectories each takes. Pure.
 
 A *seat* is a rollout worker as it is; an *arrangement* is what all of them could be. `arrangements` lists those that the scheduler
-can bring about (`libra.policy.roles`), `blocked` those that it cannot, each with what is missing, and `steps_to` says which changes
-lead from one to another.
+can bring about (`libra.policy.role_changes`), `blocked` those that it cannot, each with what is missing, and `steps_to` says
+which changes lead from one to another.
 
 1. Only workers that may change roles train, lend or lead; at least one engine stays.
 2. Engines are made of two workers of one node with equal engines, and are two again: TP 1+1 and 2, or 2+2 and 4.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from libra.planner.commands import Deployed
+from libra.planner.plan_commands import Deployed
 from libra.planner.replan import REBUCKET, ROLES, SLOTS
 from libra.types import EngineCapacity
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra.planner.nodes import NodeGroup
+from libra.planner.node_placement import NodeGroup
 from libra.planner.plan import Alternative, Bucket, Plan
 
 _WHY = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from libra.errors import PlanError
-from libra.planner.problem import Ints, Problem
+from libra.planner.planning_problem import Ints, Problem
 
 
 def splits_of(problem: Problem) -> Ints:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from libra.planner.nodes import NodeGroup
+from libra.planner.node_placement import NodeGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class Plan:
         What is on which nodes, those that are alike together.
     left_out : mapping of what was asked for and could not be to the reason
     shared_gpus : int
-        GPUs in both pools, one after the other within a step (`libra.planner.sharing`); the other figures of use are without it.
+        GPUs in both pools, one after the other within a step (`libra.planner.phase_sharing`); the other figures of use are
+        without it.
     """
 
     gpu: str

@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.planner.classes import ratio_classes
-from libra.planner.packing import cheapest_kinds
-from libra.planner.problem import Floats, Ints, Problem
-from libra.planner.programs import Cut, Pools, solve_fluid, solve_prices
+from libra.planner.engine_packing import cheapest_kinds
+from libra.planner.integer_programs import Cut, Pools, solve_fluid, solve_prices
+from libra.planner.length_classes import ratio_classes
+from libra.planner.planning_problem import Floats, Ints, Problem
 
 MAX_CLASSES = 40
 """Classes of the program that chooses the engines. More make its prices better, never its bounds truer."""

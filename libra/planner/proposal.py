@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from libra.errors import PlanError
-from libra.planner.making import plan
+from libra.planner.build_plan import plan
+from libra.planner.phase_sharing import Sharing, shared_plan
 from libra.planner.plan import Plan
 from libra.planner.search import Planner
-from libra.planner.sharing import Sharing, shared_plan
-from libra.planner.snapshot import Snapshot
+from libra.planner.snapshot import PlanningSnapshot
 
 MIXED_MARGIN_FRAC = 0.25
 """Share of a step that engines of several TP degrees have to gain on those of one: what not knowing lengths costs them."""
 
 
-def proposal(snapshot: Snapshot, planner: Planner, sharing: Sharing | None = None) -> Plan:
+def proposal(snapshot: PlanningSnapshot, planner: Planner, sharing: Sharing | None = None) -> Plan:
     """The plan to weigh against what runs.
 
     Raises
@@ -40,7 +40,7 @@ def proposal(snapshot: Snapshot, planner: Planner, sharing: Sharing | None = Non
     return alike
 
 
-def _of_one_degree(snapshot: Snapshot, planner: Planner, sharing: Sharing | None) -> Iterator[Plan]:
+def _of_one_degree(snapshot: PlanningSnapshot, planner: Planner, sharing: Sharing | None) -> Iterator[Plan]:
     for degree in snapshot.tp:
         try:
             yield _quickest(replace(snapshot, tp=(degree,)), planner, sharing)
@@ -48,7 +48,7 @@ def _of_one_degree(snapshot: Snapshot, planner: Planner, sharing: Sharing | None
             continue  # the model does not fit on it, or trajectories do not: it is no alternative
 
 
-def _quickest(snapshot: Snapshot, planner: Planner, sharing: Sharing | None) -> Plan:
+def _quickest(snapshot: PlanningSnapshot, planner: Planner, sharing: Sharing | None) -> Plan:
     split = plan(snapshot, planner)
     if sharing is None:
         return split

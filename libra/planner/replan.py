@@ -17,8 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from libra.errors import PlanError
-from libra.planner.commands import Command, Deployed, commands
 from libra.planner.plan import Plan
+from libra.planner.plan_commands import Command, Deployed, commands
 
 ROLES, REBUCKET, SLOTS = "roles", "rebucket", "slots"
 """Kinds of change, each with a price of its own: who trains, whose GPUs are one engine, how many trajectories one takes."""
@@ -164,7 +164,7 @@ class Replanner:
         plan : Plan
         remaining_iterations : int
         noise_frac : float
-            Error of past predictions (`libra.planner.correction.Correction.noise_frac`).
+            Error of past predictions (`libra.planner.cost_correction.CostCorrection.noise_frac`).
         """
         edges = tuple(bucket.to_tokens for bucket in plan.buckets if bucket.to_tokens is not None)
         wanted = Deployed.of(plan)

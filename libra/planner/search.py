@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import PlanError
+from libra.planner.engine_packing import Placement
 from libra.planner.feasible import splits_of
-from libra.planner.packing import Placement
-from libra.planner.problem import Floats, Ints, Problem
-from libra.planner.rollout import RolloutLayout, Rollouts
+from libra.planner.planning_problem import Floats, Ints, Problem
+from libra.planner.rollout_layout import RolloutLayout, Rollouts
 
 GAP_FRAC = 5e-4
 """Gap at which a search stops unless told otherwise: half of the 0.1 % that a plan promises."""

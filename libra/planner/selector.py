@@ -20,8 +20,8 @@ from typing import TypeVar
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.planner.cost.generation import generation
-from libra.planner.cost.rollout import ManySeconds
+from libra.planner.cost.generation_rate import generation
+from libra.planner.cost.rollout_cost import ManySeconds
 
 K = TypeVar("K")
 
@@ -119,7 +119,7 @@ def select_tp(
     context_tokens : float
         Their contexts now.
     tokens_per_pass : float
-        See `libra.planner.cost.generation.generation`.
+        See `libra.planner.cost.generation_rate.generation`.
     expected_context_tokens : float, optional
         Their contexts when the next choice is made; None: as now.
     current : int, optional

@@ -2,7 +2,7 @@
 
 Each TP degree is one kind of engine, at the concurrency its KV memory allows: a trajectory takes its share of the engine
 (`RolloutCost.engine_s`, which adds up), and never less than its time alone. How concurrent an engine should be in the end, and
-how long it then takes, `libra.planner.pace` works out for the layout that was chosen.
+how long it then takes, `libra.planner.engine_pace` works out for the layout that was chosen.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from libra.errors import ConfigError, PlanError
 from libra.hardware import GPU, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, Workload, rollout_cost, training_table
-from libra.planner.cost.rollout import ManySeconds
-from libra.planner.problem import EngineKind, Floats, Problem
+from libra.planner.cost.rollout_cost import ManySeconds
+from libra.planner.planning_problem import EngineClass, Floats, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Corrections:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PlanningSnapshot:
     """Hardware, model, the batch to come, and what may be chosen.
 
     Attributes
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Posed:
+class Formulation:
     """A problem, and the costs behind its numbers.
 
     Attributes
@@ -101,7 +101,7 @@ class Posed:
     left_out: Mapping[int, str]
 
 
-def pose(snapshot: Snapshot) -> Posed:
+def formulate(snapshot: PlanningSnapshot) -> Formulation:
     """The problem that a snapshot poses.
 
     Raises
@@ -131,10 +131,10 @@ def pose(snapshot: Snapshot) -> Posed:
         fixed_train_gpus=snapshot.fixed_train_gpus,
         fixed_engines=dict(snapshot.fixed_engines),
     )
-    return Posed(problem, engines, training, left_out)
+    return Formulation(problem, engines, training, left_out)
 
 
-def _engines(snapshot: Snapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
+def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
     if snapshot.engines is not None:
         return {tp: snapshot.engines[tp] for tp in snapshot.tp if tp in snapshot.engines}, {}
     engines: dict[int, ManySeconds] = {}
@@ -150,7 +150,7 @@ def _engines(snapshot: Snapshot) -> tuple[dict[int, ManySeconds], dict[int, str]
     return engines, left_out
 
 
-def _kind(snapshot: Snapshot, tp: int, engine: ManySeconds) -> tuple[EngineKind, Floats, Floats]:
+def _kind(snapshot: PlanningSnapshot, tp: int, engine: ManySeconds) -> tuple[EngineClass, Floats, Floats]:
     """The kind of this degree, at the concurrency of most throughput: loads (N,) and critical paths (N,), in seconds."""
     workload, factor = snapshot.workload, snapshot.corrections.rollout
     most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency
@@ -158,10 +158,10 @@ def _kind(snapshot: Snapshot, tp: int, engine: ManySeconds) -> tuple[EngineKind,
     cost = rollout_cost(workload, engine, concurrency=concurrency, max_sequences=snapshot.max_concurrency)
     load_s = np.where(cost.fits, np.maximum(cost.engine_s, 1e-9) * factor, np.inf)
     alone_s = np.where(cost.fits, cost.tool_wait_s + (cost.alone_s - cost.tool_wait_s) * factor, np.inf)
-    return EngineKind(tp, concurrency), load_s, alone_s
+    return EngineClass(tp, concurrency), load_s, alone_s
 
 
-def _training(snapshot: Snapshot) -> dict[int, TrainingCost]:
+def _training(snapshot: PlanningSnapshot) -> dict[int, TrainingCost]:
     """Training on every number of GPUs that fills a part of one node evenly, or whole nodes."""
     node, tokens = snapshot.node_gpus, snapshot.workload.final_context_tokens
     sheet = snapshot.gpu if snapshot.gpu.gpus_per_node == node else replace(snapshot.gpu, gpus_per_node=node)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from libra.policy.admission import Admission, CommittedGroup
-from libra.policy.attained import CompletedCalls, Mlfq
+from libra.policy.attained_service import CompletedCalls, Mlfq
 from libra.policy.cmlfq import CMLFQ, Oracle, Predictor
-from libra.policy.declared import joined_of, off_by_frac
+from libra.policy.declared_capacity import joined_of, off_by_frac
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
-from libra.policy.known_lengths import KnownLengths
 from libra.policy.messages import (
     BoundariesSet,
     Command,
@@ -32,8 +31,17 @@ from libra.policy.messages import (
     boundaries_of,
     groups_named,
 )
-from libra.policy.ordering import LEARNS_EVERY, ORDERINGS, Learns, Ordering, Shows, learns_after, make_ordering
-from libra.policy.paper import PaperRule
+from libra.policy.oracle_lengths import KnownLengths
+from libra.policy.ordering import (
+    LEARNS_EVERY,
+    ORDERINGS,
+    Inspectable,
+    OnlineLearner,
+    Ordering,
+    learns_after,
+    make_ordering,
+)
+from libra.policy.paper_rule import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
 
 __all__ = [
@@ -54,9 +62,10 @@ __all__ = [
     "Forecaster",
     "GroupsNamed",
     "HomeForgotten",
+    "Inspectable",
     "KnownLengths",
-    "Learns",
     "Mlfq",
+    "OnlineLearner",
     "OpenBatch",
     "OpenGate",
     "Oracle",
@@ -69,7 +78,6 @@ __all__ = [
     "QuantumFinished",
     "QuantumStarted",
     "SetPriority",
-    "Shows",
     "StalenessLedger",
     "TrajectoryEnded",
     "TrajectoryParked",

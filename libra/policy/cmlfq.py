@@ -17,10 +17,10 @@ stream
 Promises
 --------
 1. An earlier iteration always goes before a later one.
-2. Nobody is passed over for ever; the bound is `libra.policy.patience`'s, whose overdue ones have level 0.
+2. Nobody is passed over for ever; the bound is `libra.policy.starvation_guard`'s, whose overdue ones have level 0.
 3. It says what it believes (`Prefer`) whenever that has changed by a class; where a trajectory goes follows from these beliefs,
-   the load of the engines and the price of a move: see `libra.policy.loads`. Boundaries of a plan (`BoundariesSet`) say where
-   a trajectory had best begin, as long as that costs little: see `libra.policy.dispatcher`.
+   the load of the engines and the price of a move: see `libra.policy.engine_loads`. Boundaries of a plan (`BoundariesSet`) say
+   where a trajectory had best begin, as long as that costs little: see `libra.policy.dispatcher`.
 4. ``restore(snapshot())`` changes no later answer.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; nothing is
@@ -32,11 +32,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from libra.policy.attained import PATIENCE
+from libra.policy.attained_service import PATIENCE
+from libra.policy.calibration_log import CalibrationLog
 from libra.policy.forecast import Forecast, Forecaster
-from libra.policy.hindsight import Hindsight
-from libra.policy.known_lengths import KnownLengths
-from libra.policy.lives import NUM_CLASSES, Life, Lives, length_class
 from libra.policy.messages import (
     BoundariesSet,
     Event,
@@ -48,8 +46,10 @@ from libra.policy.messages import (
     TrajectoryEnded,
     TrajectoryParked,
 )
-from libra.policy.patience import OVERDUE, Patience
+from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.posterior import Posterior
+from libra.policy.starvation_guard import OVERDUE, StarvationGuard
+from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, TrajectoryTable, length_class
 from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
@@ -62,7 +62,7 @@ UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 
 
 @runtime_checkable
-class Reconsiders(Protocol):
+class GroupAware(Protocol):
     """A forecaster that learns of those who have not begun from their siblings."""
 
     def anew(self, key: str) -> Forecast: ...
@@ -71,7 +71,7 @@ class Reconsiders(Protocol):
 
 
 @runtime_checkable
-class Judged(Protocol):
+class SelfScoring(Protocol):
     """A forecaster that knows what it is worth."""
 
     @property
@@ -90,7 +90,7 @@ class CMLFQ:
         Hears every event before it is asked. None: `Posterior`.
     objective : "makespan" or "stream"
     patience : int
-        Parkings after which one that waits goes first; see `libra.policy.patience`.
+        Parkings after which one that waits goes first; see `libra.policy.starvation_guard`.
     """
 
     name: ClassVar[str] = "cmlfq"
@@ -101,17 +101,17 @@ class CMLFQ:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
         self.forecaster: Forecaster = Posterior() if forecaster is None else forecaster
-        self._reconsiders = self.forecaster if isinstance(self.forecaster, Reconsiders) else None
+        self._reconsiders = self.forecaster if isinstance(self.forecaster, GroupAware) else None
         self.objective: Objective = objective
-        self._lives = Lives()
-        self._patience = Patience(patience)
+        self._lives = TrajectoryTable()
+        self._patience = StarvationGuard(patience)
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
         self._told: dict[str, int] = {}  # length class that the dispatcher was told
         self._boundaries: tuple[tuple[int, float], ...] = ()
         self._begins: dict[str, int] = {}  # degree that the dispatcher was told, of those that a plan means for one
         self._sampled_tokens = self._read_tokens = 0
-        self._hindsight = Hindsight()
+        self._hindsight = CalibrationLog()
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
@@ -151,7 +151,9 @@ class CMLFQ:
             self.handle(TrajectoryEnded(key, completed=False))
         self._boundaries = ()  # of the layout that was
 
-    def _parked(self, key: str, life: Life, overdue: list[tuple[str, int]]) -> tuple[SetPriority | Prefer, ...]:
+    def _parked(
+        self, key: str, life: TrajectoryStats, overdue: list[tuple[str, int]]
+    ) -> tuple[SetPriority | Prefer, ...]:
         waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
         if waits_to_begin:
             self._unbegun.setdefault(life.group, {})[key] = None
@@ -175,7 +177,7 @@ class CMLFQ:
                 answers += self._siblings_anew(life)
         return tuple(answers)
 
-    def _siblings_anew(self, life: Life) -> tuple[SetPriority | Prefer, ...]:
+    def _siblings_anew(self, life: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
         """Those of its group that have not begun, where what is known of the group now gives them another level."""
         return self._anew(list(self._unbegun.get(life.group, ()))) if life.group else ()
 
@@ -205,7 +207,7 @@ class CMLFQ:
                 answers += [self._placed(key, other, level, reason, trusted), *self._prefer(key, other, mean)]
         return tuple(answers)
 
-    def _placed(self, key: str, life: Life, level: int, reason: str, trusted: bool) -> SetPriority:
+    def _placed(self, key: str, life: TrajectoryStats, level: int, reason: str, trusted: bool) -> SetPriority:
         life.level = level
         in_groups = self.objective == "stream" and trusted and life.group
         place = int(self._groups[life.group][0]) if in_groups else life.arrival
@@ -224,7 +226,7 @@ class CMLFQ:
             if not waiting:
                 del self._unbegun[group]
 
-    def _prefer(self, key: str, life: Life, mean_tokens: float) -> list[Prefer]:
+    def _prefer(self, key: str, life: TrajectoryStats, mean_tokens: float) -> list[Prefer]:
         """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
         begins = 0 if life.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
@@ -254,7 +256,7 @@ class CMLFQ:
         lives = self._lives.by_key
         return tuple(p for key in waiting for p in self._prefer(key, lives[key], lives[key].remaining_tokens))
 
-    def _level(self, key: str, life: Life, order_tokens: float, trusted: bool) -> tuple[int, str]:
+    def _level(self, key: str, life: TrajectoryStats, order_tokens: float, trusted: bool) -> tuple[int, str]:
         begun = life.generated_tokens > 0
         if self.objective == "stream" and trusted:
             level = length_class(self._groups[life.group][1] if life.group else order_tokens)
@@ -271,7 +273,7 @@ class CMLFQ:
         level = length_class(order_tokens)
         return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
 
-    def _believe(self, life: Life, mean_tokens: float) -> None:
+    def _believe(self, life: TrajectoryStats, mean_tokens: float) -> None:
         before = life.remaining_tokens
         life.remaining_tokens = mean_tokens
         if life.group:
@@ -283,7 +285,7 @@ class CMLFQ:
                 group[2] += 1
             group[1] += mean_tokens - before
 
-    def _ended(self, life: Life) -> None:
+    def _ended(self, life: TrajectoryStats) -> None:
         group = self._groups.get(life.group)
         if group is not None and life.counted:
             group[1] -= life.remaining_tokens
@@ -294,9 +296,10 @@ class CMLFQ:
     def shown(self) -> dict[str, Any]:
         """What people may want to see: skill and weights of the forecasts, and what was believed of those that are over.
 
-        ``skill`` is None where the forecaster does not judge itself; ``outcomes`` are rows of `libra.policy.hindsight.Outcome`.
+        ``skill`` is None where the forecaster does not judge itself; ``outcomes`` are rows of
+        `libra.policy.calibration_log.ForecastOutcome`.
         """
-        judged = self.forecaster if isinstance(self.forecaster, Judged) else None
+        judged = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
         return {
             "objective": self.objective,
             "skill": round(judged.skill, 4) if judged is not None else None,
@@ -325,7 +328,7 @@ class CMLFQ:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
         self.objective = snapshot["objective"]
-        self._patience = Patience(int(snapshot["patience"]))
+        self._patience = StarvationGuard(int(snapshot["patience"]))
         self._patience.restore(snapshot["waiting"])
         self._lives.restore(snapshot["lives"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
@@ -334,7 +337,7 @@ class CMLFQ:
         self._boundaries = tuple((int(tp), float(tokens)) for tp, tokens in snapshot.get("boundaries", ()))
         self._begins = {str(key): int(tp) for key, tp in snapshot.get("begins", {}).items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
-        self._hindsight = Hindsight()
+        self._hindsight = CalibrationLog()
         self.forecaster.restore(snapshot["forecaster"])
 
 

@@ -26,8 +26,8 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
-from libra.policy.loads import SURE, UNSURE, Loads
 from libra.policy.messages import (
     Command,
     Event,
@@ -43,7 +43,7 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.policy.patience import OVERDUE
+from libra.policy.starvation_guard import OVERDUE
 from libra.types import Phase
 
 SCANNED_FOR_A_MOVE = 8

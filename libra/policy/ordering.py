@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from libra.policy.attained import PATIENCE, CompletedCalls, Mlfq
+from libra.policy.attained_service import PATIENCE, CompletedCalls, Mlfq
 from libra.policy.cmlfq import CMLFQ, Objective, Oracle, Predictor
 from libra.policy.fifo import Fifo
 from libra.policy.messages import Event, Prefer, SetPriority
-from libra.policy.paper import PaperRule
+from libra.policy.paper_rule import PaperRule
 
 
 class Ordering(Protocol):
@@ -44,7 +44,7 @@ def learns_after(num_ended: int) -> int:
 
 
 @runtime_checkable
-class Learns(Protocol):
+class OnlineLearner(Protocol):
     """An ordering that learns off the critical path."""
 
     def learn(self) -> None:
@@ -55,7 +55,7 @@ class Learns(Protocol):
 
 
 @runtime_checkable
-class Shows(Protocol):
+class Inspectable(Protocol):
     """An ordering that has something to show to people beside its order."""
 
     def shown(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the machine of role changes is told (events, past tense) and what it answers (commands); see `libra.policy.roles`."""
+"""What the machine of role changes is told (events, past tense) and what it answers (commands); see `libra.policy.role_changes`."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError
-from libra.rollout import slots as slot_cache
-from libra.rollout.batch import Job, SlotBatch
-from libra.rollout.capacity import kv_token_bytes, tokens_within
-from libra.rollout.checkpoint import load_causal_lm
+from libra.rollout import kv_slots as slot_cache
 from libra.rollout.engine import EngineStats
+from libra.rollout.engine_capacity import kv_token_bytes, tokens_within
+from libra.rollout.slot_batch import Job, SlotBatch
+from libra.rollout.weight_loading import load_causal_lm
 from libra.tensors import compute_device
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 

@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError, WeightsError
-from libra.rollout.capacity import PassMeter, kv_token_bytes
 from libra.rollout.engine import EngineStats
-from libra.rollout.requests import QueuedJob, RequestQueue, check_request, packed_priority
-from libra.rollout.vllm_core import Core, EngineGone
+from libra.rollout.engine_capacity import PassMeter, kv_token_bytes
+from libra.rollout.request_checks import QueuedJob, RequestQueue, check_request, packed_priority
+from libra.rollout.safetensors_check import ExpectedWeights
+from libra.rollout.vllm_process import Core, EngineGone
 from libra.rollout.vllm_settings import VLLMSettings, check_installed, max_model_tokens, read_model_config
-from libra.rollout.vllm_weights import ExpectedWeights
 from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import logging
 
 from libra.errors import RecordExists, StoreError
 from libra.scheduler.run_state import Tracked
-from libra.store.journal import Journal
+from libra.store.trajectory_journal import Journal
 from libra.types import FailureClass, Phase, TrajectoryId
 
 logger = logging.getLogger(__name__)

@@ -33,19 +33,19 @@ from libra.policy import (
     Command,
     CommittedGroup,
     Fifo,
-    Shows,
+    Inspectable,
     VersionPublished,
     boundaries_of,
     groups_named,
     make_ordering,
 )
-from libra.scheduler import private
+from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
-from libra.scheduler.concurrency import Concurrency
-from libra.scheduler.not_ready import NotReady
 from libra.scheduler.run_state import RunState
+from libra.scheduler.slot_limits import Concurrency
+from libra.scheduler.stall_watchdog import StallGuard
 from libra.scheduler.trajectories import Trajectories
-from libra.scheduler.watchdog import StallGuard
+from libra.scheduler.unready_workers import NotReady
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
@@ -72,8 +72,8 @@ class LibraPlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
         self._scheduler = scheduler
-        private.collect_seldom()
-        private.add_handlers(
+        dask_internals.collect_seldom()
+        dask_internals.add_handlers(
             scheduler,
             {
                 "libra_register_run": self.register_run,
@@ -144,7 +144,7 @@ class LibraPlugin(SchedulerPlugin):
             family=family,
         )
         state.emit_snapshot()
-        self.trajectories.introduce(state)
+        self.trajectories.register_run(state)
         if boundaries:
             self._set_boundaries(state, boundaries, "policy.boundaries_tokens")
         if watchdog_s is not None:
@@ -157,7 +157,7 @@ class LibraPlugin(SchedulerPlugin):
     def forecast_trust(self, run: str) -> dict[str, float]:
         """Metrics of a run's ordering: its skill, and the weight of each signal; empty where it judges no forecasts."""
         state = self.runs.get(run)
-        if state is None or not isinstance(state.policy, Shows):
+        if state is None or not isinstance(state.policy, Inspectable):
             return {}
         shown = state.policy.shown()
         if shown["skill"] is None:
@@ -207,13 +207,13 @@ class LibraPlugin(SchedulerPlugin):
             self._signs[key] = time.monotonic()
         if finish == "no-worker":
             ts = self._scheduler.tasks[key]
-            if private.is_parked(ts):
+            if dask_internals.is_parked(ts):
                 self._parked(key)
         elif finish == "forgotten":
             self.trajectories.forgotten(key)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """A worker reports; see ``libra.graph.reports`` for the messages."""
+        """A worker reports; see ``libra.worker.reports`` for the messages."""
         if topic != TOPIC or not isinstance(msg, dict):
             return
         state = self.runs.get(msg.get("run", ""))
@@ -250,10 +250,10 @@ class LibraPlugin(SchedulerPlugin):
         for state in self.runs.values():
             if state.guard is not None:
                 state.guard.granted()
-            if private.installs(scheduler, keys.host_name(state.run)):
+            if dask_internals.installs(scheduler, keys.host_name(state.run)):
                 state.joining.add(worker)
                 self.not_ready.joined(state.run, worker)
-            state.emit("worker_joined", worker=private.worker_name(scheduler, worker), address=worker)
+            state.emit("worker_joined", worker=dask_internals.worker_name(scheduler, worker), address=worker)
         self.trajectories.kick()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:

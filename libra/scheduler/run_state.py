@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from libra.events import SCHEMA, PolicySnapshot, to_json
 from libra.events.lines import Lines
 from libra.keys import Key
-from libra.policy import Admission, Learns, Ordering, Shows, learns_after
-from libra.scheduler.holders import Holders
+from libra.policy import Admission, Inspectable, OnlineLearner, Ordering, learns_after
+from libra.scheduler.version_holders import Holders
 from libra.store.event_log import EventLog
 from libra.types import EndReason, Phase
 
 if TYPE_CHECKING:
-    from libra.scheduler.watchdog import StallGuard
+    from libra.scheduler.stall_watchdog import StallGuard
 
 HISTORY_ROWS = 1200
 """Rows kept for the dashboard's plots: ten minutes at two a second."""
@@ -153,7 +153,9 @@ class RunState:
 
     def learn(self) -> None:
         """Have the policy do the dear part of its learning, where enough has finished since the last time."""
-        if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(self.policy, Learns):
+        if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(
+            self.policy, OnlineLearner
+        ):
             self.learned_ended = self.num_ended
             began_s = time.perf_counter()
             self.policy.learn()
@@ -211,7 +213,7 @@ class RunState:
             "buckets": buckets,
             "policy": {
                 "name": self.policy.name,
-                **(self.policy.shown() if isinstance(self.policy, Shows) else nothing),
+                **(self.policy.shown() if isinstance(self.policy, Inspectable) else nothing),
             },
             "quanta": {str(phase): self.quanta[phase] for phase in Phase},
             "tokens": self.tokens,

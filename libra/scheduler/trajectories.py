@@ -34,12 +34,12 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.scheduler import private
+from libra.scheduler import dask_internals
 from libra.scheduler.announcements import tell_contention
-from libra.scheduler.applier import Applier
+from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
-from libra.scheduler.workers import Workers
+from libra.scheduler.worker_registry import Workers
 from libra.types import Phase, tool_outcome
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Trajectories:
         self.dispatcher.handle(event)
         self.applier.apply(state, state.policy.handle(event))
 
-    def introduce(self, state: RunState) -> None:
+    def register_run(self, state: RunState) -> None:
         """Tell a run that is new here which workers there are."""
         self._only = state if self._only is None and not self.tracked else _SEVERAL
         self._meet_workers(new=state)
@@ -171,7 +171,7 @@ class Trajectories:
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
         self._meet_workers()
-        releases: list[private.Release] = []
+        releases: list[dask_internals.Release] = []
         alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         for phase in Phase:
             for place in dispatcher.dispatch(phase):
@@ -183,7 +183,7 @@ class Trajectories:
                     continue
                 address = self.workers.address[place.worker]
                 self._given(tracked, phase, place.worker, address, place.reason, alone)
-                releases.append(private.Release(place.key, {str(phase): 1}, address))
+                releases.append(dask_internals.Release(place.key, {str(phase): 1}, address))
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
@@ -222,7 +222,7 @@ class Trajectories:
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
             # Also when it finished: a result lost with its worker is computed again, and must park first.
-            private.park(ts)
+            dask_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
         """A quantum ended without a report: its worker died, or was cancelled. The third time the attempt is over."""
@@ -232,7 +232,7 @@ class Trajectories:
             "quantum_lost", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address, times=tracked.lost
         )
         if tracked.lost >= MAX_LOST_QUANTA and record_worker_failure(tracked, address):
-            private.forgive(self._scheduler.tasks.get(tracked.key))
+            dask_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
 
     def _forget_home(self, tracked: Tracked) -> None:
@@ -251,7 +251,7 @@ class Trajectories:
         phase, address = tracked.at
         if msg["kind"] == "given_back":
             tracked.given_back = True
-            private.forgive(self._scheduler.tasks.get(msg["key"]))
+            dask_internals.forgive(self._scheduler.tasks.get(msg["key"]))
             return
         if msg["kind"] == "ended":
             tracked.found_ended(msg["quanta"], tracked.worker, msg["end"])
@@ -265,7 +265,7 @@ class Trajectories:
             tracked.phase = Phase(msg["next"])
         else:
             tracked.ended, tracked.phase = True, Phase.ROLLOUT
-        private.forgive(self._scheduler.tasks.get(msg["key"]))
+        dask_internals.forgive(self._scheduler.tasks.get(msg["key"]))
         if msg["goes_on"]:
             tracked.reported = False
             self._signs[msg["key"]] = time.monotonic()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from libra.hardware.virtual_engine import EngineTables, VirtualEngine
-from libra.sim.fleet import EngineSpec, fleet, slots_of, typical_context
-from libra.sim.outcome import Dispatched, Outcome
-from libra.sim.simulator import Loss, Simulator, Surroundings
+from libra.sim.engines import EngineSpec, fleet, slots_of, typical_context
+from libra.sim.outcome import Dispatched, SimulationResult
+from libra.sim.simulator import Loss, SimulationOptions, Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_workload, synthetic
 
 __all__ = [
@@ -13,9 +13,9 @@ __all__ = [
     "EngineSpec",
     "EngineTables",
     "Loss",
-    "Outcome",
+    "SimulationOptions",
+    "SimulationResult",
     "Simulator",
-    "Surroundings",
     "TrajectoryPlan",
     "TurnPlan",
     "VirtualEngine",

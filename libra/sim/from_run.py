@@ -16,9 +16,9 @@ from libra.errors import RunDirectoryError, StoreError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import Ordering, boundaries_of, make_ordering
-from libra.sim.fleet import Between, EngineSpec
-from libra.sim.run_record import Realised, RunRecord
-from libra.sim.simulator import Simulator, Surroundings
+from libra.sim.engines import Between, EngineSpec
+from libra.sim.run_record import RealisedRun, RunRecord
+from libra.sim.simulator import SimulationOptions, Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
 from libra.types import Phase, ToolOutcome, tool_outcome
@@ -43,7 +43,7 @@ class RunSetting:
     calibration : RunCalibration
     engines : tuple of EngineSpec
         Its own, by the names of their workers.
-    surroundings : Surroundings
+    surroundings : SimulationOptions
         Its trainer, tools and staleness bound.
     realised : Realised or None
         What it came to; None where it was resumed.
@@ -53,8 +53,8 @@ class RunSetting:
     workload: Workload
     calibration: RunCalibration
     engines: tuple[EngineSpec, ...]
-    surroundings: Surroundings
-    realised: Realised | None
+    surroundings: SimulationOptions
+    realised: RealisedRun | None
 
     def ordering(self) -> Ordering:
         """The policy of the run, as new."""
@@ -109,12 +109,12 @@ def engine_spec(
     )  # fmt: skip
 
 
-def run_surroundings(record: RunRecord, calibration: RunCalibration) -> Surroundings:
+def run_surroundings(record: RunRecord, calibration: RunCalibration) -> SimulationOptions:
     """Trainer, tools and staleness bound of a run."""
     steps_s, rollout = record.steps_s(), record.config.rollout
     acted = any(quantum.phase == Phase.TOOL for quantum in record.quanta)
     reserves = any(engine.max_contexts is not None for engine in calibration.engines)
-    return Surroundings(
+    return SimulationOptions(
         eta=record.config.run.eta,
         train_s=sum(steps_s) / len(steps_s) if steps_s else 0.0,
         steps_s=steps_s,

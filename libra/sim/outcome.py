@@ -25,7 +25,7 @@ class Dispatched(NamedTuple):
     reason: str
 
 
-class Outcome(NamedTuple):
+class SimulationResult(NamedTuple):
     """Result of one simulation.
 
     Attributes
@@ -65,7 +65,9 @@ class Outcome(NamedTuple):
     dispatched: tuple[Dispatched, ...]
 
     @classmethod
-    def of(cls, workload: Workload, record: _Record, counters: Mapping[str, Counters], end_s: float) -> Outcome:
+    def of(
+        cls, workload: Workload, record: _Record, counters: Mapping[str, Counters], end_s: float
+    ) -> SimulationResult:
         """Sum up a record."""
         makespan = max(record.ended_s.values())
         groups = [at - record.gate_s[iteration] for (iteration, _), at in record.group_s.items()]

@@ -13,12 +13,12 @@ import numpy as np
 
 from libra import keys
 from libra.config import RunConfig, load_config
-from libra.config.paths import resolve_model
+from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
 from libra.hardware import load_shape
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
-from libra.hardware.run_steps import fit_run, fit_trainer
+from libra.hardware.run_step_fit import fit_run, fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.policy import WorkerJoined
@@ -27,7 +27,7 @@ from libra.store.trajectories import TrajectoryStore
 from libra.types import Phase, StepSeconds
 
 
-class Realised(NamedTuple):
+class RealisedRun(NamedTuple):
     """What a run came to, to be compared with its simulation.
 
     ``rollout_s`` are seconds of each iteration from gate to last trajectory; ``makespan_s`` is from the first gate to the last
@@ -127,7 +127,7 @@ class RunRecord:
             found.append(published[opened["batch"] + 1] - opened["t_s"])
         return tuple(found)
 
-    def realised(self, iterations: int) -> Realised | None:
+    def realised(self, iterations: int) -> RealisedRun | None:
         """What its first iterations came to; None where the run was resumed, or has not ended so many."""
         gates, ends = self.gates_s(), self.ends_s()
         last = {k: max((t_s for place, t_s in ends.items() if place[0] == k), default=None) for k in range(iterations)}
@@ -141,7 +141,7 @@ class RunRecord:
             paused += max(0.0, asked.get(k, ready) - ready)
         rollout = tuple(float(last[k] or 0.0) - gates[k] for k in range(iterations))
         whole = max(float(end or 0.0) for end in last.values()) - gates[0]
-        return Realised(whole - paused, rollout, self._moves(iterations))
+        return RealisedRun(whole - paused, rollout, self._moves(iterations))
 
     def _moves(self, iterations: int) -> int:
         home: dict[tuple[int, ...], str] = {}

@@ -29,7 +29,7 @@ from libra.policy import (
     CommittedGroup,
     Dispatcher,
     Event,
-    Learns,
+    OnlineLearner,
     OpenBatch,
     OpenGate,
     Oracle,
@@ -43,8 +43,8 @@ from libra.policy import (
     WorkerLeft,
     learns_after,
 )
-from libra.sim.fleet import NOTHING_BETWEEN, Between, EngineSpec, typical_context
-from libra.sim.outcome import Dispatched, Outcome
+from libra.sim.engines import NOTHING_BETWEEN, Between, EngineSpec, typical_context
+from libra.sim.outcome import Dispatched, SimulationResult
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
@@ -61,7 +61,7 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SimulationOptions:
     """What there is beside engines and policy.
 
     Attributes
@@ -150,9 +150,9 @@ class Simulator:
         ordering: Ordering,
         *,
         seed: int = 0,
-        surroundings: Surroundings | None = None,
+        surroundings: SimulationOptions | None = None,
     ) -> None:
-        around = self._around = Surroundings() if surroundings is None else surroundings
+        around = self._around = SimulationOptions() if surroundings is None else surroundings
         self._workload, self._ordering = workload, ordering
         self._dispatcher = Dispatcher(sure=isinstance(ordering, Oracle))
         self._specs = {spec.name: spec for spec in engines}
@@ -183,11 +183,11 @@ class Simulator:
         self._num_ended = self._learned_ended = 0
         self._on_the_way: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._contended = False  # whether anybody waits for a slot of an engine, as workers are told
-        self._learns = ordering if isinstance(ordering, Learns) else None
+        self._learns = ordering if isinstance(ordering, OnlineLearner) else None
         self.record = _Record()
 
     @property
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> SimulationOptions:
         """What there is beside engines and policy."""
         return self._around
 
@@ -196,7 +196,7 @@ class Simulator:
         """Its engines."""
         return tuple(self._specs.values())
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Everything from the first gate to the last batch."""
         for spec in self._specs.values():
             self._join(spec)
@@ -230,7 +230,9 @@ class Simulator:
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
                 f"({len(self._engines)} are there), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
             )
-        return Outcome.of(self._workload, self.record, {n: e.counters for n, e in self._engines.items()}, self._now)
+        return SimulationResult.of(
+            self._workload, self.record, {n: e.counters for n, e in self._engines.items()}, self._now
+        )
 
     def _over(self) -> bool:
         return len(self.record.ended_s) == len(self._workload.trajectories) and len(self.record.iteration_s) == len(

@@ -37,7 +37,7 @@ class ColumnFile:
     Parameters
     ----------
     directory : Path
-        Where the array lies, as `libra.store.layout.create_arrays` made it.
+        Where the array lies, as `libra.store.zarr_layout.create_arrays` made it.
     committed : int
         Rows to keep; what lies behind them is cut off.
     tail : array

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from libra.errors import FencedOff, RecordExists
-from libra.store.exclusive import create_exclusive
+from libra.store.exclusive_files import create_exclusive
 
 
 class Epoch:

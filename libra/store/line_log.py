@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from libra.errors import StoreError
-from libra.store.exclusive import write_failure
+from libra.store.exclusive_files import write_failure
 
 logger = logging.getLogger(__name__)
 

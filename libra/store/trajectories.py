@@ -31,10 +31,10 @@ from zarr.api.asynchronous import open_array
 
 from libra.errors import StoreError
 from libra.store.column_file import ColumnFile
-from libra.store.exclusive import write_failure
-from libra.store.groups import prompt_from_json
-from libra.store.layout import COLUMNS, LEVELS, SCHEMA, UPGRADES, Level, array_path, create_arrays, rows_of
-from libra.store.lock import CommitterLock
+from libra.store.committer_lock import CommitterLock
+from libra.store.exclusive_files import write_failure
+from libra.store.group_records import prompt_from_json
+from libra.store.zarr_layout import COLUMNS, LEVELS, SCHEMA, UPGRADES, Level, array_path, create_arrays, rows_of
 from libra.types import EndReason, FailureClass, Trajectory, TrajectoryId
 
 logger = logging.getLogger(__name__)

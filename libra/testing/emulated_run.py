@@ -21,13 +21,13 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
-from libra.graph.declaring import declared_fields
-from libra.graph.reports import TOPIC
 from libra.rollout.emulated_engine import Clock, EmulatedEngine, ScaledClock, Timer, lengths_from
 from libra.scheduler import LibraPlugin
 from libra.sim import EngineSpec, Workload, typical_context
 from libra.sim.workload import prompts_of
 from libra.types import NO_TOOL, Phase, TurnRequest
+from libra.worker.engine_declaration import declared_fields
+from libra.worker.reports import TOPIC
 
 TOOLS = "tools"
 

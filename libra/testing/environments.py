@@ -9,7 +9,7 @@ from typing import Any
 
 from libra.envs import Environment, tool
 from libra.envs.scripted import ScriptedTurn
-from libra.sim.traces import load_traces
+from libra.sim.recorded_agents import load_traces
 from libra.sim.workload import draw
 from libra.types import NO_TOOL, Episode, Prompt, ToolCall, ToolStatus, TrajectoryId
 
@@ -111,7 +111,7 @@ class TraceTurns(Environment):
     Parameters
     ----------
     path : str
-        A file of agent turns (`libra.config.agent_turns`).
+        A file of agent turns (`libra.traces.agent_turns`).
     groups, group_size, seed : int
         How many groups are drawn, of how many trajectories each, and with which seed.
     tokens_frac, payload_frac, tool_frac : float

@@ -24,8 +24,8 @@ from libra.policy import (
     TrajectoryParked,
     WorkerJoined,
 )
-from libra.sim import EngineSpec, Outcome, Simulator, Workload
-from libra.sim.simulator import Surroundings
+from libra.sim import EngineSpec, SimulationResult, Simulator, Workload
+from libra.sim.simulator import SimulationOptions
 from libra.sim.workload import TrajectoryPlan
 from libra.store.trajectories import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId
@@ -57,11 +57,11 @@ def write_simulated_run(
     engines: Sequence[EngineSpec],
     steps: Mapping[str, StepSeconds],
     ordering: Ordering,
-    surroundings: Surroundings,
+    surroundings: SimulationOptions,
     *,
     config: Mapping[str, Any],
     declares: bool = True,
-) -> Outcome:
+) -> SimulationResult:
     """Simulate, and write the run down in ``directory``, which is made; what came of it.
 
     Parameters
@@ -179,7 +179,7 @@ def _trajectory(
     taken: Sequence[tuple[float, str]],
     cached: Sequence[int],
     engines: Mapping[str, EngineSpec],
-    around: Surroundings,
+    around: SimulationOptions,
 ) -> Trajectory:
     rows, context = [], plan.prompt_tokens
     for index, (turn, (latency_s, worker), there) in enumerate(zip(plan.turns, taken, cached, strict=True)):

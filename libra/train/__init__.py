@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from libra.train.advantages import GroupRewards, batch_advantages, group_advantages, grpo
 from libra.train.aggregation import Aggregation
+from libra.train.balanced_partition import greedy_partition, karmarkar_karp, partition_groups
 from libra.train.kl import k3, kl_estimate
-from libra.train.packing import MicroBatch, Sample, pack, sample_of
-from libra.train.partition import greedy_partition, karmarkar_karp, partition_groups
 from libra.train.replica import Replica
-from libra.train.report import StepReport
-from libra.train.rows import fill_rows, fill_rows_by_group, fill_rows_mffd
+from libra.train.replica_settings import TrainSettings
+from libra.train.row_packing import fill_rows, fill_rows_by_group, fill_rows_mffd
+from libra.train.sequence_packing import MicroBatch, Sample, pack, sample_of
 from libra.train.sequences import Packed, Padded, Sequences
-from libra.train.settings import TrainSettings
+from libra.train.step_report import StepReport
 
 __all__ = [
     "Aggregation",

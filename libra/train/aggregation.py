@@ -21,7 +21,7 @@ from torch import Tensor
 
 from libra.config.algorithms import AggregationMode
 from libra.errors import TrainError
-from libra.train.options import check_option
+from libra.train.choice_check import check_option
 from libra.train.sequences import Sequences
 
 AGGREGATIONS: tuple[str, ...] = get_args(AggregationMode)

@@ -7,14 +7,14 @@
         optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step,
                                                      and <parameter>.master where the optimizer's weights are wider
         trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report
-    checkpoints/best -> step-000012                  see `libra.train.kept_checkpoints`
+    checkpoints/best -> step-000012                  see `libra.train.checkpoint_retention`
 
 Invariants
 ----------
 1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and renamed. Killing the writer
    leaves a name that begins with ".", which no reader opens and the next writer removes.
 2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again is writing it once.
-3. What is written is a `Snapshot`: the replica may step on while it goes to disk.
+3. What is written is a `ReplicaSnapshot`: the replica may step on while it goes to disk.
 4. Loading changes nothing in the replica before everything was read and every digest agrees.
 5. One process writes into a directory of checkpoints.
 """
@@ -38,8 +38,8 @@ from torch import Tensor
 
 from libra.errors import CheckpointError
 from libra.tensors import digest
-from libra.train.layout import laid_out, whole
-from libra.train.report import StepReport
+from libra.train.model_layout import laid_out, whole
+from libra.train.step_report import StepReport
 
 if TYPE_CHECKING:
     from libra.train.replica import Replica
@@ -79,7 +79,7 @@ def step_of(directory: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ReplicaSnapshot:
     """A replica's state at one step, as it goes to disk.
 
     Attributes
@@ -101,7 +101,7 @@ class Snapshot:
     tokenizer_dir: Path
 
     @classmethod
-    def of(cls, replica: Replica, *, copy: bool = True) -> Snapshot:
+    def of(cls, replica: Replica, *, copy: bool = True) -> ReplicaSnapshot:
         """The state of ``replica`` now, which no step may change while it is taken.
 
         Where the replica is sharded every one of its group has to ask for it.
@@ -135,7 +135,7 @@ class Snapshot:
         return int(self.facts["steps_done"])
 
 
-def save_checkpoint(directory: Path, snapshot: Snapshot) -> None:
+def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
     """Write ``snapshot`` as ``directory``, whole or not at all; where it is there already, nothing is to be done.
 
     Raises

@@ -28,8 +28,8 @@ from typing import Any
 from torch import Tensor
 
 from libra.errors import TransferError
-from libra.train.packing import Sample
-from libra.train.slices import to_tensors
+from libra.train.minibatch_slices import to_tensors
+from libra.train.sequence_packing import Sample
 from libra.train.wire import Message, Wire, accept
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class HybridPool:
             return results + [None] * (self._planned - len(results))
 
     def traffic(self) -> dict[str, float]:
-        """Bytes and seconds since the last call, under the names of `libra.train.report.StepReport`."""
+        """Bytes and seconds since the last call, under the names of `libra.train.step_report.StepReport`."""
         with self._changed:
             found = {
                 "hybrid_sent_bytes": float(self._sent_bytes),

@@ -10,7 +10,7 @@ from typing import get_args
 from torch import Tensor
 
 from libra.config.algorithms import KLEstimator
-from libra.train.options import check_option
+from libra.train.choice_check import check_option
 
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 

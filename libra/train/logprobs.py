@@ -12,14 +12,14 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.heads import AfterHead, after_head, at_head, head_of
-from libra.train.chunked import CHUNK_TOKENS, chunked_logp
+from libra.train.chunked_logprobs import CHUNK_TOKENS, chunked_logp
 
 
 class Scorer:
     """A causal language model that scores only the tokens asked for, and holds logits of ``chunk_tokens`` of them at most.
 
     Hidden states of the wanted places are taken in front of the output head and made into log-probabilities chunk by chunk
-    (`libra.train.chunked`), with everything the architecture does after its head (caps, scales). The (R, W, V) logits are
+    (`libra.train.chunked_logprobs`), with everything the architecture does after its head (caps, scales). The (R, W, V) logits are
     never made. Works with any transformers causal model whose ``get_output_embeddings()`` is its head, a linear map.
     """
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
-from libra.train.packing import Sample
-from libra.train.report import Tally
+from libra.train.sequence_packing import Sample
+from libra.train.step_report import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from libra.train.losses import (
     sapo_loss,
     sequence_ratio,
 )
-from libra.train.packing import MicroBatch
+from libra.train.replica_settings import TrainSettings
+from libra.train.sequence_packing import MicroBatch
 from libra.train.sequences import Sequences
-from libra.train.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One training replica: a model, its optimizer, and the step that turns weights k into weights k + 1.
 
-A replica may be alone, or one of a group that takes each step together (`libra.train.group`); then every one of them is
+A replica may be alone, or one of a group that takes each step together (`libra.train.replica_group`); then every one of them is
 given the whole batch and computes its slice of it, and hybrid replicas from outside may compute slices too.
 
 Invariants
@@ -13,7 +13,7 @@ Invariants
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
    numerator or denominator.
 5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
-6. With a ``master_dtype`` the optimizer's weights are `libra.train.master.MasterWeights`; the model's are those, rounded.
+6. With a ``master_dtype`` the optimizer's weights are `libra.train.master_weights.MasterWeights`; the model's are those, rounded.
 7. The replicas of a group have the same weights, bit for bit, after every step, and report the same digest.
 
 Shape legend: N action tokens of a micro-batch.
@@ -40,23 +40,23 @@ from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import digest, untied
 from libra.train import mismatch
-from libra.train.checkpoint import Snapshot, load_checkpoint, load_optimizer, save_checkpoint
-from libra.train.elsewhere import BatchElsewhere, samples_of
-from libra.train.group import TrainGroup
+from libra.train.balanced_partition import karmarkar_karp
+from libra.train.checkpoint import ReplicaSnapshot, load_checkpoint, load_optimizer, save_checkpoint
+from libra.train.gradient_reduction import in_step, merged_gradient, offer_weights, plan, proximal_everywhere
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
-from libra.train.layout import checkpoint_activations, local, part_of, shard, whole
-from libra.train.loading import load_model
+from libra.train.lazy_batch import LazyBatch, samples_of
 from libra.train.logprobs import Scorer, check_packing
-from libra.train.master import MasterWeights
-from libra.train.memory import StepMemory
+from libra.train.master_weights import MasterWeights
+from libra.train.minibatch_slices import split
+from libra.train.model_layout import checkpoint_activations, local, part_of, shard, whole
+from libra.train.model_loading import load_model
 from libra.train.objective import Objective
-from libra.train.packing import MicroBatch, Sample, pack
-from libra.train.partition import karmarkar_karp
-from libra.train.reduction import in_step, merged_gradient, offer_weights, plan, proximal_everywhere
-from libra.train.report import StepReport, Tally
-from libra.train.settings import TrainSettings
-from libra.train.sharing import can_share
-from libra.train.slices import split
+from libra.train.process_memory import StepMemory
+from libra.train.prompt_sharing import can_share
+from libra.train.replica_group import TrainGroup
+from libra.train.replica_settings import TrainSettings
+from libra.train.sequence_packing import MicroBatch, Sample, pack
+from libra.train.step_report import StepReport, Tally
 from libra.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -250,11 +250,11 @@ class Replica:
 
     def save(self, directory: str | Path) -> None:
         """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
-        save_checkpoint(Path(directory), Snapshot.of(self, copy=False))
+        save_checkpoint(Path(directory), ReplicaSnapshot.of(self, copy=False))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ReplicaSnapshot:
         """A copy of weights and optimizer state in host memory, to be saved while this replica steps on."""
-        return Snapshot.of(self)
+        return ReplicaSnapshot.of(self)
 
     def load(self, directory: str | Path) -> None:
         """Take weights, optimizer state, step count and last report from a directory written by `save`."""
@@ -265,7 +265,7 @@ class Replica:
         """Take the optimizer's state, not the step count, from the checkpoint that ``model_dir`` is."""
         load_optimizer(Path(directory), self)
 
-    def step(self, trajectories: Sequence[Trajectory] | BatchElsewhere, step: int) -> StepReport:
+    def step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
         Where no trajectory has an advantage (and no other term has a gradient) nothing is learnt: the report says loss 0
@@ -285,7 +285,7 @@ class Replica:
         with self._quiet():
             return self._step(trajectories, step)
 
-    def _step(self, trajectories: Sequence[Trajectory] | BatchElsewhere, step: int) -> StepReport:
+    def _step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         started = time.perf_counter()
         self._memory.start()
         tally = Tally()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from libra.weights.changes import expected_columns
+from libra.weights.column_changes import expected_columns
 from libra.weights.registry import WeightStore, WeightVersion
-from libra.weights.verify import (
+from libra.weights.version_check import (
     Answers,
-    Calibration,
-    Expected,
-    Verdict,
+    CheckVerdict,
+    ExpectedProbes,
+    ProbeCalibration,
     VersionCheck,
     as_first,
     calibrate,
@@ -18,9 +18,9 @@ from libra.weights.verify import (
 
 __all__ = [
     "Answers",
-    "Calibration",
-    "Expected",
-    "Verdict",
+    "CheckVerdict",
+    "ExpectedProbes",
+    "ProbeCalibration",
     "VersionCheck",
     "WeightStore",
     "WeightVersion",

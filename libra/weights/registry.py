@@ -4,7 +4,7 @@
 
     ROOT/00000012/model.safetensors   every storage once
     ROOT/00000012/version.json        schema, number, digest, num_bytes, tensors {name: shape, dtype}, tied
-    ROOT/00000012/check.json          how an engine shows that it holds this version (`libra.weights.verify`); may be absent
+    ROOT/00000012/check.json          how an engine shows that it holds this version (`libra.weights.version_check`); may be absent
 
 Invariants
 ----------

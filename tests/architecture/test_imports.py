@@ -9,7 +9,7 @@ import pytest
 
 Imports = Callable[[str, str], list[tuple[int, str]]]
 
-FOUNDATION = {"types", "errors", "keys", "events", "config", "hardware"}
+FOUNDATION = {"types", "errors", "keys", "events", "config", "hardware", "traces"}
 """Value types, errors, names and settings: everybody may import these."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
+    "traces": {"errors", "types"},
     "tensors": {"errors", "types"},
     "projections": set(),
     "scoring": {"heads"},
@@ -33,11 +34,13 @@ ALLOWED: dict[str, set[str]] = {
 """What each part may import of Libra beside itself; a part that is not listed may import what `FORBIDDEN` leaves."""
 
 FORBIDDEN: dict[str, set[str]] = {
-    "scheduler": {"sim", "cli", "graph", "rollout", "train", "weights", "envs"},
-    "sim": {"scheduler", "cli"},
-    "graph": {"cli", "sim"},
-    "observe": {"cli", "graph", "rollout", "train", "weights", "envs", "scheduler"},
-    "cluster": {"cli", "graph", "rollout", "train", "weights", "store", "envs", "scheduler"},
+    "scheduler": {"sim", "cli", "api", "driver", "graph", "worker", "rollout", "train", "weights", "envs"},
+    "sim": {"scheduler", "cli", "api", "driver", "graph", "worker"},
+    "driver": {"cli", "api", "sim"},
+    "graph": {"cli", "api", "sim", "driver", "scheduler", "cluster", "observe"},
+    "worker": {"cli", "api", "sim", "driver", "graph", "scheduler", "observe", "planner"},
+    "observe": {"cli", "api", "driver", "graph", "worker", "rollout", "train", "weights", "envs", "scheduler"},
+    "cluster": {"cli", "api", "driver", "graph", "worker", "rollout", "train", "weights", "store", "envs", "scheduler"},
 }
 
 IMPURE = {
@@ -93,11 +96,13 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
         ("libra.sim.clock", "from libra import scheduler"),
         ("libra.rollout.engine", "from libra.train import Replica"),
         ("libra.train.step", "from ..weights import WeightStore"),
-        ("libra.weights.store", "from libra.graph.spec import RunSpec"),
-        ("libra.store.record", "from libra.scheduler.queue import ParkedQueue"),
+        ("libra.weights.store", "from libra.worker.run_spec import RunSpec"),
+        ("libra.store.record_codec", "from libra.scheduler.queue import ParkedQueue"),
         ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
         ("libra.types", "from libra.keys import make"),
-        ("libra.graph.driver", "from libra.cli.main import main"),
+        ("libra.driver.session", "from libra.cli.main import main"),
+        ("libra.graph.nodes", "from libra.driver.session import Session"),
+        ("libra.worker.host", "from libra.graph.nodes import step"),
     ],
 )
 def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) -> None:
@@ -112,8 +117,8 @@ def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) ->
             "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.messages import OpenGate",
         ),
         ("libra.policy.fifo", "from .messages import OpenGate"),
-        ("libra.graph.host", "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time"),
-        ("libra.store.journal", "import os\nfrom libra import keys"),
+        ("libra.worker.host", "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time"),
+        ("libra.store.trajectory_journal", "import os\nfrom libra import keys"),
     ],
 )
 def test_what_the_design_allows_is_allowed(module: str, source: str, imports_of: Imports) -> None:

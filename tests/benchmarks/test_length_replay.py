@@ -12,7 +12,7 @@ from benchmarks.length_skill import folds_of
 from libra.errors import ConfigError
 from libra.policy.forecast import Forecast
 from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.policy.posterior import GlobalMean, Oracle
+from libra.policy.posterior import GlobalMean, OraclePosterior
 from libra.types import NO_TOOL, ToolStatus
 
 
@@ -64,7 +64,7 @@ def test_a_terminal_return_is_not_scored() -> None:
 
 def test_the_oracle_scores_one() -> None:
     traces = [trace(f"t-{n}", *(10 + n * k for k in range(1, 6))) for n in range(20)]
-    said = replay(Oracle({one.key: one.tokens for one in traces}), [[one] for one in traces], 5)
+    said = replay(OraclePosterior({one.key: one.tokens for one in traces}), [[one] for one in traces], 5)
     assert scores(said) == {"r2": 1.0, "logr2": 1.0, "spearman": pytest.approx(1.0)}
     assert tail_recall(said, traces, 0.5) == 1.0
 

@@ -9,7 +9,7 @@ import dask.config
 import pytest
 from distributed import LocalCluster
 
-from libra.cli import cluster_checks as checks
+from libra.cli import doctor_cluster as checks
 from libra.cluster.settings import DASK_SETTINGS
 from libra.config import config_from_dict
 
@@ -76,7 +76,7 @@ def test_slots_without_threads_fail() -> None:
 
 
 def test_no_scheduler_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.cluster.contact.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("libra.cluster.scheduler_address.CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from libra.cli import machine_checks as checks
-from libra.cli.checks import Check
+from libra.cli import doctor_machine as checks
+from libra.cli.check_result import Check
 from libra.cli.doctor import diagnose, print_checks
 from libra.config import config_from_dict
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from libra.cli.main import installed_version, made_run_name, main
-from libra.cli.reference import reference_markdown
+from libra.cli.reference_page import reference_markdown
 from libra.config import RunConfig, load_config
-from libra.config.fields import field_references
+from libra.config.field_help import field_references
 from libra.errors import ConfigError
 from libra.keys import check_run_name
 
@@ -70,7 +70,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
             wall_s=75.0,
         )
 
-    monkeypatch.setattr("libra.graph.driver.run", driver_run)
+    monkeypatch.setattr("libra.driver.session.run", driver_run)
     return seen
 
 
@@ -179,7 +179,7 @@ def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.M
     def interrupted(config: RunConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("libra.graph.driver.run", interrupted)
+    monkeypatch.setattr("libra.driver.session.run", interrupted)
     code, _, err = libra("run", "libra/quickstart")
     assert code == 130
     assert "interrupted" in err

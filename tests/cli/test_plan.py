@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from libra.cli.main import cli, main
 from libra.cli.plan import fixed_by, read_trace
 from libra.config import dump_config, load_config
+from libra.driver.session import Session
 from libra.errors import ConfigError, PlanError
-from libra.graph.driver import Session
-from libra.planner.configured import snapshot_of
 from libra.planner.cost import Layout
-from libra.planner.starting import configured_deployment, with_plan
+from libra.planner.from_config import snapshot_of
+from libra.planner.plan_settings import configured_deployment, with_plan
 
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
 

@@ -9,7 +9,7 @@ import pytest
 
 from libra.cli.main import main
 from libra.cli.roles import assignments, table
-from libra.cluster.running import FILE, RunContact, forget
+from libra.cluster.run_contact import FILE, RunContact, forget
 from libra.errors import ConfigError
 
 

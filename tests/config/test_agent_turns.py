@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.agent_traces import EXCERPT, read_traces, sets_in
-from libra.config.agent_turns import agent_turn_files, agent_turns, read_agent_turns
 from libra.errors import ConfigError
-from libra.sim.traces import load_traces
+from libra.sim.recorded_agents import load_traces
+from libra.traces.agent_turns import agent_turn_files, agent_turns, read_agent_turns
 from libra.types import NO_TOOL, ToolStatus
 
 HEAD = "task,sample,turn,tool,status,completion_tokens"

@@ -14,9 +14,9 @@ import torch
 
 from libra.cli.main import main
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
+from libra.config.effect_conditions import Need, Situation, value_of
 from libra.config.effects import READ, default_of, ignored_settings, warning_lines
-from libra.config.fields import field_references, sections
-from libra.config.needs import Need, Situation, value_of
+from libra.config.field_help import field_references, sections
 from libra.errors import ConfigError
 
 # Another value for each field than its default, where one cannot be made from its type.
@@ -332,7 +332,7 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
 def test_a_run_that_replans_reads_of_the_planner_what_the_table_says() -> None:
     from types import SimpleNamespace
 
-    from libra.graph.planning import Planning, run_of
+    from libra.driver.planning import Planning, run_of
 
     def replan(config: Any) -> None:
         spec: Any = SimpleNamespace(config=config, model_dir=resolve_model("libra/tiny-arithmetic"))
@@ -404,7 +404,7 @@ def test_a_local_cluster_reads_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("engine", get_args(field_of("rollout.engine").annotation))
 def test_an_engine_is_made_of_what_the_table_says(engine: str, tiny_model: Path) -> None:
-    from libra.graph.engines import EngineKind, make_engine
+    from libra.worker.engine_factory import EngineKind, make_engine
 
     config = config_from_dict({"rollout": {"engine": engine}})
     looked_at = {"rollout.exact_logprobs", "rollout.keep_kv", *(name for name in READ if name.startswith("vllm."))}
@@ -425,9 +425,9 @@ def test_an_ordering_has_the_dials_that_the_table_says(name: str) -> None:
 
 def losses_of(config: RunConfig, batch: Any, logp_N: torch.Tensor, reference_N: torch.Tensor) -> bytes:
     """What a step minimises under ``config``, token by token and summed, as bytes."""
-    from libra.graph.replicas import NOT_THE_REPLICAS
     from libra.train.objective import Objective
-    from libra.train.settings import TrainSettings
+    from libra.train.replica_settings import TrainSettings
+    from libra.worker.replica_factory import NOT_THE_REPLICAS
 
     settings = TrainSettings(**config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS)))
     objective = Objective(settings)
@@ -443,7 +443,7 @@ def losses_of(config: RunConfig, batch: Any, logp_N: torch.Tensor, reference_N: 
 @pytest.fixture(scope="module")
 def scored() -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A micro-batch whose ratios are on both sides of every bound, stale tokens among them."""
-    from libra.train.packing import Sample, pack
+    from libra.train.sequence_packing import Sample, pack
 
     rng = np.random.default_rng(0)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.config import RunConfig, config_from_dict, dump_config, load_config
-from libra.config.fields import field_references
+from libra.config.field_help import field_references
 from libra.errors import ConfigError
 
 

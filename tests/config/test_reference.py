@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from libra.config import config_from_dict
-from libra.config.fields import field_references, one_line_yaml
+from libra.config.field_help import field_references, one_line_yaml
 from libra.config.models import RunConfig
-from libra.config.reference import reference_markdown
+from libra.config.reference_page import reference_markdown
 from libra.config.yaml_text import read_value
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.dispatch import Block, Move, balanced, contiguous, dealt, plan, replicated
-from libra.dispatch.layout import again
+from libra.dispatch.batch_layout import again
 from libra.errors import LayoutError
 
 WORKERS = ("a", "b", "c", "d")

@@ -99,13 +99,13 @@ def test_a_neighbour_whose_memory_cannot_be_read_sends_it(start: Start, monkeypa
 
 def test_a_neighbour_that_is_somebody_else_is_not_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process id of another namespace, or memory that is not what the holder says."""
-    from libra.dispatch import neighbour
+    from libra.dispatch import process_memory_copy
 
     seen = []
 
     def wrong(offer: dict[str, object]) -> bool:
         offer["probe"] = [offer["runs"][0][0], "00" * 32]  # type: ignore[index]
-        seen.append(neighbour.can_read(offer))
+        seen.append(process_memory_copy.can_read(offer))
         return seen[-1]
 
     monkeypatch.setattr(client_module, "can_read", wrong)

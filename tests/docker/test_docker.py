@@ -22,7 +22,7 @@ from distributed import Client
 
 from libra import keys
 from libra.cli.main import cli, main
-from libra.cluster.checks import NEEDED
+from libra.cluster.readiness import NEEDED
 from libra.config import load_config
 
 DASK_COMMANDS = {"scheduler": "distributed.cli.dask_scheduler", "worker": "distributed.cli.dask_worker"}

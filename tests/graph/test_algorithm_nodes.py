@@ -10,10 +10,11 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
-from libra.graph import members, nodes
-from libra.graph.replicas import NOT_THE_REPLICAS
+from libra.graph import nodes
 from libra.train import TrainSettings, batch_advantages
 from libra.types import EndReason, FailureClass
+from libra.worker import batch_members
+from libra.worker.replica_factory import NOT_THE_REPLICAS
 
 
 def member(reward: float, tokens: int = 3, failure=FailureClass.NONE, end=EndReason.ANSWERED):
@@ -38,14 +39,14 @@ def rows_of(groups, **filters):
 
 
 def test_filters_leave_members_out_of_the_step_and_nowhere_else(groups, monkeypatch):
-    monkeypatch.setattr(members, "read_group", lambda path: groups[int(path.name)])
+    monkeypatch.setattr(batch_members, "read_group", lambda path: groups[int(path.name)])
     batch = {"members": rows_of(groups, drop_uniform_groups=True, drop_truncated=True)}
-    assert len(members.members_of(batch, Path("groups"))) == 6
-    kept = members.members_of(batch, Path("groups"), of_the_step=True)
+    assert len(batch_members.members_of(batch, Path("groups"))) == 6
+    kept = batch_members.members_of(batch, Path("groups"), of_the_step=True)
     assert kept == [groups[0][0], groups[2][0]]  # a failure is still there: the replica counts it as excluded
-    assert all(np.isfinite(one.advantage) for one in members.members_of(batch, Path("groups")))
+    assert all(np.isfinite(one.advantage) for one in batch_members.members_of(batch, Path("groups")))
     batch = {"members": rows_of(groups)}
-    assert len(members.members_of(batch, Path("groups"), of_the_step=True)) == 6
+    assert len(batch_members.members_of(batch, Path("groups"), of_the_step=True)) == 6
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -13,8 +13,8 @@ from distributed import Client, Scheduler
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
 from libra.errors import ClusterError
-from libra.graph.driver import Session
 from libra.store.event_log import read_events
 
 pytestmark = pytest.mark.timeout(600)

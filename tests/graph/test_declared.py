@@ -11,15 +11,15 @@ from distributed import Client
 
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
 from libra.events import from_dict
-from libra.graph.driver import Session
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import joined_of, make_ordering, off_by_frac
-from libra.policy.moves import moves
-from libra.policy.replay import replay
-from libra.scheduler.workers import RETOLD_FRAC
-from libra.sim import Simulator, Surroundings
-from libra.sim.fleet import EngineSpec
+from libra.policy.log_replay import replay
+from libra.policy.move_review import moves
+from libra.scheduler.worker_registry import RETOLD_FRAC
+from libra.sim import SimulationOptions, Simulator
+from libra.sim.engines import EngineSpec
 from libra.sim.from_run import workload_of_run
 from libra.store.line_log import LineReader
 from libra.types import EngineCapacity, StepSeconds
@@ -144,7 +144,7 @@ def test_the_simulator_told_the_same_gives_the_fast_engine_the_work_that_it_got_
     for worker in ("rollout-0", "rollout-1"):
         capacity = declared(lines, worker)[-1]
         specs.append(EngineSpec(worker, 1, SLOTS, EngineTables(_Measured(capacity))))
-    outcome = Simulator(workload, specs, make_ordering("cmlfq"), surroundings=Surroundings(tool_slots=64)).run()
+    outcome = Simulator(workload, specs, make_ordering("cmlfq"), surroundings=SimulationOptions(tool_slots=64)).run()
     simulated = Counter(d.worker for d in outcome.dispatched if str(d.phase) == "ROLLOUT" and "-train-1-" in d.key)
     assert sum(live.values()) == sum(simulated.values())
     share, expected = live["rollout-0"] / sum(live.values()), simulated["rollout-0"] / sum(simulated.values())

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
 from libra.errors import TransferError
-from libra.graph.dispatching import FETCHED, RowKeeper, SliceFetcher, batch_elsewhere, lengths, num_kept
-from libra.graph.driver import Session
-from libra.graph.spec import RunSpec
-from libra.store.groups import group_path, write_group
+from libra.store.group_records import group_path, write_group
 from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.worker.batch_rows import FETCHED, RowKeeper, SliceFetcher, batch_elsewhere, lengths, num_kept
+from libra.worker.run_spec import RunSpec
 
 
 def make_config(directory: Path, model: str, train_workers: int, **trainer: Any) -> RunConfig:

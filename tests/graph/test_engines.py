@@ -17,11 +17,11 @@ import zarr
 from libra import keys
 from libra.cluster.local import engine_resources, thread_bindings, worker_resources
 from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
 from libra.errors import ConfigError, EngineError
-from libra.graph.driver import Session
-from libra.graph.engines import EngineKind, check_engine
 from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
+from libra.worker.engine_factory import EngineKind, check_engine
 
 TWO = [{"tp": 1, "threads": 1, "slots": 3}, {"tp": 2, "threads": 1, "slots": 3}]
 

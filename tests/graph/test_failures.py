@@ -18,6 +18,7 @@ import zarr
 from distributed import Client
 
 from libra.config import RunConfig
+from libra.driver.session import RunSummary, Session, run
 from libra.envs import Environment, FunctionEnvironment, tool
 from libra.errors import (
     ClusterError,
@@ -32,12 +33,11 @@ from libra.errors import (
     ToolFault,
     ToolTimeout,
 )
-from libra.graph.driver import RunSummary, Session, run
-from libra.graph.failures import FAULTS, failure_of
 from libra.store.event_log import read_events
-from libra.store.journal import Journal
+from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import Boundary, Episode, FailureClass, Prompt, ToolCall
+from libra.worker.failure_classes import FAULTS, failure_of
 
 Config = Callable[..., RunConfig]
 ONE_ITERATION = {"run": {"iterations": 1}, "trainer": {"prompts": 2, "group_size": 4}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from distributed import Client
 
-from libra.graph.driver import Session
+from libra.driver.session import Session
 from libra.sim.from_run import RunSetting, run_setting
 
 NOISY = 0.5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from libra.config import RunConfig, config_from_dict
-from libra.graph.driver import Session
+from libra.driver.session import Session
 from libra.store.event_log import read_events
 
 pytestmark = pytest.mark.timeout(600)  # each of them starts four or five processes that load torch

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra.graph.publishing import publish_checked
-from libra.graph.serving import Serving
 from libra.rollout import TransformersEngine
 from libra.train import Replica, StepReport, TrainSettings
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
 from libra.weights import VersionCheck, WeightStore
+from libra.worker.verified_engine import Serving
+from libra.worker.weight_publishing import publish_checked
 
 CONTEXT, NEW, UPDATES = 96, 24, 10
 

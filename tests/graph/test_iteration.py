@@ -11,8 +11,8 @@ from libra import keys
 from libra.config import config_from_dict
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.graph.iteration import evaluation_graph, iteration_graph
-from libra.graph.spec import RunSpec
 from libra.types import TrajectoryId
+from libra.worker.run_spec import RunSpec
 
 
 def spec(**trainer: int) -> RunSpec:

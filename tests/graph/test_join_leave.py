@@ -15,10 +15,10 @@ import pytest
 import zarr
 from distributed import Client, Scheduler
 
-from libra.cluster.checks import check_cluster
 from libra.cluster.local import local_cluster
+from libra.cluster.readiness import check_cluster
 from libra.config import RunConfig
-from libra.graph.driver import Session
+from libra.driver.session import Session
 from libra.scheduler import LibraPlugin
 from libra.store.event_log import read_events
 from libra.testing import FixedTurns
@@ -243,17 +243,17 @@ def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_men
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (3600.0,))
+    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
     config = make_config(run={"iterations": 5}, weights={"transfer": "peer"}, store={"keep_journals": True})
     broken, joiner = tmp_path / "scratch", f"{kind}-1"
     broken.touch()
     with Session(config, environment=NotEverywhere()) as session:
         iterations = session.iterations()
         next(iterations)
-        with caplog.at_level("ERROR", "libra.scheduler.not_ready"):
+        with caplog.at_level("ERROR", "libra.scheduler.unready_workers"):
             add_broken_worker(session, joiner, f"{kind}-0", broken)
             until(session._cluster, lambda it: not_ready(it) == {joiner: "failed"})
-        (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.not_ready")
+        (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.unready_workers")
         at = workers(session)[joiner]
         for words in (f"run {RUN}: worker {joiner} ({at})", "OSError: no space left for scratch", "type kill -9"):
             assert words in line
@@ -279,7 +279,7 @@ def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_men
 def test_a_worker_that_alone_supplies_something_is_started_anew_until_it_can_be_set_up(
     make_config: Config, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (0.5, 0.5, 600.0))
+    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (0.5, 0.5, 600.0))
     broken = tmp_path / "scratch"
     config = make_config(run={"iterations": 3}, store={"keep_journals": True})
     with Session(config, environment=NotEverywhere()) as session:
@@ -304,7 +304,7 @@ def test_a_worker_that_alone_supplies_something_is_started_anew_until_it_can_be_
 def test_a_run_ends_well_beside_a_worker_that_could_not_be_set_up_which_then_supplies_again(
     make_config: Config, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (3600.0,))
+    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
     config = make_config(run={"iterations": 2})
     broken = tmp_path / "scratch"
     broken.touch()

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from libra.errors import ModelError
-from libra.graph.model_files import local_model
+from libra.worker.model_files import local_model
 
 
 @pytest.fixture

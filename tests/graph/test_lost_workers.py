@@ -20,10 +20,10 @@ from distributed.core import Status
 
 from libra import keys
 from libra.config import RunConfig
+from libra.driver.session import Session
 from libra.envs import tool
-from libra.graph.driver import Session
 from libra.store.event_log import read_events
-from libra.store.journal import Journal
+from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 

@@ -11,8 +11,8 @@ import zarr
 
 from libra.cli.replay import replay_run
 from libra.config import RunConfig
-from libra.config.resume import load_resumed
-from libra.graph.driver import Session
+from libra.config.resume_changes import load_resumed
+from libra.driver.session import Session
 from libra.store.event_log import read_events
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,7 +49,7 @@ def growing(make_config: Config, iterations: int, **planner: Any) -> RunConfig:
 def test_slots_are_fewer_before_the_iteration_that_would_not_fit(
     make_config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "libra.graph.replanning"), Session(growing(make_config, 7)) as session:
+    with caplog.at_level(logging.INFO, "libra.driver.replanning"), Session(growing(make_config, 7)) as session:
         rows = list(session.iterations())
         assert session.engines.rows()[0]["supplies"] < 8
     events, contexts = events_of(session), [row["tokens"] / row["trajectories"] for row in rows]

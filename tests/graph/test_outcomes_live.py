@@ -11,24 +11,24 @@ from distributed import Client
 
 from libra import events, keys
 from libra.config import RunConfig
-from libra.config.agent_turns import AgentTurn, read_agent_turns
+from libra.driver.session import Session
 from libra.envs import tool
-from libra.graph.driver import Session
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.posterior import Posterior
 from libra.scheduler import LibraPlugin
-from libra.sim import Simulator, Surroundings, fleet
+from libra.sim import SimulationOptions, Simulator, fleet
 from libra.sim.from_run import workload_of_run
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.testing import FixedTurns
+from libra.traces.agent_turns import AgentTurn, read_agent_turns
 from libra.types import NO_TOOL, Phase, ToolCall, ToolStatus
 
 WORDS = {"ok": "success", "error": "failure", "": "end"}
 """How a recorded agent would have said it."""
-AROUND = Surroundings(tool_slots=8)
+AROUND = SimulationOptions(tool_slots=8)
 COLUMNS = ("source", "task", "sample", "turn", "tool", "status", "payload_chars", "completion_tokens")
 
 

@@ -9,7 +9,7 @@ import pytest
 import zarr
 
 from libra.config import RunConfig
-from libra.graph.driver import Session
+from libra.driver.session import Session
 from libra.rollout.vllm_settings import CPU_BLOCK_TOKENS, is_installed
 from libra.store.event_log import read_events
 

@@ -9,12 +9,12 @@ import pytest
 from distributed import Client
 
 from libra.config import RunConfig
+from libra.driver.planning import realised_seconds
+from libra.driver.session import Session
 from libra.events import from_dict
-from libra.graph.driver import Session
-from libra.graph.lengths import workload_of
-from libra.graph.planning import realised_seconds
-from libra.graph.questions import Questions
-from libra.policy.replay import replay
+from libra.graph.batch_lengths import workload_of
+from libra.graph.prompt_lengths import Questions
+from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
 from libra.store.line_log import LineReader
 from libra.types import Prompt

@@ -1,4 +1,4 @@
-"""The contract of `libra.graph.private` with Dask: what it changes and reads is there, and means what it says."""
+"""The contract of `libra.worker.dask_internals` with Dask: what it changes and reads is there, and means what it says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from libra.graph.private import cheap_reschedule, heard_meanwhile, set_supply, still_wanted, takes
+from libra.worker.dask_internals import cheap_reschedule, heartbeat_during_setup, set_supply, still_wanted, takes
 
 STATE: dict[str, Any] = {}
 """What the tasks below share with their test; functions of a module are not copied on their way to a worker here."""
@@ -159,7 +159,7 @@ class Slow(WorkerPlugin):
         self.name = name
 
     async def setup(self, worker: Worker) -> None:
-        with heard_meanwhile(worker):
+        with heartbeat_during_setup(worker):
             ws = STATE["scheduler"].workers[worker.address]
             for _ in range(2):
                 ws.last_seen = 0.0

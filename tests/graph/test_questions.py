@@ -10,7 +10,7 @@ from distributed import Client
 
 import libra
 from libra.envs import FunctionEnvironment
-from libra.graph.questions import Questions
+from libra.graph.prompt_lengths import Questions
 from libra.observe.metrics import read_metrics
 from libra.sim.from_run import workload_of_run
 from libra.store.event_log import read_events

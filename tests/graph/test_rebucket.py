@@ -14,10 +14,10 @@ from distributed import Client, Scheduler
 
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
-from libra.graph.driver import Session
-from libra.graph.engines import Share
+from libra.driver.session import Session
 from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
+from libra.worker.engine_factory import Share
 
 Config = Callable[..., RunConfig]
 Until = Callable[[Any, Callable[[Scheduler], bool]], None]
@@ -75,7 +75,7 @@ def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config: Con
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """A client of rollout-0 and rollout-1, which can both change roles, tool-0 and train-0."""
+    """A client of rollout-0 and rollout-1, which can both change role_member, tool-0 and train-0."""
     cluster = {"rollout_workers": 2, "hybrid_workers": 2, "threads": 1, "dashboard_port": 0}
     config = config_from_dict({"cluster": cluster, "rollout": {"slots": 3}})
     with local_cluster(config) as started, Client(started) as connected:
@@ -108,9 +108,9 @@ def test_an_engine_without_tensor_parallelism_is_not_even_put_to_sleep(start: Ca
 
 def emulate_tensor_parallelism(dask_worker: Any) -> None:
     """On a worker: a declared emulation. Engines say that they have several ranks, and are transformers engines all the same."""
-    from libra.graph import roles
+    from libra.worker import role_member
 
-    roles.check_parallel = lambda engine, tp: None
+    role_member.check_parallel = lambda engine, tp: None
 
 
 emulate_tensor_parallelism.__module__ = "__main__"

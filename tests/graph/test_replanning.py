@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from libra.config import RunConfig
+from libra.driver.replanning import Replanning, RoleRequest, change_cost_s, costs_of
+from libra.driver.session import Session
 from libra.errors import ClusterError
 from libra.events import EVENTS
-from libra.graph.driver import Session
-from libra.graph.replanning import Change, Replanning, change_cost_s, costs_of
-from libra.planner.arrangement_loop import ArrangementLoop, Run, Weighed
+from libra.planner.arrangement_loop import ArrangementLoop, Run, SplitDecision
 from libra.planner.arrangements import Arrangement, Assignments, Engine, Seat, arranged
 from libra.planner.cost import Workload
-from libra.planner.measured import StepForecast, Taken
+from libra.planner.measured_step import StepForecast, Taken
 from libra.planner.replan import REBUCKET, ROLES, SLOTS, Rules
 from libra.store.event_log import read_events
 from libra.types import EngineCapacity, StepSeconds
@@ -188,7 +188,7 @@ def test_a_run_carries_out_what_its_planner_accepts(
     """Real processes; what is accepted is set here, since what is quick depends on who else uses the machine."""
     weigh, accepted_at = ArrangementLoop.weigh, {1: 1, 4: 0}
 
-    def decided(self: ArrangementLoop, iteration: int, *rest: Any) -> Weighed | None:
+    def decided(self: ArrangementLoop, iteration: int, *rest: Any) -> SplitDecision | None:
         weighed = weigh(self, iteration, *rest)
         assert weighed is not None
         now = weighed.now.arrangement
@@ -354,7 +354,7 @@ def test_a_change_that_was_undone_is_not_taken_for_done() -> None:
 def test_costs_are_told_apart_by_what_was_changed() -> None:
     rows = [{"worker": "a", "generation": 1, "seconds": 2.0}, {"worker": "c", "generation": 2, "seconds": 3.0}]
     before = Arrangement((Engine(("a", "b"), "k", 2, 4, 4), Engine(("c",), "k", 1, 4, 4)), frozenset())
-    change = Change(0, 0.1, before, [], limit_s=0.01)
+    change = RoleRequest(0, 0.1, before, [], limit_s=0.01)
     change.asked = {
         1: {"a": {"role": "rollout", "tp": 1}, "b": {"role": "rollout", "tp": 1}},
         2: {"c": {"role": "train", "tp": 1}},

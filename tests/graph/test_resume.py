@@ -23,25 +23,25 @@ from hypothesis import strategies as st
 
 from libra import keys
 from libra.config import RunConfig, config_from_dict, dump_config
-from libra.config.resume import load_resumed
+from libra.config.resume_changes import load_resumed
+from libra.driver.resume import learned_before, read_point
+from libra.driver.session import RunSummary, Session, evaluation_is_due, run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.events import from_dict
-from libra.graph.catching_up import catch_up
-from libra.graph.driver import RunSummary, Session, evaluation_is_due, run
-from libra.graph.resume import learned_before, read_point
-from libra.graph.saving import CheckpointWriter
-from libra.graph.spec import RunSpec
 from libra.observe.metrics import read_metrics
-from libra.policy.replay import replay
-from libra.store.batches import commit_batch
+from libra.policy.log_replay import replay
+from libra.store.batch_membership import commit_batch
 from libra.store.epochs import newest_epoch
 from libra.store.event_log import read_events
-from libra.store.groups import group_path, write_group
-from libra.store.journal import Journal
+from libra.store.group_records import group_path, write_group
+from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.train import Replica, TrainSettings
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 from libra.weights import WeightStore
+from libra.worker.checkpoint_writer import CheckpointWriter
+from libra.worker.recovery import catch_up
+from libra.worker.run_spec import RunSpec
 
 Config = Callable[..., RunConfig]
 TURNS = 3
@@ -372,7 +372,7 @@ def test_a_directory_without_a_run_is_refused(make_config: Config, tmp_path: Pat
 HOLDER = """
 import sys
 from pathlib import Path
-from libra.graph.driver import lock_run
+from libra.driver.session import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()

@@ -14,12 +14,12 @@ import pytest
 from libra import keys
 from libra.config import config_from_dict
 from libra.errors import EngineError, TrainError, TransferError
-from libra.graph import roles as roles_module
-from libra.graph.engines import EngineKind
-from libra.graph.roles import RoleMember
 from libra.policy.role_messages import Assignment, Role
+from libra.worker import role_member as roles_module
+from libra.worker.engine_factory import EngineKind
+from libra.worker.role_member import RoleMember
 
-hybrid_module = importlib.import_module("libra.train.hybrid")  # ``libra.train`` is also the name of a function
+hybrid_module = importlib.import_module("libra.train.hybrid_replica")  # ``libra.train`` is also the name of a function
 SHARE = {"cores": "", "devices": ""}
 
 

@@ -18,8 +18,8 @@ from distributed import Client, Scheduler
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
 from libra.errors import ClusterError
-from libra.graph.driver import Session
 from libra.policy.role_messages import Stage
 from libra.store.event_log import read_events
 from libra.testing import FixedTurns
@@ -32,7 +32,7 @@ STAGES = [str(stage) for stage in Stage if stage is not Stage.RESUPPLIED]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """A client of rollout-0 and rollout-1, of which the first can change roles, tool-0 and train-0."""
+    """A client of rollout-0 and rollout-1, of which the first can change role_member, tool-0 and train-0."""
     cluster = {"rollout_workers": 2, "hybrid_workers": 1, "threads": 1, "dashboard_port": 0}
     config = config_from_dict({"cluster": cluster, "rollout": {"slots": 8}})
     with local_cluster(config) as started, Client(started) as connected:
@@ -262,14 +262,14 @@ def test_who_trains_gets_its_role_back_by_name_and_finds_a_core_that_was_restart
 
 def break_training(run: str, when: str, dask_worker: Any) -> None:
     """On a worker: its next replica cannot be made, or computes nothing; once."""
-    from libra.graph import roles
+    from libra.worker import role_member
 
     def fails(*arguments: Any, **options: Any) -> Any:
         setattr(where, name, works)
         raise RuntimeError("no memory is left")
 
     member = dask_worker.plugins[f"libra-{run}"].roles
-    where, name = (roles, "make_replica") if when == "taking up" else (member._replica, "accumulate")
+    where, name = (role_member, "make_replica") if when == "taking up" else (member._replica, "accumulate")
     works = getattr(where, name)
     setattr(where, name, fails)
 
@@ -325,7 +325,7 @@ Scratch.__module__ = "__main__"
 def test_who_comes_back_and_cannot_be_set_up_is_failed_until_it_is_mended(
     make_config: Config, client: Client, tmp_path: Path, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("libra.scheduler.not_ready.RETRY_AFTER_S", (3600.0,))
+    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
     full = tmp_path / "full"
 
     def seen(scheduler: Scheduler) -> tuple[list[tuple[str, str, str]], list[str]]:

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from libra.config import RunConfig
+from libra.driver.session import RunSummary, Session, run
 from libra.errors import RunDirectoryError
 from libra.events import from_dict, to_dict
-from libra.graph.driver import RunSummary, Session, run
-from libra.policy.replay import replay
+from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
 from libra.store.line_log import LineReader
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from libra.config import RunConfig, config_from_dict
+from libra.driver.session import run
 from libra.errors import CheckpointError, ConfigError
-from libra.graph.driver import run
-from libra.graph.saving import CheckpointWriter, checkpoint_is_due
 from libra.testing import FixedTurns
 from libra.train import checkpoint as checkpoint_module
 from libra.train.checkpoint import complete, newest, read_facts, verify
 from libra.types import Episode
 from libra.weights import WeightStore
+from libra.worker.checkpoint_writer import CheckpointWriter, checkpoint_is_due
 
 Config = Callable[..., RunConfig]
 
@@ -219,7 +219,7 @@ def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(
 
             host.checkpoints.save = full  # ENOSPC itself is provoked in tests/train/test_checkpoint.py
 
-    from libra.graph.driver import Session
+    from libra.driver.session import Session
 
     with Session(make_config(checkpoint={"every": 1}), client=cluster_client) as session:
         cluster_client.run(fill, "demo")

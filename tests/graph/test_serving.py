@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from libra.errors import EngineAsleep, EngineError, ModelError, WeightsError
-from libra.graph.publishing import publish_checked
-from libra.graph.serving import Serving
 from libra.rollout import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import TurnRequest
 from libra.weights import WeightStore
+from libra.worker.verified_engine import Serving
+from libra.worker.weight_publishing import publish_checked
 
 CONTEXT = 96
 

@@ -11,19 +11,19 @@ from distributed import Client
 
 from libra.cli.main import main
 from libra.cli.roles import roles_command
+from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
-from libra.cluster.machine import CPU, Machine
-from libra.cluster.running import FILE
+from libra.cluster.run_contact import FILE
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.planner import PlannedEngines, PlannedLayout
-from libra.config.resume import RESOLVED_FILE, load_resumed
+from libra.config.resume_changes import RESOLVED_FILE, load_resumed
+from libra.driver.launch_layout import laid_out
+from libra.driver.session import Session, run
 from libra.errors import ClusterError, ConfigError, PlanError
-from libra.graph.driver import Session, run
-from libra.graph.starting import laid_out
-from libra.planner.commands import Deployed
-from libra.planner.configured import shape_of, snapshot_of
-from libra.planner.making import plan
-from libra.planner.starting import configured_deployment, shape_digest, with_plan
+from libra.planner.build_plan import plan
+from libra.planner.from_config import shape_of, snapshot_of
+from libra.planner.plan_commands import Deployed
+from libra.planner.plan_settings import configured_deployment, shape_digest, with_plan
 from libra.store.event_log import read_events
 
 Config = Callable[..., RunConfig]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libra.graph.trajectory import TrajectoryState, action_record, failure_record, generation_record
 from libra.types import (
     EndReason,
     FailureClass,
@@ -18,6 +17,7 @@ from libra.types import (
     TrajectoryId,
     TurnOutput,
 )
+from libra.worker.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
 
 PROMPT = Prompt("train-0", ({"role": "user", "content": "?"},), {"answer": 3})
 CALL = ToolCall("calculator", {"expression": "1 + 2"})

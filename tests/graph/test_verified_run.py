@@ -8,8 +8,8 @@ import pytest
 from distributed import Client
 
 from libra.config import RunConfig
+from libra.driver.session import Session, run
 from libra.errors import MismatchAlarm
-from libra.graph.driver import Session, run
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
 from libra.weights import WeightStore

@@ -11,10 +11,10 @@ import zarr
 from distributed import Client
 
 from libra.config import RunConfig
+from libra.driver.session import run
 from libra.envs import tool
 from libra.events import from_dict
-from libra.graph.driver import run
-from libra.policy.replay import replay
+from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
 from libra.testing import FixedTurns
 from libra.types import ToolCall

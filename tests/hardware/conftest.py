@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from libra.hardware import GPU, Efficiencies, ModelShape, load_gpu, load_shape
-from libra.hardware.forms import attention_decode_s, attention_prefill_s
 from libra.hardware.operators import GEMMS, MOVES, operator_s
 from libra.hardware.profiles import AttentionProfile, Curve, LinearProfile
+from libra.hardware.rooflines import attention_decode_s, attention_prefill_s
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from libra.errors import ConfigError
 from libra.hardware import GPU, load_gpu
-from libra.hardware.audit import audit
-from libra.hardware.calibrate import calibrate
+from libra.hardware.profile_audit import audit
+from libra.hardware.profile_calibration import calibrate
 from libra.hardware.profiles import (
     AttentionProfile,
     CollectiveProfile,
@@ -24,7 +24,7 @@ from libra.hardware.profiles import (
     read_profiles,
 )
 from libra.hardware.shipped import shipped_tables
-from libra.hardware.training import fit_training
+from libra.hardware.training_seconds import fit_training
 
 MLP = """time_stats.mlp_up_proj.median,time_stats.mlp_up_proj.std,n_head,n_kv_head,n_embd,n_expanded_embd,vocab_size,num_tokens,\
 num_tensor_parallel_workers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from libra.errors import ConfigError
-from libra.hardware.run_steps import RunEngine, fit_run, fit_trainer, running_beside
+from libra.hardware.run_step_fit import RunEngine, fit_run, fit_trainer, running_beside
 
 
 def generations(num: int, worker: str, *, fixed: float, token: float, beside: float) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ import pytest
 
 from libra.errors import ConfigError
 from libra.hardware import GPU, Efficiencies, ModelShape, engine_seconds, load_shape
-from libra.hardware.fit_forms import fit_attention, fit_linear
-from libra.hardware.fitting import fit_positive
+from libra.hardware.fit_rooflines import fit_attention, fit_linear
+from libra.hardware.least_squares import fit_positive
 from libra.hardware.operators import operator_s
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile
 from libra.hardware.shipped import read_tables, save_tables, shipped_tables

@@ -13,7 +13,7 @@ from distributed import Client, Reschedule, Worker, get_worker
 from libra import keys
 from libra.observe.metrics import read_metrics
 from libra.scheduler import LibraPlugin
-from libra.scheduler.roles import RolePlugin
+from libra.scheduler.role_plugin import RolePlugin
 from libra.store.event_log import read_events
 from libra.types import Phase
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from libra.planner.problem import Problem
+from libra.planner.planning_problem import Problem
 
 
 def _random_problem(seed: int) -> Problem:

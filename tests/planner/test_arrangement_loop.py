@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.planner.arrangement_loop import ArrangementLoop, Run, Weighed
+from libra.planner.arrangement_loop import ArrangementLoop, Run, SplitDecision
 from libra.planner.arrangements import Seat, arranged
 from libra.planner.cost import Workload
-from libra.planner.measured import StepForecast, Taken
+from libra.planner.hybrid_splits import Batch
+from libra.planner.measured_step import StepForecast, Taken
 from libra.planner.replan import REBUCKET, ROLES, SLOTS, Rules
 from libra.planner.selector import MAX_DEMAND, ContextTrend
-from libra.planner.splits import Batch
 from libra.types import EngineCapacity, StepSeconds
 
 TOKENS_S = 100.0
@@ -116,7 +116,7 @@ def weighed_after(
     contexts: list[float],
     first: int = 0,
     forecast: StepForecast | None = None,
-) -> list[Weighed]:
+) -> list[SplitDecision]:
     found = []
     forecast = measured(seats) if forecast is None else forecast
     for k, context in enumerate(contexts, first):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from libra.planner.arrangements import Seat, arranged, arrangements, blocked, kinds_of_change, limits_for, steps_to
 from libra.planner.replan import REBUCKET, ROLES, SLOTS
+from libra.policy.role_changes import Roles
 from libra.policy.role_messages import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, StageDone
-from libra.policy.roles import Roles
 
 
 def seat(name: str, host: str = "node", **more: object) -> Seat:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.measured import Expected, StepForecast, Taken
+from libra.planner.measured_step import ExpectedStep, StepForecast, Taken
 
 KINDS = {"fast": 1, "slow": 1}
 SPEED = {"fast": 800.0, "slow": 200.0}
@@ -29,7 +29,7 @@ def took(lengths: Sequence[float], factor: float = 1.0) -> Taken:
     return Taken(rollout_s, train_s, rest_s, rollout_s + train_s + rest_s, given, questions)
 
 
-def expected(forecast: StepForecast, lengths: Sequence[float] | None, *, overlap: bool = False) -> Expected:
+def expected(forecast: StepForecast, lengths: Sequence[float] | None, *, overlap: bool = False) -> ExpectedStep:
     found = forecast.expected(KINDS, lengths, overlap)
     assert found is not None
     return found

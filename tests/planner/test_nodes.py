@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.nodes import placed
+from libra.planner.node_placement import placed
 
 
 @given(

@@ -9,23 +9,23 @@ import json
 import numpy as np
 import pytest
 
-from libra.config.agent_turns import agent_turns
 from libra.errors import ConfigError, PlanError
 from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.planner.build_plan import compare, plan
 from libra.planner.cost import Layout, Workload, rollout_cost
+from libra.planner.engine_pace import Pace, best_concurrency
 from libra.planner.explain import text
-from libra.planner.making import compare, plan
-from libra.planner.pace import Pace, best_concurrency
 from libra.planner.plan import Plan
-from libra.planner.snapshot import Snapshot, pose
-from libra.planner.trace import COLUMNS, drawn, workload_of_turns
+from libra.planner.snapshot import PlanningSnapshot, formulate
+from libra.planner.trace_workload import COLUMNS, drawn, workload_of_turns
+from libra.traces.agent_turns import agent_turns
 
 
-def snapshot(num_gpus: int = 32, **changes: object) -> Snapshot:
+def snapshot(num_gpus: int = 32, **changes: object) -> PlanningSnapshot:
     tokens = np.random.default_rng(0).lognormal(8.5, 0.7, 96).clip(200, 30_000)
     workload = Workload.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
     settings = {"training": Layout(), "update_s": 5.0, **changes}
-    return Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)  # type: ignore[arg-type]
+    return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def test_it_is_json_and_text(made: Plan) -> None:
 
 def test_what_holds_no_engine_is_left_out_with_its_reason() -> None:
     big = dataclasses.replace(snapshot(64), shape=load_shape("Qwen2.5-72B-Instruct"), tp=(1, 2, 4, 8))
-    posed = pose(big)
+    posed = formulate(big)
     assert 1 in posed.left_out
     assert "weights take" in posed.left_out[1]
     with pytest.raises(PlanError, match="no degree of"):
-        pose(dataclasses.replace(big, tp=(1,)))
+        formulate(dataclasses.replace(big, tp=(1,)))
 
 
 def test_an_engine_with_one_trajectory_takes_its_time_alone() -> None:

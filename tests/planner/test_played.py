@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra.errors import PlanError
 from libra.planner.cost import Workload
-from libra.planner.played import PlayedEngine, played_s
+from libra.planner.evaluate import PlayedEngine, played_s
 from libra.types import StepSeconds
 
 FLAT = StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0)

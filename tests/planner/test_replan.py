@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from libra.errors import PlanError
 from libra.events import PlanAccepted, PlanConsidered, from_json, to_json
 from libra.hardware import load_gpu, load_shape
-from libra.planner.commands import Deployed, Rebucket, SetConcurrency, SetRole
-from libra.planner.correction import Correction, Learned
+from libra.planner.build_plan import plan
 from libra.planner.cost import Workload
-from libra.planner.loop import PlanLoop, Realised
-from libra.planner.making import plan
+from libra.planner.cost_correction import CostCorrection, Learned
 from libra.planner.plan import Plan
+from libra.planner.plan_commands import Deployed, Rebucket, SetConcurrency, SetRole
+from libra.planner.plan_loop import PlanLoop, RealisedStep
 from libra.planner.replan import Replanner, Rules
-from libra.planner.snapshot import Corrections, Snapshot
+from libra.planner.snapshot import Corrections, PlanningSnapshot
 
 
-def small_snapshot(num: int = 24, factor: float = 1.0) -> Snapshot:
+def small_snapshot(num: int = 24, factor: float = 1.0) -> PlanningSnapshot:
     tokens = np.linspace(200, 2000, num) * factor
-    return Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, Workload.of(256.0, tokens), tp=(1, 2))
+    return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, Workload.of(256.0, tokens), tp=(1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def test_seconds_that_cannot_be_are_refused() -> None:
 
 
 def test_correction_survives_json_and_corrects_the_plan() -> None:
-    correction = Correction().after(10.0, 20.0, 5.0, 4.0)
-    assert Correction.restored(correction.snapshot()) == correction
+    correction = CostCorrection().after(10.0, 20.0, 5.0, 4.0)
+    assert CostCorrection.restored(correction.snapshot()) == correction
     slow = plan(dataclasses.replace(small_snapshot(), corrections=Corrections(2.0, 1.0)))
     assert slow.rollout_s == pytest.approx(2 * plan(small_snapshot()).rollout_s, rel=0.2)
 
@@ -152,7 +152,9 @@ def test_the_loop_learns_a_slower_machine_and_logs_every_decision() -> None:
                 fixed_engines={tp: now.engines.get(tp, 0) for tp in (1, 2)},
             )
         )
-        outcome = loop.after(iteration, Realised(real.rollout_s, real.train_s, real.step_s), workload, 100 - iteration)
+        outcome = loop.after(
+            iteration, RealisedStep(real.rollout_s, real.train_s, real.step_s), workload, 100 - iteration
+        )
         errors.append(abs(outcome.metrics["plan/error_frac"]))
         considered, *accepted = outcome.events("demo", float(iteration))
         assert isinstance(considered, PlanConsidered)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.bound import gpu_seconds
-from libra.planner.problem import Problem
+from libra.planner.lower_bound import gpu_seconds
+from libra.planner.planning_problem import Problem
 from libra.planner.search import Found, Planner, search
 
 Make = Callable[[int], Problem]

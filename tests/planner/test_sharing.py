@@ -9,21 +9,21 @@ import pytest
 
 from libra.errors import PlanError
 from libra.hardware import load_gpu, load_shape
-from libra.planner.commands import Deployed, ShareGPUs, commands
+from libra.planner.build_plan import plan
 from libra.planner.cost import Workload
-from libra.planner.loop import PlanLoop, Realised
-from libra.planner.making import plan
+from libra.planner.phase_sharing import Sharing, shared_plan
 from libra.planner.plan import Plan
+from libra.planner.plan_commands import Deployed, ShareGPUs, commands
+from libra.planner.plan_loop import PlanLoop, RealisedStep
 from libra.planner.proposal import MIXED_MARGIN_FRAC, proposal
 from libra.planner.replan import Rules
 from libra.planner.search import Planner
-from libra.planner.sharing import Sharing, shared_plan
-from libra.planner.snapshot import Snapshot
+from libra.planner.snapshot import PlanningSnapshot
 
 
-def snapshot(eta: int = 0) -> Snapshot:
+def snapshot(eta: int = 0) -> PlanningSnapshot:
     lengths = Workload.of(512.0, np.linspace(400, 4000, 48), observation_tokens=8000.0)
-    return Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, lengths, tp=(1, 2), eta=eta)
+    return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, lengths, tp=(1, 2), eta=eta)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_what_is_shared_is_asked_for_and_taken_back_in_commands(split: Plan) -> 
 def test_the_loop_shares_and_predicts_what_it_shares(split: Plan) -> None:
     sharing = Sharing(1, 0, 0.1)
     loop = PlanLoop(snapshot(), Deployed.of(split), Rules(confirmations=1, first_cost_s=0.0), sharing)
-    outcome = loop.after(0, Realised(split.rollout_s, split.train_s, split.step_s), snapshot().workload, 20)
+    outcome = loop.after(0, RealisedStep(split.rollout_s, split.train_s, split.step_s), snapshot().workload, 20)
     assert outcome.considered.accepted
     assert loop.replanner.deployed.shared_gpus == 7
     assert outcome.next_step_s == pytest.approx(outcome.plan.step_s)
-    again = loop.after(1, Realised(outcome.plan.rollout_s, outcome.plan.train_s, 1.0), snapshot().workload, 19)
+    again = loop.after(1, RealisedStep(outcome.plan.rollout_s, outcome.plan.train_s, 1.0), snapshot().workload, 19)
     assert again.considered.reason == "this is what runs"
 
 
@@ -96,7 +96,7 @@ def test_mixed_engines_are_proposed_only_where_they_gain_more_than_not_knowing_l
     alike = {tp: replace(split, step_s=100.0 + tp, buckets=(replace(bucket, tp=tp),)) for tp in (1, 2)}
     both = replace(split, step_s=101.0 * (1 - gain_frac), buckets=(bucket, replace(bucket, tp=2)))
 
-    def planned(asked: Snapshot, planner: Planner) -> Plan:
+    def planned(asked: PlanningSnapshot, planner: Planner) -> Plan:
         return both if len(asked.tp) > 1 else alike[asked.tp[0]]
 
     monkeypatch.setattr("libra.planner.proposal.plan", planned)

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.measured import StepForecast, Taken
-from libra.planner.splits import Batch, Fleet, Hybrid, SplitLoop, TrainingForecast
+from libra.planner.hybrid_splits import Batch, Hybrid, MeasuredFleet, SplitLoop, TrainingForecast
+from libra.planner.measured_step import StepForecast, Taken
 
 TOKENS_S = 100.0
 """Tokens per second of one engine of the made-up run."""
 
 
-def fleet(training: int, hybrids: int = 2, engines: int = 1, core: int = 1) -> Fleet:
-    return Fleet({"e": engines}, [Hybrid(f"h{i}", "e", i < training) for i in range(hybrids)], core)
+def fleet(training: int, hybrids: int = 2, engines: int = 1, core: int = 1) -> MeasuredFleet:
+    return MeasuredFleet({"e": engines}, [Hybrid(f"h{i}", "e", i < training) for i in range(hybrids)], core)
 
 
 def train_s(batch: Batch, replicas: int) -> float:

@@ -13,11 +13,10 @@ from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
 from libra.hardware.shapes import shape_digest
-from libra.planner.commands import Deployed
-from libra.planner.configured import snapshot_of
 from libra.planner.cost import Layout, Workload, training_cost
-from libra.planner.snapshot import Snapshot
-from libra.planner.starting import (
+from libra.planner.from_config import snapshot_of
+from libra.planner.plan_commands import Deployed
+from libra.planner.plan_settings import (
     CPU,
     check_planned,
     configured_deployment,
@@ -26,6 +25,7 @@ from libra.planner.starting import (
     planned,
     with_plan,
 )
+from libra.planner.snapshot import PlanningSnapshot
 
 QWEN, LLAMA = load_shape("Qwen/Qwen3-4B"), load_shape("Meta-Llama-3-8B")
 
@@ -98,7 +98,9 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
 def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled() -> None:
     tokens = Workload.of([512.0] * 512, [1500.0] * 512)
     gpu = load_gpu("L40S-48G")
-    snapshot = Snapshot(gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2)
+    snapshot = PlanningSnapshot(
+        gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2
+    )
     _, smaller = planned(snapshot, 2048)
     assert smaller < 2**20
     final = tokens.final_context_tokens

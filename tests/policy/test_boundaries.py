@@ -24,7 +24,7 @@ from libra.policy import (
 )
 from libra.policy.dispatcher import PLANNED_FACTOR
 from libra.policy.fleet import degree_of
-from libra.policy.replay import replay
+from libra.policy.log_replay import replay
 from libra.types import Phase
 
 ROLLOUT = Phase.ROLLOUT
@@ -99,8 +99,8 @@ def test_they_change_who_begins_where_live_as_in_the_simulator_and_in_the_replay
     from libra.hardware import engine_seconds
     from libra.hardware.virtual_engine import EngineTables
     from libra.policy import make_ordering
-    from libra.sim import Simulator, Surroundings, synthetic
-    from libra.sim import fleet as fleet_of
+    from libra.sim import SimulationOptions, Simulator, synthetic
+    from libra.sim import engines as fleet_of
     from libra.store.line_log import LineReader
     from libra.testing import emulated_run
 
@@ -115,7 +115,7 @@ def test_they_change_who_begins_where_live_as_in_the_simulator_and_in_the_replay
         live, _ = asyncio.run(
             emulated_run.emulate(workload, specs, policy | {"boundaries_tokens": boundaries}, directory, tool_slots=6)
         )
-        around = Surroundings(tool_slots=6, boundaries=boundaries_of(boundaries))
+        around = SimulationOptions(tool_slots=6, boundaries=boundaries_of(boundaries))
         outcome = Simulator(workload, specs, make_ordering(**policy), surroundings=around).run()  # type: ignore[arg-type]
         first = {d.key: d.worker for d in reversed(outcome.dispatched) if d.phase is ROLLOUT}
         seen = {key: worker for phase, key, worker in reversed(live) if phase == "ROLLOUT"}

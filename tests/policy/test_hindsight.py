@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from libra.policy import CMLFQ, QuantumFinished, TrajectoryEnded, TrajectoryParked, make_ordering
-from libra.policy.hindsight import FOLLOWED, KEPT, Hindsight
-from libra.policy.ordering import Shows
+from libra.policy.calibration_log import FOLLOWED, KEPT, CalibrationLog
+from libra.policy.ordering import Inspectable
 from libra.types import Phase
 
 
 def test_half_way_is_the_last_belief_before_half_of_the_tokens() -> None:
-    seen = Hindsight()
+    seen = CalibrationLog()
     for generated, total in ((0, 700.0), (100, 650.0), (250, 600.0), (300, 520.0), (450, 505.0)):
         seen.believed("a", generated, total)
     seen.ended("a", 500, completed=True)
@@ -17,7 +17,7 @@ def test_half_way_is_the_last_belief_before_half_of_the_tokens() -> None:
 
 
 def test_what_failed_or_was_met_in_the_middle_says_nothing() -> None:
-    seen = Hindsight()
+    seen = CalibrationLog()
     seen.believed("failed", 0, 100.0)
     seen.ended("failed", 50, completed=False)
     seen.believed("late", 10, 100.0)
@@ -27,7 +27,7 @@ def test_what_failed_or_was_met_in_the_middle_says_nothing() -> None:
 
 
 def test_it_stays_bounded() -> None:
-    seen = Hindsight()
+    seen = CalibrationLog()
     for number in range(3 * FOLLOWED):
         seen.believed(str(number), 0, 10.0)
     for number in range(3 * FOLLOWED):
@@ -51,5 +51,5 @@ def test_the_ordering_shows_what_it_believed_and_what_came() -> None:
     assert set(shown) == {"objective", "skill", "weights", "outcomes"}
     ordering.restore(ordering.snapshot())
     assert ordering.shown()["outcomes"] == []
-    assert isinstance(make_ordering("oracle"), Shows)
-    assert not isinstance(make_ordering("fifo"), Shows)
+    assert isinstance(make_ordering("oracle"), Inspectable)
+    assert not isinstance(make_ordering("fifo"), Inspectable)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, groups_named
-from libra.policy.posterior import Dials, Posterior
+from libra.policy.posterior import Posterior, PosteriorConfig
 from libra.policy.posterior.history import FIRST_BELIEF, KEPT, History
 from libra.types import Phase, ToolStatus
 
@@ -64,7 +64,7 @@ def test_who_was_long_is_believed_long_before_anything_of_it_has_run() -> None:
     assert np.corrcoef(np.log(expected), np.log([means[k] for k in order]))[0, 1] > 0.9
     strangers = said(posterior, 2, [f"new{k}" for k in range(PROMPTS)])
     assert len(set(strangers)) == 1
-    without = Posterior(Dials(history=False))
+    without = Posterior(PosteriorConfig(history=False))
     live(without, 0, prompts, means, seed=0)
     assert len(set(said(without, 1, prompts))) == 1
 

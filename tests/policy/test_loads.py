@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined, joined_of
+from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
-from libra.policy.loads import SURE, UNSURE, Loads
 from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra import events
-from libra.policy.moves import Moved, moves
+from libra.policy.move_review import Moved, moves
 from libra.types import NO_TOOL
 
 FAST_S, SLOW_S = 0.012, 0.036

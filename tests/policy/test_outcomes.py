@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.config.agent_turns import agent_turns
-from libra.config.outcome_words import AGENT_TURNS
 from libra.envs import tool
 from libra.envs.actions import run_action
 from libra.policy import QuantumFinished, TrajectoryEnded, TrajectoryParked, make_ordering
@@ -21,6 +19,8 @@ from libra.policy.posterior import FORECASTERS, PaperTree, Posterior, TurnIndex
 from libra.policy.posterior.columns import ADDS, OUTCOMES, state_of, tool_of
 from libra.policy.prefix_tree import state_name
 from libra.testing import FixedTurns
+from libra.traces.agent_turns import agent_turns
+from libra.traces.outcome_words import AGENT_TURNS
 from libra.types import (
     NO_TOOL,
     Phase,

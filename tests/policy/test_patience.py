@@ -19,8 +19,8 @@ from libra.policy import (
     SetPriority,
     TrajectoryParked,
 )
-from libra.policy.attained import PATIENCE as DEFAULT
-from libra.policy.patience import Patience
+from libra.policy.attained_service import PATIENCE as DEFAULT
+from libra.policy.starvation_guard import StarvationGuard
 from libra.types import Phase
 
 PATIENCE = 32
@@ -91,7 +91,7 @@ def test_without_patience_the_short_one_would_starve() -> None:
 
 
 def test_phases_are_counted_apart() -> None:
-    patience = Patience(5)
+    patience = StarvationGuard(5)
     assert patience.parked("a", Phase.ROLLOUT) == []
     for i in range(20):
         told = patience.parked(f"t{i}", Phase.TOOL)
@@ -102,7 +102,7 @@ def test_phases_are_counted_apart() -> None:
 
 def test_by_default_nobody_is_overdue_within_one_large_iteration() -> None:
     """3,000 trajectories of 42 turns; those that have not begun wait while the others park again and again."""
-    patience = Patience(DEFAULT)
+    patience = StarvationGuard(DEFAULT)
     patience.parked("unbegun", Phase.ROLLOUT)
     for turn in range(3_000 * 42):
         assert not patience.parked(f"k{turn % 3_000}", Phase.ROLLOUT)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from libra.errors import ConfigError
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecaster
-from libra.policy.posterior import FORECASTERS, Dials, LengthPredictor, Oracle, PaperTree, Posterior
+from libra.policy.posterior import FORECASTERS, LengthPredictor, OraclePosterior, PaperTree, Posterior, PosteriorConfig
 from libra.types import NO_TOOL, Phase, ToolStatus
 
 KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])
@@ -179,7 +179,7 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one() -> None:
         turns = int(rng.choice([4, 40]))
         for sample in range(4):
             run(posterior, f"g-{group}-{sample}", [(100, "ls")] * turns, group=f"g-{group}")
-    finished_only = Posterior(Dials(running_siblings=False))
+    finished_only = Posterior(PosteriorConfig(running_siblings=False))
     finished_only.restore(through_json(posterior))
     said = []
     for forecaster in (posterior, finished_only):
@@ -199,7 +199,7 @@ def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short() 
     lengths = np.exp(rng.normal(3.0, 0.8, 64)).astype(int) + 2
     means = []
     for censored in (True, False):
-        posterior = Posterior(Dials(signals=(), censored=censored))
+        posterior = Posterior(PosteriorConfig(signals=(), censored=censored))
         for number in range(64):
             posterior.handle(parked(f"t-{number}"))
         for turn in range(int(np.median(lengths))):
@@ -237,7 +237,7 @@ def test_a_group_is_forgotten_with_its_last_member_unless_one_finished() -> None
 
 
 def test_a_new_version_makes_what_was_learned_count_less() -> None:
-    kept, forgot = Posterior(Dials(version_forget=1.0)), Posterior(Dials(version_forget=0.1))
+    kept, forgot = Posterior(PosteriorConfig(version_forget=1.0)), Posterior(PosteriorConfig(version_forget=0.1))
     for posterior in (kept, forgot):
         for number in range(60):
             run(posterior, f"old-{number}", [(100, "ls")] * 40)
@@ -307,7 +307,7 @@ def test_the_papers_tree_backs_off_to_the_ancestor_and_its_length_there() -> Non
 def test_the_oracle_says_the_truth_and_a_predictor_what_it_is_asked_for() -> None:
     rng = np.random.default_rng(0)
     truth = {f"t-{i}": int(tokens) for i, tokens in enumerate(np.exp(rng.normal(8, 1, 4000)))}
-    oracle, predictor = Oracle(truth), LengthPredictor(truth, 0.7, rng)
+    oracle, predictor = OraclePosterior(truth), LengthPredictor(truth, 0.7, rng)
     said = []
     for key in truth:
         for forecaster in (oracle, predictor):

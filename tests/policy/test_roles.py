@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.policy.role_changes import Roles
 from libra.policy.role_messages import (
     Assignment,
     CancelRequested,
@@ -32,7 +33,6 @@ from libra.policy.role_messages import (
     Supply,
     Withdraw,
 )
-from libra.policy.roles import Roles
 
 ROLLOUT, TRAIN, LENT = Assignment(Role.ROLLOUT), Assignment(Role.TRAIN), Assignment(Role.LENT)
 LEADS_2, LEADS_3 = Assignment(Role.ROLLOUT, 2), Assignment(Role.ROLLOUT, 3)

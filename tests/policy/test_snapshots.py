@@ -26,7 +26,7 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.policy.replay import _unlike
+from libra.policy.log_replay import _unlike
 from libra.types import Phase
 
 KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])

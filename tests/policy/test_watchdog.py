@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.policy.watchdog import Picture, Running, Waiting, Watchdog
+from libra.policy.stall import Picture, RunningTask, Waiting, Watchdog
 
 SLOT = Waiting("trajectory-train-0-0-0-e0-demo", "a slot of ROLLOUT", "ROLLOUT")
 
 
-def running(key: str, since_s: float, stage: str = "trajectory, TOOL") -> Running:
-    return Running(key, stage, "tool-0", "tcp://127.0.0.1:1", since_s)
+def running(key: str, since_s: float, stage: str = "trajectory, TOOL") -> RunningTask:
+    return RunningTask(key, stage, "tool-0", "tcp://127.0.0.1:1", since_s)
 
 
-def picture(*tasks: Running | Waiting, **supply: float) -> Picture:
+def picture(*tasks: RunningTask | Waiting, **supply: float) -> Picture:
     return Picture(
-        tuple(task for task in tasks if isinstance(task, Running)),
+        tuple(task for task in tasks if isinstance(task, RunningTask)),
         tuple(task for task in tasks if isinstance(task, Waiting)),
         supply,
     )

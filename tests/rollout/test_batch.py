@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.errors import ContextOverflow, EngineError
-from libra.rollout import batch as batch_module
-from libra.rollout import slots as slot_cache
-from libra.rollout.batch import FREE, RETAINED, RUNNING, Job, SlotBatch
-from libra.rollout.checkpoint import load_causal_lm
+from libra.rollout import kv_slots as slot_cache
+from libra.rollout import slot_batch as batch_module
+from libra.rollout.slot_batch import FREE, RETAINED, RUNNING, Job, SlotBatch
+from libra.rollout.weight_loading import load_causal_lm
 from libra.types import StopReason
 
 FAMILIES = ["qwen3", "qwen2", "llama"]

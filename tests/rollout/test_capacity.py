@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from libra.errors import EngineError
-from libra.rollout.capacity import (
+from libra.rollout.engine_capacity import (
     FEWEST_PASSES,
     KEPT_PASSES,
     PassMeter,
@@ -17,7 +17,7 @@ from libra.rollout.capacity import (
     kv_token_bytes,
     tokens_within,
 )
-from libra.rollout.vllm_passes import PassWatch
+from libra.rollout.vllm_pass_seconds import PassWatch
 
 QWEN = {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 151936, "model_type": "qwen3"}  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from libra.errors import ModelError, WeightsError
-from libra.rollout.checkpoint import copy_weights, load_causal_lm
+from libra.rollout.weight_loading import copy_weights, load_causal_lm
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from libra.projections import project_tensors
-from libra.rollout import slots as slot_cache
-from libra.rollout.batch import Job, SlotBatch
-from libra.rollout.checkpoint import load_causal_lm
+from libra.rollout import kv_slots as slot_cache
+from libra.rollout.slot_batch import Job, SlotBatch
+from libra.rollout.weight_loading import load_causal_lm
 from libra.testing.pretended_gpu import PretendedTensor, pretended_gpu
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ContextOverflow, EngineError
-from libra.policy.patience import OVERDUE
-from libra.rollout.requests import QueuedJob, RequestQueue, check_request, packed_priority
+from libra.policy.starvation_guard import OVERDUE
+from libra.rollout.request_checks import QueuedJob, RequestQueue, check_request, packed_priority
 from libra.types import TurnRequest
 
 PARTS = (st.integers(-1, 2**20 - 3), st.integers(-1, 2**10 - 3), st.integers(-1, 2**30 - 3))

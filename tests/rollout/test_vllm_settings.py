@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from libra.errors import EngineError, ModelError, WeightsError
 from libra.rollout import vllm_settings
+from libra.rollout.safetensors_check import HEAD, ExpectedWeights
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import CPU_BLOCK_TOKENS, VLLMSettings, environment, kv_bytes, max_model_tokens
-from libra.rollout.vllm_weights import HEAD, ExpectedWeights
 
 EMBEDDING = "model.embed_tokens.weight"
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 32}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libra import keys
-from libra.scheduler.gang import GangPlugin
+from libra.scheduler.gang_plugin import GangPlugin
 
 
 class Stage:

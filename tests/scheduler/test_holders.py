@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.scheduler.holders import Holders
+from libra.scheduler.version_holders import Holders
 
 TRAINER, NEAR, FAR, ASKER = "tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://b:2"
 

@@ -14,7 +14,7 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
-from libra.scheduler import not_ready
+from libra.scheduler import unready_workers
 from libra.store.event_log import read_events
 
 SUPPLIES = {keys.TOOL: 2, keys.GRADE: 4, keys.TRAIN: 1}
@@ -117,9 +117,9 @@ def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(
             assert rows(live) == []  # it has left
             return address, pid
 
-    with caplog.at_level("ERROR", "libra.scheduler.not_ready"):
+    with caplog.at_level("ERROR", "libra.scheduler.unready_workers"):
         address, pid = asyncio.run(test())
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.not_ready")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.unready_workers")
     assert f"run demo: worker late ({address}) joined and takes no part" in line
     assert "OSError: no space left" in line
     assert "the run waits, for nobody else supplies TRAIN" in line  # others grade and run actions
@@ -137,8 +137,8 @@ def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_people(
         restarted.append(address)
         return "OK"
 
-    monkeypatch.setattr(not_ready, "RETRY_AFTER_S", (0.0, 3600.0))
-    monkeypatch.setattr(not_ready.private, "restart_worker", restart)
+    monkeypatch.setattr(unready_workers, "RETRY_AFTER_S", (0.0, 3600.0))
+    monkeypatch.setattr(unready_workers.dask_internals, "restart_worker", restart)
 
     async def test() -> None:
         async with emulation.cluster() as live:
@@ -163,9 +163,9 @@ def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_people(
                 assert fails() == 0  # it was well meanwhile
                 await until(lambda: restarted == [address] * 2)
 
-    with caplog.at_level("ERROR", "libra.scheduler.not_ready"):
+    with caplog.at_level("ERROR", "libra.scheduler.unready_workers"):
         asyncio.run(test())
-    lines = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.not_ready"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.unready_workers"]
     assert ["started anew in 0 s" in line for line in lines] == [True, False, False, True]
     assert "started anew in 3600 s; type kill -9" in lines[1]
     assert "Mend that, then type kill -9" in lines[2] and "its nanny starts it anew" in lines[2]
@@ -209,6 +209,6 @@ def test_a_failure_where_the_run_is_only_starting_takes_nothing_from_anybody(
             live.plugin.log_event("libra", gone | {"kind": "ready"})
 
     asyncio.run(test())
-    assert not [record for record in caplog.records if record.name == "libra.scheduler.not_ready"]
+    assert not [record for record in caplog.records if record.name == "libra.scheduler.unready_workers"]
     events = [e for e in read_events(tmp_path / "events.jsonl").events if e["name"] == "worker_setup_failed"]
     assert [e["detail"] for e in events] == ["OSError: no space left", "late news"]

@@ -1,4 +1,4 @@
-"""The contract of `libra.scheduler.private` with Dask: what it reads and writes is there, and does what it says."""
+"""The contract of `libra.scheduler.dask_internals` with Dask: what it reads and writes is there, and does what it says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from libra import keys
-from libra.scheduler import private
-from libra.scheduler.private import Release
+from libra.scheduler import dask_internals
+from libra.scheduler.dask_internals import Release
 
 RUNS: list[str] = []
 """Where `once_more` ran; functions of a module are not copied on their way to a worker of this process."""
@@ -34,7 +34,7 @@ class ParksAgain(SchedulerPlugin):
 
     def transition(self, key: object, start: str, finish: str, *args: object, **kwargs: object) -> None:
         if start == "processing" and (ts := self.scheduler.tasks.get(key)) is not None:
-            private.park(ts)
+            dask_internals.park(ts)
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ class HeldBack(SchedulerPlugin):
         self.held: dict[str, dict[str, int]] = {}
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        self.held[worker] = private.hold_back(scheduler, worker, [keys.GRADE, keys.TRAIN, keys.COMMIT])
+        self.held[worker] = dask_internals.hold_back(scheduler, worker, [keys.GRADE, keys.TRAIN, keys.COMMIT])
 
 
 def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not_even_for_none_of_it() -> None:
@@ -77,11 +77,11 @@ def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not
                 assert plugin.held[c.address] == {keys.GRADE: 2, keys.TRAIN: 1}
                 assert dask.scheduler.workers[c.address].resources == {keys.TOOL: 3}
                 assert {dask.scheduler.tasks[key].state for key in asked} == {"no-worker"}
-                private.supply_again(dask.scheduler, c.address, plugin.held[c.address], "test")
+                dask_internals.supply_again(dask.scheduler, c.address, plugin.held[c.address], "test")
                 assert await dask.client.gather(futures) == ["1", "1"]
                 assert dask.scheduler.workers[c.address].resources == supplies
                 assert dask.scheduler.workers[c.address].used_resources[keys.GRADE] == 0
-            private.supply_again(dask.scheduler, c.address, plugin.held[c.address], "test")  # it has left
+            dask_internals.supply_again(dask.scheduler, c.address, plugin.held[c.address], "test")  # it has left
             assert not dask.scheduler.resources[keys.GRADE]
 
             async with Worker(dask.scheduler.address, name="d", resources=supplies):
@@ -96,16 +96,18 @@ def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_i
         async with two_workers() as dask:
             future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
             await state_of(dask.scheduler, "parked", "no-worker")
-            assert private.is_parked(dask.scheduler.tasks["parked"])
+            assert dask_internals.is_parked(dask.scheduler.tasks["parked"])
             for name, worker in (("a", dask.a), ("b", dask.b)):
                 key = f"to {name}"
                 sent = dask.client.submit(str, name, key=key, resources={keys.PARK: 1})
                 await state_of(dask.scheduler, key, "no-worker")
-                released = private.release(dask.scheduler, [Release(key, {keys.ROLLOUT: 1}, worker.address)], "test")
+                released = dask_internals.release(
+                    dask.scheduler, [Release(key, {keys.ROLLOUT: 1}, worker.address)], "test"
+                )
                 assert released == [key]
                 assert await sent == name
                 assert dask.scheduler.tasks[key].who_has == {dask.scheduler.workers[worker.address]}
-            assert private.release(dask.scheduler, [Release("unknown", {}, None)], "test") == []
+            assert dask_internals.release(dask.scheduler, [Release("unknown", {}, None)], "test") == []
             assert dask.scheduler.tasks["parked"].state == "no-worker"
             del future
 
@@ -119,11 +121,11 @@ def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> None:
             future = dask.client.submit(once_more, key="again", resources={keys.PARK: 1})
             await state_of(dask.scheduler, "again", "no-worker")
             dask.scheduler.add_plugin(ParksAgain(dask.scheduler))
-            private.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.a.address)], "test")
+            dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.a.address)], "test")
             while not RUNS:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await state_of(dask.scheduler, "again", "no-worker")
-            private.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address)], "test")
+            dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address)], "test")
             assert await future == "b"
         assert RUNS == ["a", "b"]
 
@@ -133,15 +135,15 @@ def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> None:
 def test_supply_names_and_handlers() -> None:
     async def live() -> None:
         async with two_workers() as dask:
-            assert private.supply(dask.scheduler, keys.ROLLOUT) == {dask.a.address: 2, dask.b.address: 1}
-            assert private.supply(dask.scheduler, keys.TOOL) == {dask.b.address: 3}
-            assert private.supply(dask.scheduler, keys.TRAIN) == {}
-            assert private.worker_name(dask.scheduler, dask.b.address) == "b"
-            assert private.worker_name(dask.scheduler, "tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
-            private.add_handlers(dask.scheduler, {"libra_test": lambda number: number + 1})
+            assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.a.address: 2, dask.b.address: 1}
+            assert dask_internals.supply(dask.scheduler, keys.TOOL) == {dask.b.address: 3}
+            assert dask_internals.supply(dask.scheduler, keys.TRAIN) == {}
+            assert dask_internals.worker_name(dask.scheduler, dask.b.address) == "b"
+            assert dask_internals.worker_name(dask.scheduler, "tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
+            dask_internals.add_handlers(dask.scheduler, {"libra_test": lambda number: number + 1})
             assert await dask.client.scheduler.libra_test(number=1) == 2
             await dask.b.close()
-            assert private.supply(dask.scheduler, keys.TOOL) == {}
+            assert dask_internals.supply(dask.scheduler, keys.TOOL) == {}
 
     asyncio.run(live())
 
@@ -152,10 +154,10 @@ def test_priority_and_suspicion_of_a_parked_task_are_plain_attributes() -> None:
             future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
             await state_of(dask.scheduler, "parked", "no-worker")
             ts = dask.scheduler.tasks["parked"]
-            private.set_priority(ts, (3, 1, 4))
+            dask_internals.set_priority(ts, (3, 1, 4))
             ts.suspicious = 2
-            private.forgive(ts)
-            private.forgive(None)
+            dask_internals.forgive(ts)
+            dask_internals.forgive(None)
             assert (ts.priority, ts.suspicious) == ((3, 1, 4), 0)
             del future
 
@@ -166,14 +168,14 @@ def test_a_supply_that_is_zeroed_is_none_and_one_that_is_raised_takes_more() -> 
     async def live() -> None:
         async with two_workers() as dask:
             address = dask.a.address
-            private.set_supply(dask.scheduler, address, keys.ROLLOUT, 0)
-            assert private.supply(dask.scheduler, keys.ROLLOUT) == {dask.b.address: 1}
+            dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 0)
+            assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.b.address: 1}
             future = dask.client.submit(str, 1, key="elsewhere", resources={keys.ROLLOUT: 1})
             await future
             assert {ws.address for ws in dask.scheduler.tasks["elsewhere"].who_has} == {dask.b.address}
-            private.set_supply(dask.scheduler, address, keys.ROLLOUT, 5)
-            private.set_supply(dask.scheduler, address, keys.TP, 2)
-            assert private.supply(dask.scheduler, keys.ROLLOUT)[address] == 5
-            assert private.bucket(dask.scheduler, address) == "tp2"
+            dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 5)
+            dask_internals.set_supply(dask.scheduler, address, keys.TP, 2)
+            assert dask_internals.supply(dask.scheduler, keys.ROLLOUT)[address] == 5
+            assert dask_internals.bucket(dask.scheduler, address) == "tp2"
 
     asyncio.run(live())

@@ -19,8 +19,8 @@ from distributed import Worker
 from libra import keys
 from libra.events import SCHEMA, from_dict
 from libra.policy import CMLFQ, Admission, CommittedGroup, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
-from libra.policy.replay import Told, learned, replay
-from libra.scheduler import private
+from libra.policy.log_replay import Told, learned, replay
+from libra.scheduler import dask_internals
 from libra.store.event_log import from_last_snapshot, read_events
 
 GROUPS, ITERATIONS = 2, 4
@@ -147,18 +147,18 @@ def test_what_was_applied_is_what_was_logged(
 ) -> None:
     priorities: list[tuple[str, tuple[int, ...]]] = []
     opened: list[str] = []
-    real_set, real_release = private.set_priority, private.release
+    real_set, real_release = dask_internals.set_priority, dask_internals.release
 
     def set_priority(ts: Any, priority: tuple[int, ...]) -> None:
         priorities.append((ts.key, tuple(priority)))
         real_set(ts, priority)
 
-    def release(scheduler: Any, releases: list[private.Release], stimulus_id: str) -> list[str]:
+    def release(scheduler: Any, releases: list[dask_internals.Release], stimulus_id: str) -> list[str]:
         opened.extend(r.key for r in releases if r.address is None)
         return real_release(scheduler, releases, stimulus_id)
 
-    monkeypatch.setattr(private, "set_priority", set_priority)
-    monkeypatch.setattr(private, "release", release)
+    monkeypatch.setattr(dask_internals, "set_priority", set_priority)
+    monkeypatch.setattr(dask_internals, "release", release)
     asyncio.run(record(emulation, tmp_path))
     logged = commands(told(lines_of(tmp_path / "events.jsonl")))
     assert priorities == [(c.key, tuple(c.priority)) for c in logged if isinstance(c, SetPriority)]
@@ -301,7 +301,7 @@ def test_commands_for_other_keys_have_lines_of_their_own_and_are_replayed(
     moved = [event for event in events if event["name"] == "priority_set"]
     assert moved and {event["reason"] for event in moved} == {"goes after"}
     assert first_difference(events)[1]  # a replay with the policy the log names finds that another one ran
-    monkeypatch.setattr("libra.policy.replay.ORDERINGS", {"fifo": Swapping})
+    monkeypatch.setattr("libra.policy.log_replay.ORDERINGS", {"fifo": Swapping})
     events[1]["order"] = {}
     steps = told(events)
     assert [step.difference for step in steps if step.difference] == []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from libra import keys
-from libra.scheduler.concurrency import Concurrency
-from libra.scheduler.roles import RolePlugin
+from libra.scheduler.role_plugin import RolePlugin
+from libra.scheduler.slot_limits import Concurrency
 
 NAMES = ("a", "b", "plain")
 
@@ -242,7 +242,7 @@ def row(stage: Stage, name: str) -> dict[str, Any]:
 
 def test_a_row_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("libra.scheduler.roles.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("libra.scheduler.role_plugin.time.monotonic", lambda: now_s[0])
     stage = Stage()
     now_s[0] = 107.5
     assert (row(stage, "a")["for_s"], row(stage, "a")["seconds"], row(stage, "a")["reason"]) == (7.5, None, "")

@@ -20,7 +20,7 @@ from distributed import Client, Nanny, Scheduler
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
-from libra.cluster import stacks
+from libra.cluster import worker_stacks
 from libra.cluster.settings import DASK_SETTINGS
 from libra.scheduler import LibraPlugin
 from libra.store.event_log import read_events
@@ -32,7 +32,7 @@ class Stacks(WorkerPlugin):
     """What `LibraHost` does first."""
 
     def setup(self, worker: Any) -> None:
-        stacks.install(worker)
+        worker_stacks.install(worker)
 
 
 def quantum(blocks: str) -> Callable[[str], Any]:
@@ -114,7 +114,7 @@ def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
             assert await task == "answered"
             live.plugin.end_run("demo")
 
-    with caplog.at_level(logging.WARNING, "libra.scheduler.watchdog"):
+    with caplog.at_level(logging.WARNING, "libra.scheduler.stall_watchdog"):
         asyncio.run(live_run())
     first = stalls(tmp_path)[0]
     assert (first["key"], first["worker"], first["stage"]) == (KEY, "rollout-0", "trajectory, ROLLOUT")
@@ -123,7 +123,7 @@ def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
     events = [event["name"] for event in read_events(tmp_path / "events.jsonl").events]
     assert events.count("quantum_lost") == 1 and events.count("quantum_dispatched") == 2
     assert events.count("quantum_finished") == 1
-    warnings = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.watchdog"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.stall_watchdog"]
     assert re.match(rf"run demo: no progress for \d+ s: {KEY} \(trajectory, ROLLOUT\) has been on worker", warnings[0])
     assert warnings[0].endswith("its worker is restarted")
     assert "run demo: worker rollout-0 was restarted: OK" in warnings
@@ -144,10 +144,12 @@ def test_without_restart_it_is_named_and_left_alone(tmp_path: Path, caplog: pyte
             live.plugin.end_run("demo")
             await task.cancel()
 
-    with caplog.at_level(logging.WARNING, "libra.scheduler.watchdog"):
+    with caplog.at_level(logging.WARNING, "libra.scheduler.stall_watchdog"):
         asyncio.run(live_run())
     assert not stalls(tmp_path)[0]["restarts"]
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.watchdog"][:1]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.stall_watchdog"][
+        :1
+    ]
     assert "watchdog.restart=true would do so by itself" in warning
     assert re.search(r"type kill -9 \d+ on 127\.0\.0\.1", warning)
     assert "quantum_lost" not in {event["name"] for event in read_events(tmp_path / "events.jsonl").events}
@@ -169,9 +171,9 @@ def test_where_nothing_runs_the_line_says_which_worker_to_start(
             del futures, gate  # held until here, or they would have been forgotten
             return str(live.scheduler.address)
 
-    with caplog.at_level(logging.WARNING, "libra.scheduler.watchdog"):
+    with caplog.at_level(logging.WARNING, "libra.scheduler.stall_watchdog"):
         address = asyncio.run(live_run())
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.watchdog"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.stall_watchdog"]
     assert "nothing runs, 3 are parked, waiting: 2 for a slot of ROLLOUT, which no worker declares" in warning
     assert "1 for version 5 (published is 0)" in warning
     assert f"type dask worker {address} --nthreads 72 --resources ROLLOUT=64" in warning
@@ -180,8 +182,8 @@ def test_where_nothing_runs_the_line_says_which_worker_to_start(
 
 
 def test_a_signal_is_never_sent_to_a_process_that_does_not_hold_the_file_open(tmp_path: Path) -> None:
-    (tmp_path / stacks.FILE).touch()
-    assert not stacks._holds_open(os.getpid(), tmp_path / stacks.FILE)
-    with (tmp_path / stacks.FILE).open():
-        assert stacks._holds_open(os.getpid(), tmp_path / stacks.FILE)
-    assert not stacks._holds_open(2**22 + 1, tmp_path / stacks.FILE)
+    (tmp_path / worker_stacks.FILE).touch()
+    assert not worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
+    with (tmp_path / worker_stacks.FILE).open():
+        assert worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
+    assert not worker_stacks._holds_open(2**22 + 1, tmp_path / worker_stacks.FILE)

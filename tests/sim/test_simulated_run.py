@@ -16,17 +16,17 @@ from libra.hardware.run_calibration import calibration_from_json, read_calibrati
 from libra.hardware.run_quanta import binned
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
-from libra.sim import EngineSpec, Outcome, Simulator, TrajectoryPlan, TurnPlan, Workload
-from libra.sim.fleet import Between
+from libra.sim import EngineSpec, SimulationResult, Simulator, TrajectoryPlan, TurnPlan, Workload
+from libra.sim.engines import Between
 from libra.sim.from_run import run_setting, simulator_of_run
-from libra.sim.simulator import Surroundings
+from libra.sim.simulator import SimulationOptions
 from libra.testing.simulated_run import write_simulated_run
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
 
 FAST = StepSeconds(0.004, 0.0002, 1e-6, 2e-5, 2048, 0.01)
 SLOW = StepSeconds(0.012, 0.0006, 3e-6, 6e-5, 2048, 0.02)
 BETWEEN = Between((0.06,), (0.02,))
-AROUND = Surroundings(
+AROUND = SimulationOptions(
     train_s=1.5, tool_slots=64, inline_tools=frozenset({""}), tool_between=Between((0.02,), (0.005,)), gate_s=0.1,
     commit_s=0.05, reserve=(256, 4096),
 )  # fmt: skip
@@ -64,14 +64,14 @@ def engines() -> tuple[EngineSpec, ...]:
     )  # fmt: skip
 
 
-Run = Callable[..., tuple[Path, Outcome]]
+Run = Callable[..., tuple[Path, SimulationResult]]
 
 
 @pytest.fixture(name="run")
 def _run(tmp_path: Path) -> Run:
     """A run directory, and what its run came to."""
 
-    def write(policy: str = "cmlfq", **settings: Any) -> tuple[Path, Outcome]:
+    def write(policy: str = "cmlfq", **settings: Any) -> tuple[Path, SimulationResult]:
         config = {
             "run": {"name": "emulated", "dir": str(tmp_path)},
             "model": {"path": "libra/tiny-arithmetic"},
@@ -134,7 +134,7 @@ def test_everything_between_engines_is_read_from_the_log(run: Run) -> None:
 def test_without_what_is_between_a_run_is_predicted_too_short(run: Run) -> None:
     directory, was = run()
     setting = run_setting(directory)
-    bare = Surroundings(train_s=1.5, tool_slots=64, inline_tools=frozenset({""}))
+    bare = SimulationOptions(train_s=1.5, tool_slots=64, inline_tools=frozenset({""}))
     specs = tuple(spec._replace(between=Between()) for spec in setting.engines)
     predicted = Simulator(setting.workload, specs, setting.ordering(), surroundings=bare).run()
     # The mean over groups: the very last trajectory alone depends on which engine it happened to be on.

@@ -23,7 +23,7 @@ from libra.policy import (
     SetPriority,
     TrajectoryParked,
 )
-from libra.sim import EngineSpec, Loss, Simulator, Surroundings, Workload, synthetic
+from libra.sim import EngineSpec, Loss, SimulationOptions, Simulator, Workload, synthetic
 from libra.types import Phase
 
 Engines = Callable[..., tuple[EngineSpec, ...]]
@@ -47,8 +47,8 @@ def test_slots_bound_how_many_run_and_the_rest_wait_in_order(engines: Engines, w
 
 def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Workloads) -> None:
     two = workload([(100, 0.0)], [(200, 0.0)], iterations=2)
-    sync = Simulator(two, engines(1), Fifo(), surroundings=Surroundings(train_s=7.0)).run()
-    overlapped = Simulator(two, engines(1, slots=4), Fifo(), surroundings=Surroundings(eta=1, train_s=7.0)).run()
+    sync = Simulator(two, engines(1), Fifo(), surroundings=SimulationOptions(train_s=7.0)).run()
+    overlapped = Simulator(two, engines(1, slots=4), Fifo(), surroundings=SimulationOptions(eta=1, train_s=7.0)).run()
     second = [d.at_s for d in sync.dispatched if d.key.startswith("trajectory-train-1")]
     assert min(second) == pytest.approx(sync.iteration_s[0])
     assert sync.iteration_s[0] == pytest.approx(7.0 + max(d.at_s for d in sync.dispatched[:2]) + 2.3, rel=0.05)
@@ -57,7 +57,7 @@ def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Worklo
 
 def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engines, workload: Workloads) -> None:
     work = workload(*[[(100, 1.0), (100, 0.0)]] * 4)
-    loss = Surroundings(losses=(Loss("tp1-0", 0.5, 20.0),))
+    loss = SimulationOptions(losses=(Loss("tp1-0", 0.5, 20.0),))
     outcome = Simulator(work, engines(2), Fifo(), surroundings=loss).run()
     assert outcome.lost_quanta == 2 and outcome.trajectories == 4
     again = Counter((d.key, d.quantum) for d in outcome.dispatched)
@@ -67,7 +67,7 @@ def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engin
 
 
 def test_when_all_engines_are_gone_it_says_so(engines: Engines, workload: Workloads) -> None:
-    around = Surroundings(losses=(Loss("tp1-0", 0.5),))
+    around = SimulationOptions(losses=(Loss("tp1-0", 0.5),))
     with pytest.raises(ConfigError, match="1 trajectories can never run: 1 wait for engines \\(0 are there\\)"):
         Simulator(workload([(100, 0.0)]), engines(1), Fifo(), surroundings=around).run()
 
@@ -75,7 +75,7 @@ def test_when_all_engines_are_gone_it_says_so(engines: Engines, workload: Worklo
 @pytest.mark.parametrize("name", ORDERINGS)
 def test_the_same_seed_gives_the_same_bytes(name: str, engines: Engines) -> None:
     work = synthetic(24, turns=6, seed=3, group_size=4)
-    around = Surroundings(residuals=Residuals((-0.1, 0.2), (-0.1, 0.1)), tool_slots=3)
+    around = SimulationOptions(residuals=Residuals((-0.1, 0.2), (-0.1, 0.1)), tool_slots=3)
 
     def digest(seed: int) -> str:
         fleet = engines(2, slots=3, kv=200_000)
@@ -134,7 +134,7 @@ def test_every_turn_runs_once_and_slots_are_never_exceeded(
     work = workload(*trajectories, iterations=2)
     losses = tuple(Loss(f"tp1-{i}", at, 1.0) for i, at in lost if i < count)
     ordering = Watched(ORDERINGS[name]())
-    around = Surroundings(tool_slots=tool_slots, train_s=1.0, load_s=0.5, losses=losses)
+    around = SimulationOptions(tool_slots=tool_slots, train_s=1.0, load_s=0.5, losses=losses)
     simulator = Simulator(work, engines(count, slots, 3000), ordering, surroundings=around)
     outcome = simulator.run()
     again = Counter((d.key, d.quantum) for d in outcome.dispatched)

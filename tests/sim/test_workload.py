@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from libra.config.agent_turns import agent_turn_files
 from libra.errors import ConfigError, RunDirectoryError
 from libra.sim import Workload, draw, load_workload, synthetic
 from libra.sim.from_run import workload_of_run
-from libra.sim.traces import load_traces
+from libra.sim.recorded_agents import load_traces
+from libra.traces.agent_turns import agent_turn_files
 from libra.types import ToolStatus
 
 ROWS = """source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,cached_tokens,completion_tokens,llm_s,tool_s

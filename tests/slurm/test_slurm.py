@@ -17,7 +17,7 @@ from distributed import Client
 from distributed.security import Security
 
 import single_node
-from libra.cluster.contact import Contact, connect
+from libra.cluster.scheduler_address import Contact, connect
 from libra.errors import ClusterError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -61,7 +61,7 @@ def in_reduction(run: str, marker: str, during: bool, dask_worker: Any) -> None:
 
 def in_turn(run: str, marker: str, nth: int, dask_worker: Any) -> None:
     """An engine, after the nth forward pass from which a request goes on: tokens of a turn are made, and none is recorded."""
-    from libra.rollout.batch import SlotBatch
+    from libra.rollout.slot_batch import SlotBatch
 
     step, seen = _original(SlotBatch, "step"), []
 

@@ -66,7 +66,7 @@ def dask_setup(worker: Any) -> None:
     plan = Plan(text)
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
     from libra.graph import nodes
-    from libra.store.journal import Journal
+    from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint
     from libra.train.replica import Replica
     from libra.weights import WeightStore

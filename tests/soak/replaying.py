@@ -19,10 +19,10 @@ SAID = ("digest", "loss", "grad_norm", "action_tokens", "sequences")
 def replay(directory: Path, group: Any) -> list[dict[str, Any]]:
     """What each step of a run comes to."""
     from libra.config import load_config, resolve_model
-    from libra.graph.members import members_of
-    from libra.graph.replicas import make_replica
-    from libra.graph.spec import RunSpec
-    from libra.store.batches import read_batch_facts
+    from libra.store.batch_membership import read_batch_facts
+    from libra.worker.batch_members import members_of
+    from libra.worker.replica_factory import make_replica
+    from libra.worker.run_spec import RunSpec
 
     config = load_config(str(directory / "config.resolved.yaml"))
     model_dir = Path(resolve_model(config.model.path))
@@ -79,7 +79,7 @@ def main(rank: int, size: int, port: int) -> None:
     """Answer until the standard input ends."""
     import torch
 
-    from libra.train.group import TrainGroup
+    from libra.train.replica_group import TrainGroup
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

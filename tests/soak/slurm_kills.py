@@ -17,7 +17,7 @@ import yaml
 from distributed import Client
 
 import single_node
-from libra.cluster.contact import Contact
+from libra.cluster.scheduler_address import Contact
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra.errors import RecordExists, StoreError
-from libra.store.batches import batch_path, commit_batch, read_batch, read_batch_facts
+from libra.store.batch_membership import batch_path, commit_batch, read_batch, read_batch_facts
 from libra.types import TrajectoryId
 
 MEMBERS = [TrajectoryId(2, 1, 0), TrajectoryId(1, 7, 3), TrajectoryId(2, 0, 1)]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.errors import RecordExists, StoreError
-from libra.store import journal as journal_module
-from libra.store.journal import LOG_PREFIX, Journal, sweep_logs
+from libra.store import trajectory_journal as journal_module
+from libra.store.trajectory_journal import LOG_PREFIX, Journal, sweep_logs
 
 ID = "train-0-1-2"
 

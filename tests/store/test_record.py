@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from libra.errors import StoreError
-from libra.store.record import pack, unpack
+from libra.store.record_codec import pack, unpack
 from libra.types import Phase
 
 _PLAIN = (

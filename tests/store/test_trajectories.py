@@ -28,9 +28,9 @@ from hypothesis.stateful import (
 )
 
 from libra.errors import StoreError
-from libra.store import layout, trajectories
-from libra.store.layout import COLUMNS, LEVELS
+from libra.store import trajectories, zarr_layout
 from libra.store.trajectories import TrajectoryStore, upgrade
+from libra.store.zarr_layout import COLUMNS, LEVELS
 from libra.types import EndReason, FailureClass, TrajectoryId
 
 
@@ -130,7 +130,7 @@ def test_plain_zarr_reads_it_without_a_warning(store, make_trajectory):
             assert group["is_action"][tokens].tolist() == trajectory.is_action.tolist()
         assert group["turn/trajectory"][:].tolist() == [row for row in range(12) for _ in range(2)]
         names = {path for path, member in group.members(max_depth=None) if isinstance(member, zarr.Array)}
-    assert names == {layout.array_path(level, column.name) for level in LEVELS for column in COLUMNS[level]}
+    assert names == {zarr_layout.array_path(level, column.name) for level in LEVELS for column in COLUMNS[level]}
 
 
 def test_xarray_reads_each_level_as_a_dataset(store, make_trajectory):
@@ -374,7 +374,7 @@ class StoreAgainstList(RuleBasedStateMachine):
 
 def test_any_sequence_of_appends_failures_and_reopenings_reads_like_a_list(make_trajectory, assert_same, monkeypatch):
     for level, rows in {"token": 16, "turn": 5, "trajectory": 3}.items():  # appends end within chunks, and cross them
-        monkeypatch.setitem(layout.CHUNK_ROWS, level, rows)
+        monkeypatch.setitem(zarr_layout.CHUNK_ROWS, level, rows)
     StoreAgainstList.make, StoreAgainstList.same = staticmethod(make_trajectory), staticmethod(assert_same)
     run_state_machine_as_test(
         StoreAgainstList,

@@ -19,9 +19,9 @@ import torch
 
 from libra.errors import LibraError
 from libra.train import Replica, TrainSettings
-from libra.train.group import TrainGroup
-from libra.train.hybrid import HybridReplica
 from libra.train.hybrid_pool import HybridPool
+from libra.train.hybrid_replica import HybridReplica
+from libra.train.replica_group import TrainGroup
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 
 TOKEN = "of this test"

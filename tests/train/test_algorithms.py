@@ -21,7 +21,7 @@ from libra.train.losses import (
     reinforce_loss,
     sapo_loss,
 )
-from libra.train.report import Tally
+from libra.train.step_report import Tally
 
 VARIANTS = {
     **{name: (name, {}) for name in ALGORITHMS},

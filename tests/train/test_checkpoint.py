@@ -18,7 +18,7 @@ from libra.errors import CheckpointError, TrainError
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.checkpoint import complete, newest, read_facts, verify
-from libra.train.kept_checkpoints import KeptCheckpoints
+from libra.train.checkpoint_retention import KeptCheckpoints
 
 
 def test_a_checkpoint_continues_as_if_nothing_happened(replica, batch, tmp_path, model_dir):

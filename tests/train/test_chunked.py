@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from libra.errors import TrainError
-from libra.train.chunked import chunked_logp
+from libra.train.chunked_logprobs import chunked_logp
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])

@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from libra.errors import ConfigError
-from libra.graph.publishing import publish_checked
 from libra.tensors import compute_device
 from libra.testing.pretended_gpu import PretendedTensor, pretended_gpu
 from libra.train import Replica, TrainSettings
-from libra.train.loading import load_model
+from libra.train.model_loading import load_model
 from libra.weights import VersionCheck, WeightStore
+from libra.worker.weight_publishing import publish_checked
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dapo": {},

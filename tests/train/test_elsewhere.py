@@ -12,8 +12,8 @@ import torch
 
 from libra.errors import TrainError
 from libra.train import Replica, TrainSettings, sample_of
-from libra.train.elsewhere import BatchElsewhere, RowFacts, present
-from libra.train.slices import split
+from libra.train.lazy_batch import LazyBatch, RowFacts, present
+from libra.train.minibatch_slices import split
 from libra.types import FailureClass, Trajectory
 
 
@@ -37,11 +37,11 @@ class Elsewhere:
         self.asked += rows
         return [replace(self.rows[row], advantage=0.0) for row in rows]
 
-    def batch(self) -> BatchElsewhere:
+    def batch(self) -> LazyBatch:
         useful = [(n, t) for n, t in self.rows.items() if t.failure.trains and t.num_action_tokens]
         samples = [(name, sample_of(t, 0)) for name, t in useful]
         facts = [RowFacts(name, s.num_tokens, s.num_actions, s.advantage) for name, s in samples]
-        return BatchElsewhere(facts, len(self.rows), self)
+        return LazyBatch(facts, len(self.rows), self)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.train.checkpoint import FACTS_FILE, checkpoint_name, complete
-from libra.train.kept_checkpoints import BEST, KeptCheckpoints
+from libra.train.checkpoint_retention import BEST, KeptCheckpoints
 
 
 def make(directory: Path, step: int) -> Path:

@@ -9,7 +9,7 @@ import torch
 
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings, pack, sample_of
-from libra.train.report import Tally
+from libra.train.step_report import Tally
 
 LR = 1e-6
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from libra.train.memory import LARGE_MODEL_BYTES, StepMemory, resident_bytes
+from libra.train.process_memory import LARGE_MODEL_BYTES, StepMemory, resident_bytes
 
 LARGE = 64_000_000
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
@@ -39,7 +39,7 @@ def test_what_was_there_before_the_model_does_not_count():
 def test_small_models_and_gpus_leave_the_allocator_alone(monkeypatch):
     mapped = []
     monkeypatch.setattr(
-        importlib.import_module("libra.train.memory"), "map_large_tensors", lambda: mapped.append(1) or True
+        importlib.import_module("libra.train.process_memory"), "map_large_tensors", lambda: mapped.append(1) or True
     )
     StepMemory().model_loaded(LARGE_MODEL_BYTES - 1)
     StepMemory("cuda:0").model_loaded(LARGE_MODEL_BYTES)
@@ -64,7 +64,9 @@ def test_on_a_gpu_torch_counts_with_faked_cuda(monkeypatch):
 
 
 def test_where_the_system_does_not_say_nothing_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.import_module("libra.train.memory"), "_CLEAR", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(
+        importlib.import_module("libra.train.process_memory"), "_CLEAR", tmp_path / "none" / "clear_refs"
+    )
     memory = StepMemory()
     memory.start()
     assert memory.peak_bytes() == 0

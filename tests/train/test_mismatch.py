@@ -13,8 +13,8 @@ from libra.scoring import score_alone
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.mismatch import alarm_text, observe, raise_alarm, stretches
-from libra.train.packing import sample_of
-from libra.train.report import Tally
+from libra.train.sequence_packing import sample_of
+from libra.train.step_report import Tally
 
 LENGTHS = (5, 4, 3, 6)
 
@@ -86,7 +86,7 @@ def test_exact_logprobs_give_a_gap_of_exactly_zero_and_one_weight_gives_one_abov
     switch=st.integers(0, 20),
 )
 def test_stretches_are_what_one_version_generated_in_one_turn(turns, switch):
-    from libra.train.packing import Sample
+    from libra.train.sequence_packing import Sample
 
     at, starts, position = [], [], 3
     for generated, observed in turns:

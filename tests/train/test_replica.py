@@ -10,7 +10,7 @@ import torch
 from libra.errors import ConfigError, ModelError, TrainError
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings, pack, sample_of
-from libra.train.report import Tally
+from libra.train.step_report import Tally
 from libra.types import FailureClass
 
 

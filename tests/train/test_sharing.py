@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.train import Sample, TrainSettings, fill_rows, pack, sample_of
-from libra.train.report import Tally
-from libra.train.sharing import attention_mask, can_share, row_tokens, share_rows
+from libra.train.prompt_sharing import attention_mask, can_share, row_tokens, share_rows
+from libra.train.step_report import Tally
 
 
 @pytest.fixture

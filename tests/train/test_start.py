@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from libra.errors import CheckpointError
 from libra.train import Replica
-from libra.train.start import checked_start
+from libra.train.start_checks import checked_start
 
 
 @pytest.fixture

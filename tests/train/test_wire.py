@@ -12,7 +12,7 @@ import torch
 
 from libra.errors import TransferError
 from libra.train import Sample, sample_of
-from libra.train.slices import from_tensors, split, to_tensors
+from libra.train.minibatch_slices import from_tensors, split, to_tensors
 from libra.train.wire import CHUNK_BYTES, DTYPES, Wire, accept, connect
 
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.cluster.contact import Contact, connect
+from libra.cluster.scheduler_address import Contact, connect
 from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, check_roles, role_of
 from libra.cluster.slurm.queue import job_states
 from libra.config import RunConfig

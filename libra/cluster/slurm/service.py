@@ -30,7 +30,7 @@ from distributed.core import Status
 from distributed.security import Security
 from distributed.utils import get_ip
 
-from libra.cluster.contact import Contact, write_private
+from libra.cluster.scheduler_address import Contact, write_private
 from libra.cluster.settings import DASK_SETTINGS, settings_yaml
 from libra.cluster.slurm.jobs import CERTIFICATES, CONTACT_FILE, LOGS, SETTINGS_FILE, certificate_files, worker_specs
 from libra.cluster.slurm.queue import job_states, lost

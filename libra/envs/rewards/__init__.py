@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra.envs.rewards import boxed, dapo_math, gsm8k, shape, symbolic
+from libra.envs.rewards import boxed, completion_format, dapo_math, gsm8k, symbolic
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode, Prompt
 
@@ -28,9 +28,9 @@ REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "math": (boxed.score, ("completion", "answer")),
     "dapo_math": (dapo_math.score, ("completion", "answer")),
     "math_verify": (symbolic.score, ("completion", "answer")),
-    "tag_format": (shape.tag_format, ("completion",)),
-    "tag_count": (shape.tag_count, ("completion",)),
-    "overlong": (shape.overlong, ("episode",)),
+    "tag_format": (completion_format.tag_format, ("completion",)),
+    "tag_count": (completion_format.tag_count, ("completion",)),
+    "overlong": (completion_format.overlong, ("episode",)),
 }
 """Function and what it reads, by name; its keyword-only parameters, and "method", are the options."""
 

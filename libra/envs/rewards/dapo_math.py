@@ -48,7 +48,7 @@ _PATTERNS = (
 )
 
 
-class Verdict(NamedTuple):
+class MathVerdict(NamedTuple):
     """``score`` is 1.0 or -1.0; ``given`` the answer found, None where a box was asked for and there is none."""
 
     score: float
@@ -70,7 +70,7 @@ def normalised(answer: str) -> str:
     return (digits if digits.isdigit() else answer).strip()
 
 
-def verdict(text: str, answer: str, *, box_only: bool = False, box_within: int | None = None) -> Verdict:
+def verdict(text: str, answer: str, *, box_only: bool = False, box_within: int | None = None) -> MathVerdict:
     """Whether ``text`` ends with ``answer``.
 
     Parameters
@@ -97,8 +97,8 @@ def score(text: str, answer: str, *, box_only: bool = False) -> float:
     return verdict(text, answer, box_only=box_only).score
 
 
-def _verdict(correct: bool, given: str | None) -> Verdict:
-    return Verdict(1.0 if correct else -1.0, correct, given)
+def _verdict(correct: bool, given: str | None) -> MathVerdict:
+    return MathVerdict(1.0 if correct else -1.0, correct, given)
 
 
 def _box(text: str) -> str | None:

@@ -10,10 +10,10 @@
     step.step_s, step.fits, step.headroom_bytes
 """
 
-from libra.planner.cost.generation import Generation, generation
-from libra.planner.cost.memory import MemoryOptions, MicroBatchSize, fullest_moment, step_bytes
-from libra.planner.cost.rollout import MAX_SEQUENCES, ManySeconds, RolloutCost, rollout_cost, rollout_costs
-from libra.planner.cost.training import Layout, TrainingCost, training_cost, training_table
+from libra.planner.cost.generation_rate import Generation, generation
+from libra.planner.cost.rollout_cost import MAX_SEQUENCES, ManySeconds, RolloutCost, rollout_cost, rollout_costs
+from libra.planner.cost.training_cost import Layout, TrainingCost, training_cost, training_table
+from libra.planner.cost.training_memory import MemoryOptions, MicroBatchSize, fullest_moment, step_bytes
 from libra.planner.cost.workload import Workload
 
 __all__ = [

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from libra.policy.posterior.columns import SIGNALS
-from libra.policy.posterior.competitors import FORECASTERS, GlobalMean, LengthPredictor, Oracle, TurnIndex
-from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.competitors import FORECASTERS, GlobalMean, LengthPredictor, OraclePosterior, TurnIndex
+from libra.policy.posterior.config import PosteriorConfig
 from libra.policy.posterior.forecaster import Posterior
 from libra.policy.posterior.paper_tree import PaperTree
 
 __all__ = [
     "FORECASTERS",
     "SIGNALS",
-    "Dials",
     "GlobalMean",
     "LengthPredictor",
-    "Oracle",
+    "OraclePosterior",
     "PaperTree",
     "Posterior",
+    "PosteriorConfig",
     "TurnIndex",
 ]

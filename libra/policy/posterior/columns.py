@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from libra.policy.posterior.rows import MAX_ROWS, START, Floats, Table
+from libra.policy.posterior.compact_rows import MAX_ROWS, START, Floats, Table
 from libra.types import ToolStatus
 
 SIGNALS = ("last", "tree", "siblings", "family", "tools")

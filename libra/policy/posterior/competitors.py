@@ -1,6 +1,6 @@
 """Other answers to the same question, behind the same seam: what every table compares the posterior with.
 
-`GlobalMean`, `TurnIndex` and `PaperTree` learn; `LengthPredictor` and `Oracle` are given the truth and exist for simulations and
+`GlobalMean`, `TurnIndex` and `PaperTree` learn; `LengthPredictor` and `OraclePosterior` know the truth, for simulations and
 benchmarks only. Progress alone and each signal alone are a `Posterior` with other dials; see `FORECASTERS`.
 """
 
@@ -16,10 +16,10 @@ from libra.errors import ConfigError
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.posterior.columns import SIGNALS
-from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.config import PosteriorConfig
 from libra.policy.posterior.forecaster import Posterior
 from libra.policy.posterior.paper_tree import PaperTree
-from libra.policy.posterior.tracks import Track, Tracker
+from libra.policy.posterior.progress_table import Track, Tracker
 
 LAST_TURN = 100
 """Turns from here on share a mean."""
@@ -147,7 +147,7 @@ class LengthPredictor:
         self._done = {str(key): int(tokens) for key, tokens in snapshot["done"].items()}
 
 
-class Oracle(LengthPredictor):
+class OraclePosterior(LengthPredictor):
     """The truth.
 
     Parameters
@@ -161,7 +161,7 @@ class Oracle(LengthPredictor):
 
 
 def _with(*signals: str) -> Callable[[], Forecaster]:
-    return lambda: Posterior(Dials(signals=signals))
+    return lambda: Posterior(PosteriorConfig(signals=signals))
 
 
 FORECASTERS: dict[str, Callable[[], Forecaster]] = {

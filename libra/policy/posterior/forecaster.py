@@ -37,15 +37,24 @@ from libra.policy.messages import (
     TrajectoryParked,
     VersionPublished,
 )
-from libra.policy.posterior import cohorts, packing
+from libra.policy.posterior import cohorts, packed_columns
 from libra.policy.posterior.cohorts import Cohorts, lognormal_remaining
 from libra.policy.posterior.columns import ADDS, DECAY, NUM_FEW, TOKEN_SCALE, TOOLS, WIDTH, Pool, progress, state_of
-from libra.policy.posterior.dials import Dials
+from libra.policy.posterior.compact_rows import (
+    MAX_ROWS,
+    START,
+    STRIDE,
+    Live,
+    Rows,
+    log_tokens,
+    stored_log,
+    stored_shift,
+)
+from libra.policy.posterior.config import PosteriorConfig
 from libra.policy.posterior.history import History
-from libra.policy.posterior.learner import Learner, Running
-from libra.policy.posterior.residuals import BACK_OFF, SILENT, child
+from libra.policy.posterior.learner import Learner, RunningMean
+from libra.policy.posterior.path_residuals import BACK_OFF, SILENT, child
 from libra.policy.posterior.ridge import EXPERTS
-from libra.policy.posterior.rows import MAX_ROWS, START, STRIDE, Live, Rows, log_tokens, stored_log, stored_shift
 from libra.types import ToolStatus
 
 SCHEMA = 3
@@ -69,11 +78,11 @@ class Posterior:
 
     Parameters
     ----------
-    dials : Dials, optional
+    dials : PosteriorConfig, optional
     """
 
-    def __init__(self, dials: Dials | None = None) -> None:
-        self.dials = dials = dials or Dials()
+    def __init__(self, dials: PosteriorConfig | None = None) -> None:
+        self.dials = dials = dials or PosteriorConfig()
         self._live: dict[str, Live] = {}
         self._tools: dict[str, int] = {}
         self._pool = Pool()
@@ -295,13 +304,13 @@ class Posterior:
         """Everything it knows, as values that JSON can hold; what is live in packed columns."""
         return {
             "schema": SCHEMA,
-            "live": packing.dump_live(self._live, self._pool),
+            "live": packed_columns.dump_live(self._live, self._pool),
             "tools": list(self._tools),
             "groups": cohorts.dump(self._groups),
             "families": cohorts.dump(self._families),
             "history": self._history.snapshot(),
             "named": dict(self._named),
-            "waiting": packing.dump_rows([rows for rows, _, _ in self._waiting]),
+            "waiting": packed_columns.dump_rows([rows for rows, _, _ in self._waiting]),
             "totals": [[total, group] for _, total, group in self._waiting],
             "all": list(self._all),
             "spread": list(self._spread),
@@ -317,14 +326,14 @@ class Posterior:
             )
         self._twin = None
         self._pool = Pool()
-        self._live = packing.load_live(snapshot["live"], self._pool)
+        self._live = packed_columns.load_live(snapshot["live"], self._pool)
         self._tools = {str(tool): number for number, tool in enumerate(snapshot["tools"])}
         cohorts.load(self._groups, snapshot["groups"])
         cohorts.load(self._families, snapshot["families"])
         self._history.restore(snapshot["history"])
         self._named = {str(group): str(prompt) for group, prompt in snapshot["named"].items()}
         self._waiting.clear()
-        for rows, (total, group) in zip(packing.load_rows(snapshot["waiting"]), snapshot["totals"], strict=True):
+        for rows, (total, group) in zip(packed_columns.load_rows(snapshot["waiting"]), snapshot["totals"], strict=True):
             self._waiting.append((rows, int(total), str(group)))
         self._all = [float(value) for value in snapshot["all"]]
         self._spread = (float(snapshot["spread"][0]), float(snapshot["spread"][1]))
@@ -385,12 +394,12 @@ class Posterior:
         within = (deviations + 5.0 * 0.5 * variance) / (count + 5.0)
         return within, max(variance - within, 0.1 * within)
 
-    def _running(self) -> tuple[list[Running], float]:
+    def _running(self) -> tuple[list[RunningMean], float]:
         """Running trajectories that said something, at most ``sample`` of them, and how many each stands for."""
         running = [live for live in self._live.values() if live.returns]
         chosen = min(self.dials.sample, len(running))
         taken = [running[i * len(running) // chosen] for i in range(chosen)]
-        return [Running(one.rows, one.tokens, one.order, one.mean) for one in taken], len(running) / max(1, chosen)
+        return [RunningMean(one.rows, one.tokens, one.order, one.mean) for one in taken], len(running) / max(1, chosen)
 
     @property
     def skill(self) -> float:

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.policy.posterior import residuals, ridge, stack
+from libra.policy.posterior import mixtures, path_residuals, ridge
 from libra.policy.posterior.columns import OFFSETS, TOKEN_SCALE, WIDTH, matrix
-from libra.policy.posterior.dials import Dials
-from libra.policy.posterior.residuals import States, Tree
+from libra.policy.posterior.compact_rows import Floats, Rows, Table
+from libra.policy.posterior.config import PosteriorConfig
+from libra.policy.posterior.mixtures import Guard, Mixture
+from libra.policy.posterior.path_residuals import States, Tree
 from libra.policy.posterior.ridge import EXPERTS, Sums, solve, targets
-from libra.policy.posterior.rows import Floats, Rows, Table
-from libra.policy.posterior.stack import Guard, Mixture
 
 _LARGEST_UNIT = 1e6
 _LAST, _TREE = OFFSETS["last"], OFFSETS["tree"]
 
 
-class Running(NamedTuple):
+class RunningMean(NamedTuple):
     """A trajectory that is not over, and what is now expected of it (tokens)."""
 
     rows: Rows
@@ -49,7 +49,7 @@ class Learner:
         Of the order and of the mean.
     """
 
-    def __init__(self, dials: Dials) -> None:
+    def __init__(self, dials: PosteriorConfig) -> None:
         self.dials = dials
         self.states, self.tree, self.unit = States(), Tree(), 1.0
         self.sums = Sums()
@@ -73,7 +73,7 @@ class Learner:
             guard.scale(keep)
         self.unit /= keep
 
-    def learn(self, finished: Sequence[tuple[Rows, int, str]], running: Sequence[Running], weight: float) -> None:
+    def learn(self, finished: Sequence[tuple[Rows, int, str]], running: Sequence[RunningMean], weight: float) -> None:
         """Take in finished trajectories (rows, total tokens, group), look at running ones (each stands for ``weight``), solve."""
         table = Table([rows for rows, _, _ in finished])
         x = matrix(table)
@@ -131,7 +131,7 @@ class Learner:
         self.sums.scale(forget)
         self.sums.add(x, y, 1.0)
 
-    def _look_at(self, sums: Sums, running: Sequence[Running], weight: float) -> None:
+    def _look_at(self, sums: Sums, running: Sequence[RunningMean], weight: float) -> None:
         """Add running trajectories with the total that is now expected of each."""
         table = Table([one.rows for one in running])
         x, y = matrix(table), np.empty((len(table.state), 2))
@@ -157,26 +157,26 @@ class Learner:
     def snapshot(self) -> dict[str, Any]:
         """Everything it knows, as values that JSON can hold."""
         return {
-            "states": residuals.dump(self.states.sums),
-            "tree": residuals.dump(self.tree.sums),
+            "states": path_residuals.dump(self.states.sums),
+            "tree": path_residuals.dump(self.tree.sums),
             "unit": self.unit,
             "gaps": list(self._gaps),
             "sums": ridge.dump(self.sums),
-            "mixtures": [stack.dump_mixture(mixture) for mixture in self.mixtures],
-            "guards": [stack.dump_guard(guard) for guard in self.guards],
+            "mixtures": [mixtures.dump_mixture(mixture) for mixture in self.mixtures],
+            "guards": [mixtures.dump_guard(guard) for guard in self.guards],
             "weights": self.weights.tolist(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Know what ``snapshot`` says and nothing else."""
-        self.states.sums = residuals.load(snapshot["states"])
-        self.tree.sums = residuals.load(snapshot["tree"])
+        self.states.sums = path_residuals.load(snapshot["states"])
+        self.tree.sums = path_residuals.load(snapshot["tree"])
         self.unit = float(snapshot["unit"])
         self._gaps = [float(value) for value in snapshot["gaps"]]
         self.sums = ridge.load(snapshot["sums"])
         for mixture, dumped in zip(self.mixtures, snapshot["mixtures"], strict=True):
-            stack.load_mixture(mixture, dumped)
+            mixtures.load_mixture(mixture, dumped)
         for guard, dumped in zip(self.guards, snapshot["guards"], strict=True):
-            stack.load_guard(guard, dumped)
+            mixtures.load_guard(guard, dumped)
         self.weights = np.array(snapshot["weights"], dtype=np.float64).reshape(WIDTH, 2 * len(EXPERTS))
         self._mix()

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from libra.policy.forecast import Forecast
-from libra.policy.posterior.tracks import Track, Tracker
+from libra.policy.posterior.progress_table import Track, Tracker
 from libra.policy.prefix_tree import Node, dump, load, state_name
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.policy.posterior.columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCALE, WIDTH
-from libra.policy.posterior.rows import Floats
+from libra.policy.posterior.compact_rows import Floats
 
 EXPERTS = ("progress", *SIGNALS, "joint")
 """Progress alone, progress and one signal, everything."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from libra.train.choice_check import check_option
 from libra.train.losses.ratio import LOG_RATIO_BOUND
-from libra.train.options import check_option
 from libra.train.sequences import Sequences, sequence_mean
 
 METRICS = ("ratio", "k1", "k2", "k3", "k3-reverse")

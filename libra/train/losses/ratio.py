@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from libra.train.options import check_option
+from libra.train.choice_check import check_option
 from libra.train.sequences import Sequences, sequence_mean
 
 LOG_RATIO_BOUND = 20.0

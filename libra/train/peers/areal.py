@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from libra.train.aggregation import Aggregation
+from libra.train.choice_check import check_option
 from libra.train.corrections import binary_kl_mask, importance_weights, rejection_mask
 from libra.train.losses import clipped_surrogate, gated_surrogate, sequence_ratio, token_ratio
-from libra.train.options import check_option
 from libra.train.sequences import Padded, sequence_mean
 
 _METRICS = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3-reverse"}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.train.aggregation import Aggregation
+from libra.train.choice_check import check_option
 from libra.train.corrections import importance_weights, off_policy_sequence_mask
 from libra.train.kl import kl_estimate
 from libra.train.losses import (
@@ -20,7 +21,6 @@ from libra.train.losses import (
     vespo_loss,
     weighted_logp_loss,
 )
-from libra.train.options import check_option
 from libra.train.sequences import Padded
 
 _AGGREGATIONS = {

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs.rewards import boxed
-from libra.envs.rewards.shape import overlong, tag_count, tag_format
+from libra.envs.rewards.completion_format import overlong, tag_count, tag_format
 from libra.errors import ConfigError
 
 GOOD = "<think>a\nb</think>\n<answer>7</answer>"

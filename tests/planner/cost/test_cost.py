@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.hardware import engine_seconds, load_gpu, load_shape
-from libra.planner.cost import Layout, Workload, generation, rollout_cost, rollout_costs, training_cost, training_table
+from libra.planner.cost import (
+    Layout,
+    Workload,
+    generation,
+    rollout_cost,
+    rollout_costs,
+    training_cost,
+    training_table,
+)
 from libra.planner.selector import select_tp
 
 GPU, SHAPE = load_gpu("A800-80G"), load_shape("Qwen3-14B")

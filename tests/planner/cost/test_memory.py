@@ -12,8 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from libra.hardware.shapes import shape_from_config
 from libra.planner.cost import Layout, MemoryOptions, MicroBatchSize, fullest_moment, step_bytes
-from libra.planner.cost.memory import kept_per_token
-from libra.planner.cost.training import micro_batch_sizes
+from libra.planner.cost.training_cost import micro_batch_sizes
+from libra.planner.cost.training_memory import kept_per_token
 from libra.train.logprobs import Scorer
 
 SIZES = {

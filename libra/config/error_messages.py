@@ -1,0 +1,139 @@
+"""Turning what pydantic reports into messages for the person who typed the configuration."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from libra.config.field_help import FieldReference, field_references, one_line_yaml, sections
+
+Origins = Mapping[tuple[str, ...], str]
+"""Where each key was set: ``file:line`` or ``override 'a.b=c'``, by path."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "learning_rate": "trainer.lr",
+    "batch_size": "trainer.prompts",
+    "num_prompts": "trainer.prompts",
+    "num_generations": "trainer.group_size",
+    "group": "trainer.group_size",
+    "num_steps": "run.iterations",
+    "max_steps": "run.iterations",
+    "steps": "run.iterations",
+    "staleness": "run.eta",
+    "max_staleness": "run.eta",
+    "output_dir": "run.dir",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "env": "environment.name",
+    "max_tokens": "rollout.max_new_tokens",
+    "beta": "trainer.kl_coef",
+    "weight_decay_rate": "trainer.weight_decay",
+}
+"""What other frameworks call some of our settings."""
+
+_GONE: Mapping[str, str] = {
+    "planner.training": "trainer.layout=ddp or trainer.layout=fsdp2",
+    "planner.gradient_checkpointing": "trainer.gradient_checkpointing=true or false",
+    "planner.offload_optimizer": "trainer.offload=true or false",
+    "planner.logits_chunk_tokens": "trainer.logit_chunk_tokens=1024",
+}
+"""Settings that were copies of another section's, and what to type instead."""
+
+
+def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
+    """One entry of pydantic's ``ValidationError.errors()`` as: what, where, what was got, what is allowed, what to type."""
+    path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
+    if error["type"] == "extra_forbidden":
+        return unknown_key_message(path, origin_of(path, origins))
+    name, where, got = ".".join(path), origin_of(path, origins), _shown(error["input"])
+    if len(path) == 1:
+        keys = ", ".join(sections()[path[0]].model_fields)
+        return f"{name}{where}: got {got}; a section is a mapping of keys: {keys}"
+    field = field_references()[".".join(path[:2])]
+    if error["type"] == "value_error":
+        return f"{name}{where}: {_without_name(str(error['ctx']['error']), name)}"
+    return f"{name}{where}: got {got}; allowed is {field.allowed}; {_advice(field, error['input'])}"
+
+
+def unknown_key_message(path: Sequence[str], where: str) -> str:
+    """Message for a key that does not exist, with the nearest one that does."""
+    name = ".".join(path)
+    if name in _GONE:
+        return f"{name}{where} is gone: the planner plans the trainer as it is set; type {_GONE[name]} instead"
+    nearest = nearest_key(path)
+    suggestion = f"; did you mean {nearest}?" if nearest else ""
+    if len(path) == 2 and path[0] in sections():
+        allowed = f"{path[0]} has the keys {', '.join(sections()[path[0]].model_fields)}"
+    elif len(path) > 2 and (field := field_references().get(".".join(path[:2]))):
+        if "a mapping" in field.allowed:
+            return f"unknown key {name}{where}; {field.name} is {field.allowed}"
+        allowed = f"{field.name} is {field.allowed} and has no keys"
+    else:
+        allowed = f"the sections are {', '.join(sections())}"
+    return f"unknown key {name}{where}{suggestion}; {allowed}"
+
+
+def nearest_key(path: Sequence[str]) -> str | None:
+    """The existing section or dotted name most like an unknown one, or None where nothing is near."""
+    names, last = list(field_references()), path[-1].lower().replace("-", "_")
+    if len(path) == 1:
+        close = difflib.get_close_matches(last, sections(), n=1)
+        if close:
+            return close[0]
+    elif path[0] in sections():
+        keys = sections()[path[0]].model_fields
+        close = [last] if last in keys else difflib.get_close_matches(last, keys, n=1)
+        if close:
+            return f"{path[0]}.{close[0]}"
+    same = [name for name in names if name.split(".")[1] == last]
+    if len(same) == 1:
+        return same[0]
+    if last in _ELSEWHERE:
+        return _ELSEWHERE[last]
+    close = difflib.get_close_matches(".".join(path).lower(), names, n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def origin_of(path: Sequence[str], origins: Origins) -> str:
+    """`` (file:line)`` of a key, of the nearest parent that was set or of the first key in it; empty if set in Python."""
+    for length in range(len(path), 0, -1):
+        if tuple(path[:length]) in origins:
+            return f" ({origins[tuple(path[:length])]})"
+    inside = [origin for key, origin in origins.items() if key[: len(path)] == tuple(path)]
+    return f" ({inside[0]})" if inside else ""
+
+
+def _advice(field: FieldReference, got: object) -> str:
+    """What to type: the very number where it was given as text or as 1000.0, else the default."""
+    if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
+        try:
+            number = float(got)
+        except ValueError:
+            number = math.nan
+        if number.is_integer() or (math.isfinite(number) and field.allowed.startswith("a number")):
+            typed = int(number) if number.is_integer() else number
+            if typed != got or isinstance(got, str):
+                return f"type {field.name}={one_line_yaml(typed)}, without quotes"
+            if isinstance(got, float) and field.allowed.startswith("a whole number"):
+                return f"type {field.name}={typed}"
+    return f"type e.g. {field.name}={field.default}"
+
+
+def _shown(value: object) -> str:
+    text = one_line_yaml(value) if isinstance(value, dict | list | tuple) else repr(value)
+    kind = {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "a truth value",
+        list: "a list",
+        dict: "a mapping",
+    }
+    text = "null" if value is None else text if len(text) <= 80 else text[:77] + "..."
+    return f"{text} ({kind[type(value)]})" if type(value) in kind else text
+
+
+def _without_name(message: str, name: str) -> str:
+    return message.removeprefix(f"{name}: ")

@@ -1,0 +1,221 @@
+"""What a run starts: its configuration's layout, or the one that is planned for it before any worker starts (`planner.layout`).
+
+1. A plan rests on seconds that were measured here, or on a datasheet that somebody named or the machine's own GPUs have: it is
+   never made from another machine's figures in silence, and it says what it rests on.
+2. What cannot be started here is refused before anything is, with what is missing and what to type.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from libra.cluster.hardware_inventory import CPU, Machine, cluster_gpu, this_machine
+from libra.config import RunConfig
+from libra.config.planner import PlannedLayout
+from libra.errors import ConfigError, ModelError, PlanError
+from libra.hardware import load_gpu
+from libra.planner.cost import Workload
+from libra.planner.from_calibration import rests_on as calibrated_rests_on
+from libra.planner.from_config import planned_gpu, shape_of, snapshot_of
+from libra.planner.plan_settings import check_planned, layout_of, planned, with_plan
+from libra.planner.trace_workload import COLUMNS, workload_of_turns
+from libra.traces.agent_turns import read_agent_turns
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+
+def read_trace(path: Path, tool_s: float) -> Workload:
+    """The trajectories of a CSV of turns; ConfigError where it cannot be read, PlanError where it does not say enough."""
+    return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace (--trace FILE)"), tool_s)
+
+
+MOST_RANKS_PER_CORE = 4
+"""Workers that a machine without GPUs is given for each core at most: more would not come up in time."""
+
+
+def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here: bool = True) -> RunConfig:
+    """``config`` as a run starts it on this machine: with `planner.layout` auto it is planned first.
+
+    Parameters
+    ----------
+    config : RunConfig
+    machine : Machine, optional
+        None: this one is looked at, where that matters.
+    started_here : bool
+        Whether the run starts its workers. False: it is given a cluster.
+
+    Raises
+    ------
+    ConfigError, PlanError
+        The plan, or what is configured, cannot be started here; the message says what is missing and what to type.
+    """
+    section, started_here = config.planner, started_here and config.cluster.scheduler is None
+    if started_here and config.cluster.device == "cuda":
+        machine = machine or this_machine()
+        if machine.num_gpus == 0:
+            raise ConfigError(
+                "cluster.device: cuda, and this machine has no GPU that torch sees (driver, CUDA_VISIBLE_DEVICES, or a torch for "
+                "CPUs); type cluster.device=auto"
+            )
+    if section.layout == "configured":
+        if started_here and (section.planned is not None or config.cluster.engines):
+            _check_here(config, machine or this_machine())
+        return config
+    if not started_here:
+        raise ConfigError(
+            "planner.layout: auto starts the workers that it plans, and this run is given a cluster that has its own; type "
+            "planner.layout=configured"
+        )
+    machine = machine or this_machine()
+    config, rests_on = _on(config, machine)
+    made = with_plan(config, plan_layout(config, machine.gpu, rests_on))
+    _check_here(made, machine)
+    return made
+
+
+def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: Workload | None = None) -> PlannedLayout:
+    """The plan for ``config``, as a run starts it, for hardware named ``gpu``; ``turns`` None: of `planner.trace`, or drawn."""
+    if turns is None and config.planner.trace is not None:
+        turns = read_trace(config.planner.trace, config.planner.tool_s)
+    snapshot, _ = snapshot_of(config, turns, what_if=False)
+    floor = max(config.rollout.max_context_tokens, config.trainer.max_row_tokens)
+    plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)
+    return layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
+
+
+def check_workers(config: RunConfig, client: Client) -> None:
+    """PlanError where a plan is for other hardware than the workers of a cluster that somebody else started have."""
+    layout = config.planner.planned
+    if layout is not None:  # how many of each kind are there, check_cluster says
+        check_planned(layout, shape_of(config), cluster_gpu(client), layout.num_gpus)
+
+
+def _check_here(config: RunConfig, machine: Machine) -> None:
+    """Whether this machine, and the model, can have the engines that a configuration lists."""
+    layout, groups = config.planner.planned, config.cluster.engines
+    if layout is not None:
+        check_planned(layout, shape_of(config), machine.gpu, machine.num_gpus)
+    for group in groups:
+        if group.tp > 1:
+            try:
+                shape = shape_of(config)
+            except ModelError:  # a model whose sizes the planner does not know: the engine will say
+                break
+            try:
+                shape.check_tp(group.tp)
+            except ConfigError as error:
+                raise ConfigError(f"cluster.engines: {error}; type another tp") from error
+    gpus = sum(group.tp * group.count for group in groups)
+    if config.rollout.engine == "vllm" and 0 < machine.num_gpus < gpus:
+        raise ConfigError(
+            f"cluster.engines: its engines take {gpus} GPUs, and this machine has {machine.num_gpus} x {machine.gpu}; list fewer, "
+            "or start them elsewhere (--scheduler)"
+        )
+
+
+def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
+    """``config`` with the hardware to plan for, and what its seconds rest on, in words."""
+    section = config.planner
+    number = section.num_gpus or machine.ranks(config.cluster.threads)
+    what = ("GPU" if machine.num_gpus else "rank") + ("s" if number != 1 else "")
+    what += "" if machine.num_gpus else " (a rank is a worker on CPU cores)"
+    if machine.num_gpus and number > machine.num_gpus:
+        raise PlanError(
+            f"planner.num_gpus: a layout for {number} GPUs, and this machine has {machine.num_gpus} x {machine.gpu}; type "
+            f"planner.num_gpus={machine.num_gpus}, or start it on a cluster: libra plan CONFIG --write FILE, libra cluster slurm "
+            "FILE up"
+        )
+    if number < 2:
+        more = "planner.layout=configured, which shares it" if machine.num_gpus else "planner.num_gpus=2"
+        raise PlanError(
+            f"planner.num_gpus: {number} {what} cannot be shared out between training and rollout, which take at least one each; "
+            f"type {more}"
+        )
+    if machine.gpu == CPU and number > MOST_RANKS_PER_CORE * machine.cores:
+        raise PlanError(
+            f"planner.num_gpus: {number} ranks, and this machine has {machine.cores} cores; type planner.num_gpus="
+            f"{MOST_RANKS_PER_CORE * machine.cores} or less, or start it on a cluster: libra plan CONFIG --write FILE, libra "
+            "cluster slurm FILE up"
+        )
+    gpu, rests_on = _seconds(config, machine)
+    threads = config.cluster.threads or machine.cores
+    if machine.gpu == CPU and number * threads > machine.cores:
+        rests_on += f"; {number} ranks of {threads} threads share {machine.cores} cores, which no figure allows for"
+    values: dict[str, Any] = {"num_gpus": number, "gpu": gpu}
+    return config.model_copy(update={"planner": section.model_copy(update=values)}), rests_on
+
+
+def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
+    """The datasheet to plan with (None: a calibration says it all), and what the seconds rest on."""
+    section = config.planner
+    calibration = section.calibration
+    if calibration is not None:
+        gpu = section.gpu or (machine.gpu if _known(machine.gpu) else None)
+        return gpu, calibrated_rests_on(calibration, planned_gpu(gpu).name)
+    if machine.gpu == CPU:
+        if section.gpu is None:
+            raise PlanError(
+                "planner.layout: auto has to know how fast this machine is, which has no GPU and was not measured; type "
+                "libra calibrate RUN --save FILE and planner.calibration=FILE, or planner.gpu=NAME to share it out in the "
+                "proportions of that GPU"
+            )
+        name = planned_gpu(section.gpu).name
+        return section.gpu, f"datasheet and tables of {name}, not this machine: proportions may hold, seconds do not"
+    wanted = None if section.gpu is None else planned_gpu(section.gpu).name
+    if wanted is None:
+        try:
+            return load_gpu(machine.gpu).name, f"datasheet and tables of {machine.gpu}, which this machine has"
+        except ConfigError as error:
+            raise PlanError(
+                f"planner.gpu: Libra has no datasheet of this machine's GPU, {machine.gpu!r} ({error}); type planner.gpu=FILE with "
+                "one (docs/hardware.md)"
+            ) from error
+    if wanted != machine.gpu and _known(machine.gpu):
+        raise PlanError(
+            f"planner.gpu: {wanted}, and this machine has {machine.num_gpus} x {machine.gpu}; type planner.gpu={machine.gpu}, or "
+            "leave it out"
+        )
+    return section.gpu, f"datasheet and tables of {wanted}, as planner.gpu says of this machine's {machine.gpu}"
+
+
+def _known(gpu: str) -> bool:
+    try:
+        load_gpu(gpu)
+    except ConfigError:
+        return False
+    return True
+
+
+def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> PlannedLayout:
+    """The plan for ``config`` on the hardware that section ``planner`` names, wherever that is."""
+    calibration = config.planner.calibration
+    named = config.planner.gpu
+    sheet = planned_gpu(named).name
+    name = this_machine().gpu if calibration is not None and named is None else sheet
+    rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
+    return plan_layout(without_layout(config), name, rests_on, turns)
+
+
+def without_layout(config: RunConfig) -> RunConfig:
+    """``config`` before anything was planned into it."""
+    planner = config.planner.model_copy(update={"layout": "configured", "planned": None})
+    return config.model_copy(update={"planner": planner})
+
+
+def layout_event(layout: PlannedLayout) -> dict[str, Any]:
+    """Fields of `libra.events.LayoutPlanned`."""
+    return {
+        "model": layout.model,
+        "gpu": layout.gpu,
+        "num_gpus": layout.num_gpus,
+        "train_gpus": layout.train_gpus,
+        "engines": [(engines.tp, engines.count, engines.concurrency) for engines in layout.engines],
+        "boundaries": list(layout.boundaries),
+        "micro_batch_tokens": layout.micro_batch_tokens,
+        "step_s": layout.step_s,
+        "rests_on": layout.rests_on,
+        "reason": layout.why,
+        "lost": list(layout.lost),
+    }

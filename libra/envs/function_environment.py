@@ -1,0 +1,167 @@
+"""An environment from plain Python: a list of prompts, a reward function, and functions as tools."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from libra.envs.environment import Environment
+from libra.envs.rewards.signatures import OWN, Given, read_rewards
+from libra.envs.tool import Tool, tool
+from libra.errors import ConfigError
+from libra.types import Episode, Prompt
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT_EVERY = 10
+"""Without ``eval_prompts``, rows 9, 19, 29, ... are held out for evaluation and never trained on."""
+
+
+class FunctionEnvironment(Environment):
+    """The environment behind ``libra.train(prompts=..., reward=..., tools=[...])``.
+
+    Training prompts are cycled, in an order shuffled anew for each pass by the seed. Evaluation prompts are
+    ``eval_prompts`` in their order, else every tenth of ``prompts``; with fewer than ten of those there are none, and
+    asking for one raises.
+
+    Parameters
+    ----------
+    prompts, eval_prompts : sequence
+        Each a str (one user message), a list of messages, or a mapping with "prompt" (either of those) and further
+        columns, which become the prompt's facts and must be JSON-able.
+    reward : callable, the name of one, or a list of those
+        A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
+        takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
+        and any column that every row has. Returns one finite number; may be ``async``. Functions of the form that TRL or
+        verifiers call are told apart by their parameters (`libra.envs.rewards.signatures`), and may have weights.
+    tools : sequence of functions or `Tool`
+    system : str, optional
+        System message put before prompts that have none.
+
+    Raises
+    ------
+    ConfigError
+        At construction, for a prompt of another shape, a parameter of ``reward`` that no row has, or a tool without
+        docstring or type hints.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Iterable[Any],
+        reward: Given,
+        tools: Sequence[Callable[..., Any] | Tool] = (),
+        system: str | None = None,
+        eval_prompts: Iterable[Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        prompts = prompts if isinstance(prompts, str | Mapping) else list(prompts)
+        rows = _rows(prompts, "prompts", system)
+        if not rows:
+            raise ConfigError("prompts: got none; give at least one str, list of messages, or mapping with 'prompt'")
+        self.seed = seed
+        self.tools = tuple(given if isinstance(given, Tool) else tool(given) for given in tools)
+        _check_names(self.tools)
+        if eval_prompts is not None:
+            self._train, self._eval = rows, _rows(eval_prompts, "eval_prompts", system)
+        else:
+            self._train = [row for i, row in enumerate(rows) if not _held_out(i)]
+            self._eval = [row for i, row in enumerate(rows) if _held_out(i)]
+        self._num_prompts = len(rows)
+        columns = set.intersection(*(set(facts) for _, facts in self._train + self._eval))
+        plain = all(isinstance(row.get("prompt") if isinstance(row, Mapping) else row, str) for row in prompts)
+        self._reward = read_rewards(reward, columns, plain=plain)
+        repeated = sum(row in self._train for row in self._eval)
+        if repeated:
+            logger.warning("%d of %d evaluation prompts are also training prompts", repeated, len(self._eval))
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        if split == "train":
+            row_index = self._row_index(index)
+            messages, facts = self._train[row_index]
+        elif split == "eval":
+            if not self._eval:
+                raise ConfigError(
+                    f"no evaluation prompts: got {self._num_prompts} prompts, and one in {HELD_OUT_EVERY} is held out; "
+                    f"give eval_prompts=[...], or {HELD_OUT_EVERY} prompts or more, or type evaluation.prompts=0"
+                )
+            row_index = index % len(self._eval)
+            messages, facts = self._eval[row_index]
+        else:
+            raise ConfigError(f"split {split!r}: the splits are 'train' and 'eval'")
+        return Prompt(f"{split}-{row_index}", messages, facts)
+
+    def prompt_id(self, split: str, index: int) -> str:
+        return f"train-{self._row_index(index)}" if split == "train" else ""
+
+    def _row_index(self, index: int) -> int:
+        turn, position = divmod(index, len(self._train))
+        return _order(self.seed, turn, len(self._train))[position]
+
+    def grade(self, episode: Episode) -> float:
+        return self._reward(episode)
+
+
+def _held_out(index: int) -> bool:
+    return index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, turn: int, num_rows: int) -> tuple[int, ...]:
+    """The order of rows in pass ``turn`` over them."""
+    order = list(range(num_rows))
+    random.Random(f"functional/{seed}/{turn}").shuffle(order)
+    return tuple(order)
+
+
+Row = tuple[tuple[Mapping[str, str], ...], Mapping[str, Any]]
+
+
+def _rows(prompts: Iterable[Any], where: str, system: str | None) -> list[Row]:
+    if isinstance(prompts, str | Mapping):
+        raise ConfigError(f"{where}: got one {type(prompts).__name__}; give a list of prompts, e.g. {where}=[...]")
+    return [_row(given, f"{where}[{index}]", system) for index, given in enumerate(prompts)]
+
+
+def _row(given: Any, where: str, system: str | None) -> Row:
+    facts: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        if "prompt" not in given:
+            raise ConfigError(
+                f"{where}: no 'prompt' among its columns {sorted(given)}; name the column of questions 'prompt'"
+            )
+        facts = {key: value for key, value in given.items() if key != "prompt"}
+        taken = [name for name in OWN if name in facts]
+        if taken:
+            raise ConfigError(
+                f"{where}: the column {taken[0]!r} has a name that rewards are given; call it something else"
+            )
+        given = given["prompt"]
+    if isinstance(given, str):
+        messages = [{"role": "user", "content": given}]
+    elif isinstance(given, Sequence) and given and all(_is_message(item) for item in given):
+        messages = [dict(item) for item in given]
+    else:
+        shown = repr(given)
+        raise ConfigError(
+            f"{where}: got {shown[:120]}; a prompt is a str, or a list of messages {{'role': str, 'content': str}}"
+        )
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return tuple(messages), facts
+
+
+def _is_message(item: object) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+
+
+def _check_names(tools: Sequence[Tool]) -> None:
+    names = [given.name for given in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"tools: two are called {name!r}; give one another name with libra.envs.tool(f, name=...)"
+            )

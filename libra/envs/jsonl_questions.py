@@ -1,0 +1,87 @@
+"""Questions from a file of JSON lines, graded by a reward named in the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from libra.envs.function_environment import FunctionEnvironment
+from libra.errors import ConfigError
+
+
+class JsonLines(FunctionEnvironment):
+    """The environment registered as ``jsonl``.
+
+    Parameters
+    ----------
+    path : str
+        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and further columns. Every
+        worker reads it, so it must be where all of them can.
+    reward : str, mapping or list
+        A name of `libra.envs.rewards`, with options, or "module:function" of a function of yours in Libra's, TRL's or verifiers'
+        form, or ``{function: module:function, weight: 0.5, form: trl}``; a list is a sum.
+    eval_path : str, optional
+        Held-out questions. None: every tenth line of ``path``.
+    prompt, answer : str
+        The columns that hold question and answer.
+    system : str, optional
+        System message put before questions that have none.
+
+    Raises
+    ------
+    ConfigError
+        For a file that cannot be read, a line that is no object or has no such column, and a reward that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        reward: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        eval_path: str | None = None,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        system: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        columns = {"prompt": prompt, "answer": answer}
+        super().__init__(
+            prompts=_rows(path, "path", columns),
+            eval_prompts=None if eval_path is None else _rows(eval_path, "eval_path", columns),
+            reward=reward,
+            system=system,
+            seed=seed,
+        )
+
+
+def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The lines of a file, with the columns that ``columns`` names under the keys of it."""
+    where = f"environment.args.{argument}"
+    rows: list[dict[str, Any]] = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot read {path!r} ({error})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{where}: {path}, line {number}: got {type(row).__name__}; every line is one JSON object"
+            )
+        for key, column in columns.items():
+            if column not in row:
+                raise ConfigError(
+                    f"{where}: {path}, line {number}: no column {column!r} among {sorted(row)}; "
+                    f"type environment.args.{key}=NAME with the name of the column that holds it"
+                )
+        renamed = {column: key for key, column in columns.items()}
+        others = {column: value for column, value in row.items() if column not in renamed and column not in columns}
+        rows.append({**others, **{key: row[column] for column, key in renamed.items()}})
+    return rows

@@ -1,0 +1,323 @@
+"""From a snapshot to a plan: pose the problem, search it, play the layout through, and ask what else there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from libra.errors import PlanError
+from libra.planner.engine_pace import Pace, best_concurrency
+from libra.planner.engine_packing import Placement, filled, pack, placement_of
+from libra.planner.lower_bound import gpu_seconds
+from libra.planner.node_placement import placed
+from libra.planner.plan import Alternative, Bounds, Bucket, Plan, Training
+from libra.planner.planning_problem import Floats, Ints, Problem
+from libra.planner.search import Found, Planner
+from libra.planner.snapshot import Formulation, PlanningSnapshot, formulate
+
+NUM_ALTERNATIVES = 3
+DRAIN_MARGIN_FRAC = 0.02
+"""An alternative that drains so much quicker that its whole step is shorter by this takes the plan's place."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A found split and layout, played through."""
+
+    name: str
+    found: Found
+    placement: Placement
+    buckets: tuple[Bucket, ...]
+    rollout_s: float
+    slow_rollout_s: float
+    step_s: float
+
+    @property
+    def engines(self) -> dict[int, int]:
+        """Engines by TP degree."""
+        return {bucket.tp: bucket.engines for bucket in self.buckets}
+
+    @property
+    def same_as(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Training GPUs and engines: two candidates of which these agree are one."""
+        return self.found.train_gpus, tuple(sorted(self.engines.items()))
+
+
+def plan(snapshot: PlanningSnapshot, planner: Planner | None = None, *, alternatives: bool = True) -> Plan:
+    """The plan for a snapshot.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+    planner : Planner, optional
+        Remembers layouts of the same workload from one call to the next.
+    alternatives : bool
+        Look at what else there is, which may drain quicker. False for what is fixed anyway.
+
+    Raises
+    ------
+    PlanError
+        Nothing fits; the message names the constraint and what to change.
+    """
+    planner = planner or Planner()
+    posed = formulate(snapshot)
+    paces = _paces(snapshot, posed)
+    found = planner.search(posed.problem)
+    best = played("the search's optimum", snapshot, posed, paces, found)
+    drain = best.rollout_s / found.rollout_s
+    others = [
+        played(name, snapshot, posed, paces, other)
+        for name, other in (_others(posed.problem, found, drain, planner) if alternatives else ())
+    ]
+    quickest = min([best, *others], key=lambda candidate: candidate.step_s)
+    chosen = quickest if quickest.step_s < best.step_s * (1 - DRAIN_MARGIN_FRAC) else best
+    rest = sorted((c for c in [best, *others] if c.same_as != chosen.same_as), key=lambda c: c.step_s)
+    distinct = {c.same_as: c for c in reversed(rest)}.values()
+    next_best = sorted((against(c, chosen) for c in distinct), key=lambda other: other.step_s)[:NUM_ALTERNATIVES]
+    return _plan(snapshot, posed, found, chosen, tuple(next_best))
+
+
+def compare(
+    snapshot: PlanningSnapshot, other: PlanningSnapshot, name: str, planner: Planner | None = None
+) -> Alternative:
+    """Why ``other``, the snapshot with something fixed, has a longer step than ``snapshot``; ``name`` says what is fixed."""
+    planner = planner or Planner()
+    candidates = []
+    for which in (snapshot, other):
+        posed = formulate(which)
+        candidates.append(played(name, which, posed, _paces(which, posed), planner.search(posed.problem)))
+    return against(candidates[1], candidates[0])
+
+
+def _paces(snapshot: PlanningSnapshot, posed: Formulation) -> list[Pace]:
+    workload, factor = snapshot.workload, snapshot.corrections.rollout
+    paces = []
+    for k, engine in enumerate(posed.engines.values()):
+        alone_s = posed.problem.alone_s[k]
+        uncorrected = np.where(
+            np.isfinite(alone_s), (alone_s - workload.tool_wait_s) / factor + workload.tool_wait_s, 0.0
+        )
+        paces.append(Pace.of(workload, engine, uncorrected))
+    return paces
+
+
+def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
+    """What else there is: loads with the draining of the first layout, one degree for all, a smaller or larger trainer."""
+    asked = [("balanced with draining", problem.having(load_s=problem.load_s * drain))]
+    degrees = sorted(set(problem.tp.tolist()))
+    if len(degrees) > 1 and not problem.fixed_engines:
+        asked += [(f"TP{degree} for all engines", problem.only(problem.tp == degree)) for degree in degrees]
+    if problem.fixed_train_gpus is None:
+        for count in (found.train_gpus // 2, *_neighbours(problem, found.train_gpus), found.train_gpus * 2):
+            if count != found.train_gpus and count in problem.train_gpus:
+                asked.append((f"{count} GPUs for training", problem.having(fixed_train_gpus=count)))
+    answers = []
+    for name, other in asked:
+        try:
+            answers.append((name, _retimed(problem, _renamed(problem, other, planner.search(other)))))
+        except PlanError:
+            continue  # it cannot be, which is no alternative
+    return answers
+
+
+def _neighbours(problem: Problem, train_gpus: int) -> list[int]:
+    at = int(np.searchsorted(problem.train_gpus, train_gpus))
+    return [int(problem.train_gpus[i]) for i in (at - 1, at + 1) if 0 <= i < len(problem.train_gpus)]
+
+
+def _renamed(problem: Problem, other: Problem, found: Found) -> Found:
+    """The find with kinds as numbered in ``problem``."""
+    number = {kind: k for k, kind in enumerate(problem.kinds)}
+    names = np.array([number[kind] for kind in other.kinds], dtype=np.int64)
+    return replace(found, layout=replace(found.layout, kind_of=names[found.layout.kind_of]))
+
+
+def _retimed(problem: Problem, found: Found) -> Found:
+    """The find with the seconds of ``problem``, for which it need not have been made."""
+    layout = placement_of(problem, found.layout.kind_of, found.layout.engine_of)
+    train_s = float(problem.train_s[problem.train_gpus == found.train_gpus][0])
+    both = max(layout.time_s, train_s) if problem.eta else layout.time_s + train_s
+    return replace(found, layout=layout, rollout_s=layout.time_s, step_s=both + problem.update_s)
+
+
+def played(name: str, snapshot: PlanningSnapshot, posed: Formulation, paces: list[Pace], found: Found) -> Candidate:
+    """A find with its spare GPUs put to use, and its buckets played through."""
+    problem = posed.problem
+    placement = found.layout
+    if not problem.fixed_engines:
+        one_kind = problem.only(np.isin(problem.tp, np.unique(problem.tp[placement.kind_of])))
+        kept = np.flatnonzero(np.isin(problem.tp, one_kind.tp))
+        inner = replace(placement, kind_of=np.searchsorted(kept, placement.kind_of))
+        more = filled(one_kind, inner, found.rollout_gpus)
+        placement = replace(more, kind_of=kept[more.kind_of])
+    buckets, slow_s = _buckets(snapshot, posed, paces, placement)
+    rollout_s = max(bucket.rollout_s for bucket in buckets)
+    both = max(rollout_s, found.train_s) if problem.eta else rollout_s + found.train_s
+    return Candidate(name, found, placement, buckets, rollout_s, slow_s, both + problem.update_s)
+
+
+def _buckets(
+    snapshot: PlanningSnapshot, posed: Formulation, paces: list[Pace], placement: Placement
+) -> tuple[tuple[Bucket, ...], float]:
+    problem, factor = posed.problem, snapshot.corrections.rollout
+    kinds = placement.kind_of[placement.engine_of]
+    tokens = snapshot.workload.generated_tokens
+    present = [k for k in range(len(problem.kinds)) if (placement.kind_of == k).any()]
+    bounds = _boundaries(problem, kinds, tokens, present)
+    buckets, slow_s = [], 0.0
+    for k in present:
+        kind, mine = problem.kinds[k], np.flatnonzero(placement.kind_of == k)
+        items = np.flatnonzero(kinds == k)
+        engines = [np.flatnonzero(placement.engine_of == e) for e in _last_engines(problem, placement, mine)]
+        concurrency, rollout_s, slowest_s = best_concurrency(paces[k], engines, kind.concurrency)
+        slow_s = max(slow_s, slowest_s * factor)
+        context = float(snapshot.workload.mean_context_tokens[items].mean()) if len(items) else 0.0
+        engine = posed.engines[kind.tp]
+        at_once = min(concurrency, -(-len(items) // len(mine)))
+        low, high = bounds[k]
+        buckets.append(
+            Bucket(
+                tp=kind.tp,
+                engines=len(mine),
+                concurrency=concurrency,
+                from_tokens=low,
+                to_tokens=high,
+                num_trajectories=len(items),
+                load_frac=float(placement.load_s[mine].mean() / max(rollout_s * factor, 1e-9)),
+                rollout_s=rollout_s * factor,
+                kv_capacity_tokens=int(engine.kv_capacity_tokens),
+                kv_used_frac=float(at_once * context / engine.kv_capacity_tokens),
+            )
+        )
+    return tuple(buckets), slow_s
+
+
+def _last_engines(problem: Problem, placement: Placement, mine: Ints) -> list[int]:
+    """Of the engines ``mine`` the one with most load, and the one with the longest trajectory."""
+    most = int(mine[placement.load_s[mine].argmax()])
+    items = np.flatnonzero(np.isin(placement.engine_of, mine))
+    if not len(items):
+        return [most]
+    kinds = placement.kind_of[placement.engine_of[items]]
+    longest = int(items[problem.alone_s[kinds, items].argmax()])
+    return sorted({most, int(placement.engine_of[longest])})
+
+
+def _boundaries(
+    problem: Problem, kinds: Ints, tokens: Floats, present: list[int]
+) -> dict[int, tuple[float, float | None]]:
+    """Generated tokens from and to which each kind is meant, so that each carries the load the layout gives it."""
+    rows = np.arange(len(tokens))
+    cost = problem.tp[kinds] * problem.load_s[kinds, rows]
+    order = np.argsort(tokens, kind="stable")
+    total = np.cumsum(cost[order])
+    share, low = 0.0, 0.0
+    bounds: dict[int, tuple[float, float | None]] = {}
+    used = [k for k in present if (kinds == k).any()]
+    for k in used:
+        share += float(cost[kinds == k].sum())
+        at = int(np.searchsorted(total, share * (1 - 1e-12)))
+        high = None if k == used[-1] else float(tokens[order[min(at + 1, len(order) - 1)]])
+        bounds[k] = (low, high)
+        low = low if high is None else high
+    return {k: bounds.get(k, (low, None)) for k in present}
+
+
+def against(candidate: Candidate, chosen: Candidate) -> Alternative:
+    """What a candidate would take, and why it is not chosen."""
+    slower = candidate.step_s / chosen.step_s - 1
+    found = candidate.found
+    last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
+    if found.train_s > candidate.rollout_s:
+        gpus = f"{found.train_gpus} GPU{'s' if found.train_gpus != 1 else ''}"
+        reason = f"training on {gpus} takes {found.train_s:.1f} s, rollout {candidate.rollout_s:.1f} s"
+    elif last.load_frac > 0.75:
+        reason = (
+            f"rollout on {candidate.placement.kind_of.size} engines has too little throughput: TP{last.tp} engines are busy "
+            f"{100 * last.load_frac:.0f} % of {last.rollout_s:.1f} s; training takes {found.train_s:.1f} s"
+        )
+    else:
+        reason = (
+            f"its longest trajectories take {last.rollout_s:.1f} s on TP{last.tp}, whose engines are busy "
+            f"{100 * last.load_frac:.0f} % of it; training takes {found.train_s:.1f} s"
+        )
+    if slower < -DRAIN_MARGIN_FRAC:
+        reason = f"quicker, and ruled out by what was to be planned: {reason}"
+    elif slower <= DRAIN_MARGIN_FRAC:
+        reason = f"no better by more than the model can tell ({100 * slower:+.1f} %): {reason}"
+    return Alternative(candidate.name, found.train_gpus, candidate.engines, candidate.step_s, slower, reason)
+
+
+def _plan(
+    snapshot: PlanningSnapshot,
+    posed: Formulation,
+    found: Found,
+    chosen: Candidate,
+    alternatives: tuple[Alternative, ...],
+) -> Plan:
+    problem, mine = posed.problem, chosen.found
+    train, cost = mine.train_gpus, posed.training[mine.train_gpus]
+    model_s = max(mine.rollout_s, mine.train_s) if problem.eta else mine.rollout_s + mine.train_s
+    slow_s = max(chosen.slow_rollout_s, mine.train_s) if problem.eta else chosen.slow_rollout_s + mine.train_s
+    spare = problem.num_gpus - train - chosen.placement.gpus(problem)
+    fewest = pack(problem, max(mine.rollout_s, mine.train_s if problem.eta else 0.0), problem.num_gpus - train)
+    needed = train + min(chosen.placement.gpus(problem), fewest.gpus(problem) if fewest is not None else 10**9)
+    throughput_s = gpu_seconds(problem).gpu_s[-1] / max(problem.num_gpus - train, 1)
+    if mine.train_s > chosen.rollout_s:
+        bottleneck = "training"
+    else:
+        last = max(chosen.buckets, key=lambda bucket: bucket.rollout_s)
+        bottleneck = "rollout throughput" if last.load_frac > 0.75 else "longest trajectory"
+    return Plan(
+        gpu=snapshot.gpu.name,
+        model=snapshot.shape.name,
+        num_gpus=problem.num_gpus,
+        gpus_per_node=problem.gpus_per_node,
+        eta=problem.eta,
+        num_trajectories=problem.num_trajectories,
+        training=Training(
+            train, snapshot.training.kind, mine.train_s, cost.communication_s, cost.memory_bytes, cost.headroom_bytes
+        ),
+        buckets=chosen.buckets,
+        spare_gpus=spare,
+        needed_gpus=needed,
+        step_s=chosen.step_s,
+        low_s=model_s + problem.update_s,
+        high_s=max(slow_s + problem.update_s, chosen.step_s),
+        rollout_s=chosen.rollout_s,
+        train_s=mine.train_s,
+        update_s=problem.update_s,
+        bottleneck=bottleneck,
+        bounds=Bounds(
+            found.lower_s,
+            found.gap_frac,
+            mine.step_s / found.lower_s - 1,
+            found.binning_frac,
+            found.longest_s,
+            float(throughput_s),
+            mine.train_s,
+        ),
+        idle_frac=_idle(problem, chosen, spare),
+        gpu_hours_per_step=problem.num_gpus * chosen.step_s / 3600.0,
+        alternatives=alternatives,
+        nodes=placed(problem.num_gpus, problem.gpus_per_node, train, chosen.engines),
+        left_out={f"TP{tp}": reason for tp, reason in posed.left_out.items()},
+    )
+
+
+def _idle(problem: Problem, chosen: Candidate, spare: int) -> dict[str, float]:
+    """Shares of the GPU-seconds of a step by what they are spent on; they add up to 1."""
+    all_s = problem.num_gpus * chosen.step_s
+    train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
+    busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s
+    working_s = chosen.step_s - problem.update_s
+    parts = {
+        "no pool needs them": spare * chosen.step_s,
+        "trainer waits for rollout": train * (working_s - chosen.found.train_s),
+        "engines wait for the trainer": used * (working_s - chosen.rollout_s),
+        "engines drain, or wait for their longest trajectory": used * chosen.rollout_s
+        - (busy - train * chosen.found.train_s),
+        "weights are updated": (train + used) * problem.update_s,
+    }
+    return {"busy": busy / all_s, **{cause: max(value, 0.0) / all_s for cause, value in parts.items()}}

@@ -1,0 +1,216 @@
+"""Whole trajectories on whole engines: a layout that can be run, found without a solver.
+
+Longest first onto the least loaded engine of its kind, then moves and swaps away from the last engine to finish. What this
+gives is feasible and never claimed to be optimal: `libra.planner.lower_bound` and the programs say how far off it can be.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.planner.planning_problem import Floats, Ints, Problem
+
+NEAR_ENGINES = 16
+"""Engines with the most room that a change looks at first; all others only where these do not help."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Engines, and which trajectory is on which.
+
+    Attributes
+    ----------
+    kind_of : int array (E,)
+        Kind of each engine, an index into ``Problem.kinds``.
+    engine_of : int array (N,)
+        Engine of each trajectory.
+    load_s : float array (E,)
+        Sum of the loads on each engine.
+    time_s : float
+        Seconds until the last engine is done: the largest load, or the longest trajectory alone.
+    """
+
+    kind_of: Ints
+    engine_of: Ints
+    load_s: Floats
+    time_s: float
+
+    def counts(self, num_kinds: int) -> Ints:
+        """Engines of each kind, (K,)."""
+        return np.bincount(self.kind_of, minlength=num_kinds)
+
+    def gpus(self, problem: Problem) -> int:
+        """GPUs of all engines together."""
+        return int(problem.tp[self.kind_of].sum())
+
+
+def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
+    """Of the kinds that can be done with trajectory i in ``within_s``, the one that takes the fewest GPU-seconds, (N,).
+
+    The smaller engine wins a tie. -1: none can.
+    """
+    with np.errstate(invalid="ignore"):
+        cost = np.where(problem.least_s <= within_s, problem.tp[:, None] * problem.load_s, np.inf)
+    best: Ints = cost.argmin(axis=0)
+    best[~np.isfinite(cost.min(axis=0))] = -1
+    return best
+
+
+def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
+    """The placement with its loads and its time worked out."""
+    kinds = kind_of[engine_of]
+    rows = np.arange(problem.num_trajectories)
+    load_s: Floats = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of)).astype(
+        np.float64
+    )
+    longest_s = problem.alone_s[kinds, rows].max()
+    return Placement(kind_of, engine_of, load_s, float(max(load_s.max(), longest_s)))
+
+
+def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
+    """Engine of each load (n,), and the largest sum, if each goes to the least loaded engine in falling order."""
+    engine_of = np.zeros(len(load_s), dtype=np.int64)
+    heap = [(0.0, engine) for engine in range(num_engines)]
+    for item in np.argsort(-load_s, kind="stable").tolist():
+        total, engine = heap[0]
+        engine_of[item] = engine
+        heapq.heapreplace(heap, (total + float(load_s[item]), engine))
+    return engine_of, max(total for total, _ in heap)
+
+
+def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float | None = None) -> Placement | None:
+    """A placement done in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None: not found.
+
+    ``load_within_s``, where given, is a shorter time for the loads of each engine, which only a single trajectory may exceed.
+    """
+    limit_s = within_s if load_within_s is None else load_within_s
+    kinds = cheapest_kinds(problem, within_s)
+    if (kinds < 0).any():
+        return None
+    kind_of: list[int] = []
+    engine_of = np.zeros(problem.num_trajectories, dtype=np.int64)
+    totals = {int(k): problem.load_s[k, kinds == k] for k in np.unique(kinds)}
+    fewest = {k: min(len(load), max(1, int(np.ceil(load.sum() / limit_s - 1e-9)))) for k, load in totals.items()}
+    left = num_gpus - sum(number * problem.kinds[k].tp for k, number in fewest.items())
+    if left < 0:
+        return None
+    for k, load in totals.items():
+        number, step, most_s = fewest[k], 1, max(limit_s, float(load.max()))
+        placed, time_s = longest_first(load, number)
+        while time_s > most_s and step * problem.kinds[k].tp <= left:
+            number, left, step = number + step, left - step * problem.kinds[k].tp, step * 2
+            placed, time_s = longest_first(load, number)
+        if time_s > most_s:
+            return None
+        engine_of[kinds == k] = placed + len(kind_of)
+        kind_of += [k] * number
+    return placement_of(problem, np.array(kind_of, dtype=np.int64), engine_of)
+
+
+def filled(problem: Problem, placement: Placement, num_gpus: int) -> Placement:
+    """A placement no later than the given one that uses the GPUs it leaves over to take load off each engine."""
+    best, low_s, high_s = placement, placement.time_s / 256, placement.time_s
+    for _ in range(9):
+        if best.gpus(problem) > num_gpus - int(problem.tp.min()):
+            break
+        middle_s = (low_s * high_s) ** 0.5
+        found = pack(problem, placement.time_s, num_gpus, middle_s)
+        if found is not None and found.time_s <= placement.time_s:
+            best, high_s = found, middle_s
+        else:
+            low_s = middle_s
+    return best
+
+
+def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
+    """The placement with ``counts`` (K,) engines, and trajectory i on one of kind ``kinds[i]``, of which there must be one."""
+    kind_of = np.repeat(np.arange(len(counts)), counts)
+    first = np.concatenate([[0], np.cumsum(counts)])
+    engine_of = np.zeros(problem.num_trajectories, dtype=np.int64)
+    for k in np.unique(kinds):
+        mine = kinds == k
+        engine_of[mine] = first[k] + longest_first(problem.load_s[k, mine], int(counts[k]))[0]
+    return placement_of(problem, kind_of, engine_of)
+
+
+def improved(problem: Problem, placement: Placement, goal_s: float, max_changes: int = 600) -> Placement:
+    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps.
+
+    At first no trajectory goes where it alone would miss the goal; what gains a little that way cannot gain more later.
+    """
+    for within_s in (goal_s * (1 + 1e-12), np.inf):
+        if placement.time_s > goal_s:
+            placement = _descended(problem, placement, goal_s, within_s, max_changes)
+    return placement
+
+
+def _descended(problem: Problem, placement: Placement, goal_s: float, within_s: float, max_changes: int) -> Placement:
+    kind_of, engine_of, load_s = placement.kind_of, placement.engine_of.copy(), placement.load_s.copy()
+    rows = np.arange(problem.num_trajectories)
+    alone_s = problem.alone_s[kind_of[engine_of], rows]
+    for _ in range(max_changes):
+        longest = np.zeros_like(load_s)
+        np.maximum.at(longest, engine_of, alone_s)
+        done_s = np.maximum(load_s, longest)
+        last = int(done_s.argmax())
+        if done_s[last] <= goal_s:
+            break
+        near = np.argsort(done_s, kind="stable")[:NEAR_ENGINES]
+        change = _one_change(problem, kind_of, engine_of, load_s, last, near, within_s)
+        if change is None and len(load_s) > NEAR_ENGINES:
+            change = _one_change(problem, kind_of, engine_of, load_s, last, np.arange(len(load_s)), within_s)
+        if change is None:
+            break
+        for item, engine in change:
+            load_s[engine_of[item]] -= problem.load_s[kind_of[engine_of[item]], item]
+            load_s[engine] += problem.load_s[kind_of[engine], item]
+            engine_of[item], alone_s[item] = engine, problem.alone_s[kind_of[engine], item]
+    after = placement_of(problem, kind_of, engine_of)
+    return after if after.time_s < placement.time_s else placement
+
+
+def _one_change(
+    problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int, engines: Ints, within_s: float
+) -> list[tuple[int, int]] | None:
+    """The move, or swap with a trajectory on ``engines``, that leaves the later of its two engines earliest.
+
+    As (trajectory, new engine); None where every one leaves an engine as late as ``last`` is.
+    """
+    kind = kind_of[last]
+    mine = np.flatnonzero(engine_of == last)
+    limit_s = max(load_s[last], float(problem.alone_s[kind, mine].max(initial=0.0)))
+    pair_s = min(limit_s * (1 - 1e-12), within_s)
+    engines = engines[engines != last]
+    others = np.flatnonzero(np.isin(engine_of, engines))
+    their_engine = engine_of[others]
+    theirs, at = kind_of[their_engine], kind_of[engines]
+    without = load_s[their_engine] - problem.load_s[theirs, others]
+    back = np.where(problem.least_s[kind, others] <= pair_s, problem.load_s[kind, others], np.inf)
+    best_s, change = limit_s * (1 - 1e-12), None
+    for item in _some(mine, problem.load_s[kind]):
+        here = load_s[last] - problem.load_s[kind, item]
+        fits = problem.least_s[:, item] <= pair_s
+        load = np.where(fits, problem.load_s[:, item], np.inf)
+        if len(engines):
+            after = np.maximum(load_s[engines] + load[at], here)
+            pick = int(after.argmin())
+            if after[pick] < best_s:
+                best_s, change = float(after[pick]), [(item, int(engines[pick]))]
+        if len(others):
+            after = np.maximum(without + load[theirs], here + back)
+            pick = int(after.argmin())
+            if after[pick] < best_s:
+                best_s = float(after[pick])
+                change = [(item, int(their_engine[pick])), (int(others[pick]), last)]
+    return change
+
+
+def _some(items: Ints, load_s: Floats, most: int = 24) -> list[int]:
+    """At most ``most`` of the items, of all sizes: each costs a look at every trajectory."""
+    if len(items) <= most:
+        return [int(item) for item in items]
+    by_size = items[np.argsort(load_s[items], kind="stable")]
+    return [int(item) for item in by_size[np.linspace(0, len(items) - 1, most).astype(np.int64)]]

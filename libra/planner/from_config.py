@@ -1,0 +1,182 @@
+"""From a configuration to the planner's snapshot: section ``planner``, and what other sections say of the batch and the trainer."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import numpy as np
+
+from libra.config import RunConfig
+from libra.config.model_paths import resolve_model
+from libra.errors import ConfigError, ModelError, PlanError
+from libra.hardware import GPU, ModelShape, load_gpu, load_shape
+from libra.planner.cost import Layout, Workload
+from libra.planner.from_calibration import calibrated
+from libra.planner.snapshot import PlanningSnapshot
+from libra.planner.trace_workload import drawn
+
+RUNNABLE_TP: dict[str, tuple[int, ...]] = {"transformers": (1,)}
+"""TP degrees that an engine (`rollout.engine`) can run; one that is not named runs any."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one number of `model.dtype` and `model.master_dtype`."""
+
+
+DEFAULT_TP = (1, 2, 4, 8)
+DEFAULT_UPDATE_S = 10.0
+DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
+"""What `libra plan` plans for where section ``planner`` does not say."""
+
+
+def planned_gpu(name: str | None) -> GPU:
+    """The datasheet that ``planner.gpu`` names; None: the one that is planned for where nothing is said. ConfigError if unknown."""
+    try:
+        return load_gpu(name or DEFAULT_GPU)
+    except ConfigError as error:
+        raise ConfigError(f"planner.gpu: {error}") from error
+
+
+def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tuple[PlanningSnapshot, str]:
+    """What a configuration asks the planner, and what had to be left out of it, as a sentence or empty.
+
+    Parameters
+    ----------
+    config : RunConfig
+    turns : Workload or None
+        Trajectories of a trace that the batch is drawn from; None: lengths as section ``planner`` gives them.
+    what_if : bool
+        Also what the engine of this configuration cannot run.
+    """
+    section = config.planner
+    degrees = section.tp
+    notes = []
+    if not what_if:
+        degrees = check_runnable(config)
+        left = [str(tp) for tp in section.tp if tp not in degrees]
+        if left:
+            more = "; rollout.engine=vllm has them" if config.rollout.engine == "transformers" else ""
+            notes.append(
+                f"Not planned, since rollout.engine={config.rollout.engine} has none: engines of TP {', '.join(left)}{more}, and "
+                "--what-if plans with them."
+            )
+    note = "".join(notes)
+    workload, cut = _workload(config, turns)
+    note = "\n".join(sentence for sentence in (cut, note) if sentence)
+    snapshot = PlanningSnapshot(
+        gpu=planned_gpu(section.gpu),
+        shape=shape_of(config),
+        num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
+        workload=workload,
+        tp=tuple(degrees),
+        gpus_per_node=section.gpus_per_node,
+        training=trainer_layout(config, workload),
+        eta=config.run.eta,
+        update_s=DEFAULT_UPDATE_S if section.update_s is None else section.update_s,
+        min_train_gpus=section.min_train_gpus,
+        min_rollout_gpus=section.min_rollout_gpus,
+        fixed_train_gpus=section.fixed_train_gpus,
+        fixed_engines=section.fixed_engines,
+        max_concurrency=section.max_concurrency,
+    )
+    if section.calibration is None:
+        return snapshot, note
+    asked = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
+    path, model = section.calibration, config.model.path
+    measured, says = calibrated(snapshot, path, model, asked=asked, update_s=section.update_s)
+    return measured, "\n".join(sentence for sentence in (note, says) if sentence)
+
+
+def trainer_layout(config: RunConfig, workload: Workload) -> Layout:
+    """The trainer as `libra run` would start it with this configuration, for batches like ``workload``."""
+    trainer, model = config.trainer, config.model
+    weight_bytes = DTYPE_BYTES[model.dtype]
+    master_bytes = None if model.master_dtype is None else DTYPE_BYTES[model.master_dtype]
+    several = trainer.epochs * trainer.minibatches > 1
+    return Layout(
+        kind=trainer.layout,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        recompute_logprobs=trainer.old_logp != "behaviour" and several,
+        reference=trainer.kl_coef > 0,
+        offload=trainer.offload,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        max_row_tokens=trainer.max_row_tokens,
+        generated_frac=float(workload.generated_tokens.sum() / workload.final_context_tokens.sum()),
+        logit_chunk_tokens=trainer.logit_chunk_tokens,
+        entropy_bonus=trainer.entropy_coef > 0,
+        epochs=trainer.epochs,
+        minibatches=trainer.minibatches,
+        weight_bytes=weight_bytes,
+        master_bytes=master_bytes if master_bytes is not None and master_bytes > weight_bytes else None,
+    )
+
+
+def check_runnable(config: RunConfig) -> list[int]:
+    """TP degrees of `planner.tp` that engines of this run can have.
+
+    Raises
+    ------
+    PlanError
+        Section ``planner`` demands engines that `rollout.engine` cannot run.
+    """
+    section, engine = config.planner, config.rollout.engine
+    runnable = RUNNABLE_TP.get(engine)
+    degrees = [tp for tp in section.tp if runnable is None or tp in runnable]
+    if not degrees:
+        raise PlanError(
+            f"planner.tp: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {list(section.tp)}; type "
+            f"planner.tp={list(runnable or ())}, or --what-if with libra plan"
+        )
+    wrong = [
+        tp for tp, number in section.fixed_engines.items() if number and runnable is not None and tp not in runnable
+    ]
+    if wrong:
+        raise PlanError(
+            f"planner.fixed_engines: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {wrong}; leave "
+            "them out, or type --what-if with libra plan"
+        )
+    return degrees
+
+
+def shape_of(config: RunConfig) -> ModelShape:
+    """Sizes of the model that a configuration trains; ModelError where they are not known here."""
+    path = config.model.path
+    try:
+        return load_shape(path)
+    except ModelError:
+        found = resolve_model(path)
+        if isinstance(found, str):
+            raise
+        return load_shape(found)
+
+
+def _workload(config: RunConfig, turns: Workload | None) -> tuple[Workload, str]:
+    """Trajectories of a step, as long as section ``rollout`` lets them be, and a sentence on those that it cuts."""
+    section, rollout = config.planner, config.rollout
+    num = section.trajectories or config.trainer.prompts * config.trainer.group_size
+    if turns is not None:
+        return drawn(turns, num, config.run.seed, rollout.max_context_tokens), ""
+    room = rollout.max_context_tokens - section.prompt_tokens - section.observation_tokens
+    if room < 1:
+        raise PlanError(
+            f"planner.prompt_tokens: {section.prompt_tokens} tokens of prompt and planner.observation_tokens="
+            f"{section.observation_tokens} leave nothing to generate in rollout.max_context_tokens="
+            f"{rollout.max_context_tokens}; type e.g. planner.prompt_tokens={max(rollout.max_context_tokens // 4, 1)}"
+        )
+    most = min(room, rollout.max_new_tokens * section.turns)
+    normal, (median, last) = NormalDist(), (section.generated_p50_tokens, section.generated_p99_tokens)
+    quantiles = np.array([normal.inv_cdf((number + 0.5) / num) for number in range(num)])
+    wanted = median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles)
+    workload = Workload.of(
+        np.full(num, float(section.prompt_tokens)),
+        np.minimum(wanted, most),
+        observation_tokens=float(section.observation_tokens),
+        num_turns=float(section.turns),
+        tool_wait_s=section.tool_s * (section.turns - 1),
+    )
+    cut = int((wanted > most).sum())
+    limit = (
+        f"rollout.max_context_tokens={rollout.max_context_tokens}"
+        if most == room
+        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={section.turns}"
+    )
+    return workload, f"{cut} of {num} trajectories end at {most:,} generated tokens: {limit}." if cut else ""

@@ -1,0 +1,247 @@
+"""How long the next step of this very run will take, from what its own engines and trainer have measured. Pure.
+
+Engines of a run may differ: every kind has its own tokens per second, measured over the seconds in which batches were generated.
+What the next batch will generate is expected from its questions, which are known before it begins: a longer question has so far
+had so many more tokens to its answer. Training follows the tokens that carry a gradient, which are expected of the questions in the
+same way: groups whose answers are all right have none, and those are the ones of short questions. The rest of a step (publishing,
+storing) is expected as it was.
+
+1. A prediction is made from iterations that have ended, before the one it is for is known of.
+2. There is none before the first iteration: nothing is measured, and nothing is assumed.
+3. Evaluations are in no number here; the first iteration, which warms everything up, counts less than any later one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra.errors import PlanError
+
+HALF_LIFE_STEPS = 3.0
+"""Iterations after which one counts half: lengths change within ten iterations of learning, a shared machine faster."""
+FIRST_WEIGHT = 0.3
+"""Weight of a run's first iteration where later ones count 1: allocations, caches and first calls are in its seconds."""
+PRIOR_LOG2 = 0.04
+"""How surely rollout's seconds are proportional to its tokens: as surely as from an observation at tokens off by 20 %."""
+PRIOR_TRAINING = 0.04
+"""How surely training's seconds are proportional to the tokens that carry a gradient: as `PRIOR_LOG2` of rollout."""
+PRIOR_QUESTIONS = 2.0
+"""How surely the length of a question says nothing: as surely as from so many questions of ordinary spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an iteration took.
+
+    Attributes
+    ----------
+    rollout_s : float
+        From the weights that its batch waited for until the batch was complete, waiting for training left out.
+    train_s : float
+        Of its optimizer step.
+    rest_s : float
+        Of the step and in neither: publishing.
+    step_s : float
+        From the end of the iteration before to its own end, less evaluations.
+    tokens : mapping of kind of engine to int
+        Tokens that engines of a kind generated for its batch.
+    questions : sequence of (float, float)
+        Of each group: length of its question, and tokens generated for it. Lengths in whatever unit `StepForecast.expected` gets.
+    trained : sequence of (float, float)
+        Of each group: length of its question, and tokens of those of its trajectories that carry a gradient. Empty: not known, and
+        training is expected as it was.
+    """
+
+    rollout_s: float
+    train_s: float
+    rest_s: float
+    step_s: float
+    tokens: Mapping[str, int]
+    questions: Sequence[tuple[float, float]]
+    trained: Sequence[tuple[float, float]] = ()
+
+    def __post_init__(self) -> None:
+        seconds = (self.rollout_s, self.train_s, self.rest_s, self.step_s)
+        if not (all(math.isfinite(value) and value >= 0 for value in seconds) and self.rollout_s > 0 < self.step_s):
+            raise PlanError(
+                f"an iteration's seconds (rollout, training, rest, step): got {seconds}; finite, and not negative"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedStep:
+    """A step that has not begun, in seconds; ``tokens`` are those its batch is expected to generate."""
+
+    tokens: float
+    rollout_s: float
+    train_s: float
+    rest_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLine:
+    """Weighted sums for y over x, newer ones counting more; the slope is drawn to what is given where little is known."""
+
+    n: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def after(self, points: Sequence[tuple[float, float]], keep: float, weight: float) -> TokenLine:
+        """With more (x, y), each of this weight, and the older ones kept to a share."""
+        n, x, y, xx, xy = (keep * value for value in (self.n, self.x, self.y, self.xx, self.xy))
+        for at, value in points:
+            n, x, y, xx, xy = (
+                n + weight,
+                x + weight * at,
+                y + weight * value,
+                xx + weight * at * at,
+                xy + weight * at * value,
+            )
+        return TokenLine(n, x, y, xx, xy)
+
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Means of x and y."""
+        return self.x / self.n, self.y / self.n
+
+    def slope(self, prior: float, strength: float) -> float:
+        """Of y over x; ``prior`` counts as points whose squared deviations of x add up to ``strength``."""
+        mean_x, mean_y = self.mean
+        spread, together = max(self.xx - self.n * mean_x**2, 0.0), self.xy - self.n * mean_x * mean_y
+        return (together + strength * prior) / (spread + strength) if spread + strength > 0 else prior
+
+
+def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, float]]) -> float:
+    """How much engines generate, in engines of the kind that was there first; those that have not generated yet count nothing.
+
+    A ratio: a batch that leaves all of them half empty changes what they generate in a second, and not this.
+    """
+    speeds = {kind: tokens / spent_s for kind, (tokens, spent_s) in engine_s.items() if tokens > 0 < spent_s}
+    if not speeds:
+        return 0.0
+    return sum(number * speeds.get(kind, 0.0) for kind, number in engines.items()) / next(iter(speeds.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """What is known of a run's steps; `after` makes the next one.
+
+    Attributes
+    ----------
+    num_steps : int
+        Iterations that it knows.
+    engine_s : mapping of kind to (tokens, engine seconds)
+        Decayed sums: what engines of a kind generated, and for how long so many of them were there.
+    rollouts : Line
+        Log seconds that one engine of the first kind would have taken, over log tokens.
+    gradients, trainings : Line
+        Tokens that carry a gradient over the length of a question; seconds of a training step over such tokens.
+    """
+
+    num_steps: int = 0
+    weight: float = 0.0
+    train_s: float = 0.0
+    rest_s: float = 0.0
+    engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    questions: TokenLine = field(default_factory=TokenLine)
+    rollouts: TokenLine = field(default_factory=TokenLine)
+    gradients: TokenLine = field(default_factory=TokenLine)
+    trainings: TokenLine = field(default_factory=TokenLine)
+
+    def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
+        """What is known once an iteration has ended.
+
+        Parameters
+        ----------
+        taken : Taken
+        engines : mapping of kind to int
+            Engines that generated for it.
+        """
+        keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
+        sums = {kind: (keep * tokens, keep * spent_s) for kind, (tokens, spent_s) in self.engine_s.items()}
+        for kind, number in engines.items():
+            tokens, spent_s = sums.get(kind, (0.0, 0.0))
+            sums[kind] = tokens + weight * taken.tokens.get(kind, 0), spent_s + weight * number * taken.rollout_s
+        total, capacity = sum(taken.tokens.values()), capacity_of(engines, sums)
+        point = [(math.log(total), math.log(taken.rollout_s * capacity))] if total and capacity else []
+        return StepForecast(
+            self.num_steps + 1,
+            keep * self.weight + weight,
+            keep * self.train_s + weight * taken.train_s,
+            keep * self.rest_s + weight * taken.rest_s,
+            sums,
+            self.questions.after(taken.questions, keep, weight),
+            self.rollouts.after(point, keep, weight),
+            self.gradients.after(taken.trained, keep, weight),
+            self.trainings.after(
+                [(sum(tokens for _, tokens in taken.trained), taken.train_s)] if taken.trained else [], keep, weight
+            ),
+        )
+
+    def tokens_per_s(self) -> dict[str, float]:
+        """What one engine of each kind generates while a batch is generated."""
+        return {kind: tokens / spent_s for kind, (tokens, spent_s) in self.engine_s.items() if spent_s > 0}
+
+    def expected(
+        self,
+        engines: Mapping[str, int],
+        questions: Sequence[float] | None,
+        overlap: bool,
+        tokens: float | None = None,
+    ) -> ExpectedStep | None:
+        """The next step; None while nothing is measured, or no engine is there that generated before.
+
+        Parameters
+        ----------
+        engines : mapping of kind to int
+            Engines that are there. A kind that has not generated yet is left out: its speed is not known.
+        questions : sequence of float or None
+            Lengths of the batch's questions; None: not known, and taken as they were.
+        overlap : bool
+            Whether its batch is generated while the step before is taken.
+        tokens : float or None
+            Tokens it generates, where they are known. None: expected of its questions.
+        """
+        capacity = capacity_of(engines, self.engine_s)
+        if not (self.rollouts.n and capacity > 0):
+            return None
+        usual, usual_s = (math.exp(value) for value in self.rollouts.mean)
+        if tokens is None:
+            tokens = self._tokens(questions) if questions else usual
+        # Twice the tokens are seldom twice the seconds: they fill the batch, and the longest trajectory is not twice as long.
+        power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
+        rollout_s = usual_s / capacity * (max(tokens, 1.0) / usual) ** power
+        train_s, rest_s = self._train_s(questions), self.rest_s / self.weight
+        step_s = max(rollout_s, train_s + rest_s) if overlap else rollout_s + train_s + rest_s
+        return ExpectedStep(tokens, rollout_s, train_s, rest_s, step_s)
+
+    def _train_s(self, questions: Sequence[float] | None) -> float:
+        """Seconds of training on a batch of these questions."""
+        usual_s = self.train_s / self.weight
+        if not (questions and self.gradients.n and self.trainings.n):
+            return usual_s
+        usual, mean_s = self.trainings.mean
+        if not usual:
+            return usual_s
+        slope = self.trainings.slope(mean_s / usual, PRIOR_TRAINING * usual**2)
+        return max(mean_s + slope * (expected_of(self.gradients, questions) - usual), 0.1 * mean_s)
+
+    def _tokens(self, questions: Sequence[float]) -> float:
+        """Tokens expected of questions of these lengths."""
+        if not self.questions.n:
+            return math.exp(self.rollouts.mean[0])
+        return expected_of(self.questions, questions)
+
+
+def expected_of(line: TokenLine, lengths: Sequence[float]) -> float:
+    """What a line over lengths of questions expects of these, all together."""
+    mean_length, mean = line.mean
+    spread = max(line.xx / line.n - mean_length**2, 0.0)
+    slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
+    # None has less than a tenth of the usual: far from what was seen, a line says nothing.
+    return sum(max(mean + slope * (length - mean_length), 0.1 * mean) for length in lengths)

@@ -1,0 +1,179 @@
+"""From a plan to the settings that start it, and back: which training workers, engines, slots and micro-batches a run begins with.
+
+1. What a configuration starts (`configured_deployment`) after a plan was put into it (`with_plan`) is what the plan says
+   (`Deployed.of`): degrees, engines of each, concurrency and training workers alike.
+2. A plan is for one form of model and one kind of hardware; `check_planned` refuses any other and names both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from libra.config import RunConfig, config_from_dict
+from libra.config.planner import PlannedEngines, PlannedLayout
+from libra.errors import PlanError
+from libra.hardware import ModelShape
+from libra.hardware.shapes import shape_digest
+from libra.planner.build_plan import plan as make_plan
+from libra.planner.cost import training_table
+from libra.planner.explain import alternative_line
+from libra.planner.plan import Plan
+from libra.planner.plan_commands import Deployed
+from libra.planner.search import Planner
+from libra.planner.snapshot import PlanningSnapshot
+
+CPU = "cpu"
+"""Name of hardware without a GPU: a rank of one worker stands for one."""
+ROUTED = "cmlfq"
+"""The policy that a plan's boundaries between degrees mean something to."""
+LARGER_PAYS_FRAC = 0.02
+"""A larger micro-batch has to shorten the optimizer step by this share; what is shorter by less is not told apart by the model."""
+SIZES = (1, 2, 4, 8)
+"""Larger micro-batches that are looked at, over the configured one."""
+
+
+def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = True) -> tuple[Plan, int]:
+    """A plan, and the tokens of a micro-batch that go with it.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        Its ``training.micro_batch_tokens`` is what is configured. Where the trainer's memory does not hold that, smaller ones are
+        tried, halves of one another; where a larger one fits and makes the optimizer step shorter, that is taken.
+    floor_tokens : int
+        A micro-batch may not be smaller: a trajectory and a row have to fit into it.
+    may_grow : bool
+        Whether a larger micro-batch than the configured one is looked at. False where the memory is not that of the datasheet.
+
+    Raises
+    ------
+    PlanError
+        Nothing fits, whatever the micro-batch.
+    """
+    configured, planner = snapshot.training.micro_batch_tokens, Planner()
+    smaller = [configured]
+    while smaller[-1] // 2 >= floor_tokens:
+        smaller.append(smaller[-1] // 2)
+    failed: PlanError | None = None
+    for tokens in smaller:
+        tried = replace(snapshot, training=replace(snapshot.training, micro_batch_tokens=tokens))
+        try:
+            found = make_plan(tried, planner)
+        except PlanError as error:
+            failed = failed or error
+            continue
+        larger = _larger(snapshot, found.training.gpus) if may_grow and tokens == configured else tokens
+        if larger == tokens:
+            return found, tokens
+        tried = replace(snapshot, training=replace(snapshot.training, micro_batch_tokens=larger))
+        return make_plan(tried, planner), larger
+    assert failed is not None
+    raise failed
+
+
+def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
+    """The configured micro-batch, or a larger one that the fullest GPU holds and that shortens the step."""
+    layout, tokens = snapshot.training, snapshot.workload.final_context_tokens
+    sheet = replace(snapshot.gpu, gpus_per_node=snapshot.node_gpus)
+    best, least_s = layout.micro_batch_tokens, None
+    for size in SIZES:
+        tried = replace(layout, micro_batch_tokens=layout.micro_batch_tokens * size)
+        cost = training_table(sheet, snapshot.shape, tokens, [train_gpus], tried)[train_gpus]
+        if cost.fits and (least_s is None or cost.step_s < least_s * (1 - LARGER_PAYS_FRAC)):
+            best, least_s = tried.micro_batch_tokens, cost.step_s
+    return best
+
+
+def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, rests_on: str) -> PlannedLayout:
+    """What a run has to know of a plan that it starts.
+
+    Parameters
+    ----------
+    gpu : str
+        The hardware it is to run on, `CPU` where there is no GPU.
+    rests_on : str
+        Where the seconds of the plan come from.
+    """
+    return PlannedLayout(
+        model=shape.name,
+        model_digest=shape_digest(shape),
+        gpu=gpu,
+        num_gpus=plan.num_gpus,
+        train_gpus=plan.training.gpus,
+        engines=tuple(PlannedEngines(tp=b.tp, count=b.engines, concurrency=b.concurrency) for b in plan.buckets),
+        boundaries_tokens=tuple(float(bucket.from_tokens) for _, bucket in pairwise(plan.buckets)),
+        micro_batch_tokens=micro_batch_tokens,
+        step_s=plan.step_s,
+        rests_on=rests_on,
+        why=plan.bottleneck,
+        lost=tuple(alternative_line(other).strip() for other in plan.alternatives),
+    )
+
+
+def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
+    """``config`` with the settings that start ``layout``; ConfigError where they contradict other settings."""
+    values = config.model_dump()
+    engines = [{"tp": e.tp, "count": e.count, "slots": e.concurrency} for e in layout.engines]
+    values["cluster"] |= {"train_workers": layout.train_gpus, "engines": engines, "rollout_workers": 1}
+    values["trainer"] |= {"micro_batch_tokens": layout.micro_batch_tokens}
+    if config.policy.name == ROUTED:
+        values["policy"] |= {"boundaries_tokens": layout.route}
+    values["planner"] |= {"layout": "configured", "planned": layout.model_dump()}
+    return config_from_dict(values)
+
+
+def configured_deployment(config: RunConfig) -> Deployed:
+    """What a run of ``config`` starts: training workers, and engines and concurrency by degree (the mean where they differ)."""
+    cluster, slots = config.cluster, dict[int, list[int]]()
+    for group in cluster.engines:
+        slots.setdefault(group.tp, []).extend([group.slots or config.rollout.slots] * group.count)
+    if not slots:
+        slots[config.rollout.tp] = [config.rollout.slots] * cluster.rollout_workers
+    return Deployed(
+        cluster.train_workers,
+        {tp: len(each) for tp, each in sorted(slots.items())},
+        {tp: max(round(sum(each) / len(each)), 1) for tp, each in sorted(slots.items())},
+    )
+
+
+def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: int) -> None:
+    """PlanError where a plan is of another model than ``shape``, or of other hardware than ``num_gpus`` x ``gpu``.
+
+    Without a GPU (`CPU`) any number of ranks will do: they share the cores there are.
+    """
+    again = "type libra plan CONFIG --write FILE for one that fits, or planner.planned=null to start these settings unplanned"
+    if layout.model_digest != shape_digest(shape):
+        raise PlanError(
+            f"planner.planned: the plan is for {layout.model} (sizes {layout.model_digest[:12]}), model.path is {shape.name} "
+            f"(sizes {shape_digest(shape)[:12]}); {again}"
+        )
+    here = "no GPU" if gpu == CPU else f"{num_gpus} x {gpu}"
+    if layout.gpu != gpu or (gpu != CPU and layout.num_gpus > num_gpus):
+        raise PlanError(
+            f"planner.planned: the plan is for {layout.num_gpus} x {layout.gpu}, here is {here}; {again}"
+            + ("" if layout.gpu != gpu else f" (planner.num_gpus={num_gpus})")
+        )
+
+
+def layout_lines(layout: PlannedLayout, policy: str = ROUTED) -> list[str]:
+    """A plan that is started, in one short block: what was chosen and why, what it rests on, and what lost.
+
+    ``policy`` is `policy.name` of the run: only `ROUTED` heeds the boundaries between degrees.
+    """
+    ranks = "ranks on CPU cores" if layout.gpu == CPU else f"x {layout.gpu}"
+    starts = (0.0, *layout.boundaries_tokens)
+    many = len(layout.engines) > 1
+    engines = "; ".join(
+        f"{engine.count} x TP{engine.tp}, {engine.concurrency} at once on each"
+        + (f", from {start:,.0f} generated tokens" if many and start else "")
+        for engine, start in zip(layout.engines, starts, strict=True)
+    )
+    return [
+        f"layout        planned for {layout.model} on {layout.num_gpus} {ranks}: a step of {layout.step_s:.3g} s, "
+        f"bottleneck {layout.why}",
+        f"  training    {layout.train_gpus} x, micro-batches of {layout.micro_batch_tokens:,} tokens",
+        f"  rollout     {engines}" + (f"; policy.name={policy} heeds no lengths" if many and policy != ROUTED else ""),
+        f"  rests on    {layout.rests_on}",
+        *(f"  lost        {line}" for line in layout.lost),
+    ]

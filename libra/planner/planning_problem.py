@@ -1,0 +1,182 @@
+"""The planning problem in plain numbers: what each trajectory costs each kind of engine, and what a step costs the trainer.
+
+The step that is planned is one batch: every trajectory of it is generated once, and trained on once. An engine of kind k
+that is given the set S of trajectories is done after ``max(sum of load_s[k, S], max of alone_s[k, S])`` seconds: its
+capacity adds up, and no trajectory is faster than its own chain of generations and tool calls. The rollout is done when
+the last engine is.
+
+    eta >= 1    steps overlap: step = max(rollout, training) + update      (Libra, arXiv:2606.03077 v2, with the weight update)
+    eta == 0    one after the other: step = rollout + training + update
+
+Invariants
+----------
+1. Every array is float64 or int64, read-only, and finite but for ``inf``, which says "this kind cannot take it".
+2. TP degrees divide one another and the node size. Then engines fit into whole nodes whenever their GPUs fit in number, if
+   training fills the partly filled node first: `libra.planner.node_placement` builds that placement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import PlanError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class EngineClass(NamedTuple):
+    """An engine of ``tp`` GPUs that generates for at most ``concurrency`` trajectories at once."""
+
+    tp: int
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} x {self.concurrency}"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What there is to place, and on what.
+
+    Attributes
+    ----------
+    num_gpus, gpus_per_node : int
+        The last node may be smaller.
+    kinds : tuple of EngineKind
+        What an engine may be (K).
+    load_s : float array (K, N)
+        Engine-seconds that trajectory i takes of an engine of kind k when that is full; loads of one engine add up. ``inf``:
+        it does not fit.
+    alone_s : float array (K, N)
+        Seconds from its first token to its last tool return on that kind, at best: a lower bound of the engine's time.
+    train_gpus : int array (M,)
+        GPU counts on which training can run, ascending.
+    train_s : float array (M,)
+        Seconds of the optimizer step of this batch on each of them.
+    eta : int
+        Staleness bound; 0 is synchronous.
+    update_s : float
+        Seconds from the end of a step until engines serve its weights, during which neither pool works.
+    min_train_gpus, min_rollout_gpus : int
+        Core pools, below which the split may not go.
+    fixed_train_gpus : int or None
+        The training pool, where it is given.
+    fixed_engines : mapping of TP degree to number of engines
+        Exactly so many engines of that degree; degrees that are not named are free.
+    """
+
+    num_gpus: int
+    gpus_per_node: int
+    kinds: tuple[EngineClass, ...]
+    load_s: Floats
+    alone_s: Floats
+    train_gpus: Ints
+    train_s: Floats
+    eta: int = 1
+    update_s: float = 0.0
+    min_train_gpus: int = 1
+    min_rollout_gpus: int = 1
+    fixed_train_gpus: int | None = None
+    fixed_engines: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, dtype in (
+            ("load_s", np.float64),
+            ("alone_s", np.float64),
+            ("train_gpus", np.int64),
+            ("train_s", np.float64),
+        ):
+            array = np.array(getattr(self, name), dtype=dtype)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        object.__setattr__(self, "kinds", tuple(EngineClass(*kind) for kind in self.kinds))
+        _check_shapes(self)
+        _check_degrees(self)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of the batch (N)."""
+        return int(self.load_s.shape[1])
+
+    @cached_property
+    def tp(self) -> Ints:
+        """GPUs of an engine of each kind, (K,)."""
+        return np.array([kind.tp for kind in self.kinds], dtype=np.int64)
+
+    @cached_property
+    def least_s(self) -> Floats:
+        """Seconds an engine of kind k needs at least if it is given trajectory i, (K, N): the larger of load and alone."""
+        return np.maximum(self.load_s, self.alone_s)
+
+    @cached_property
+    def rollout_digest(self) -> str:
+        """Names everything the rollout side depends on: problems that share it share their rollout layouts."""
+        digest = hashlib.sha256(repr((self.kinds, sorted(self.fixed_engines.items()))).encode())
+        digest.update(self.load_s.tobytes())
+        digest.update(self.alone_s.tobytes())
+        return digest.hexdigest()
+
+    def having(self, **changes: Any) -> Self:
+        """The same problem with some fields replaced."""
+        return replace(self, **changes)
+
+    def only(self, keep: NDArray[np.bool_]) -> Self:
+        """The same problem with the kinds for which ``keep`` (K,) is true."""
+        kinds = tuple(kind for kind, kept in zip(self.kinds, keep, strict=True) if kept)
+        return replace(self, kinds=kinds, load_s=self.load_s[keep], alone_s=self.alone_s[keep])
+
+
+def _check_shapes(problem: Problem) -> None:
+    shape = (len(problem.kinds), problem.load_s.shape[-1] if problem.load_s.ndim else 0)
+    for name in ("load_s", "alone_s"):
+        array = getattr(problem, name)
+        if array.shape != shape or not array.size:
+            raise PlanError(
+                f"{name}: got an array of shape {array.shape}; expected (kinds, trajectories) = {shape}, not empty"
+            )
+        if np.isnan(array).any() or (array <= 0 if name == "load_s" else array < 0).any():
+            raise PlanError(f"{name}: holds NaN, or seconds that are not positive; inf is for what a kind cannot take")
+    if problem.train_gpus.ndim != 1 or problem.train_gpus.shape != problem.train_s.shape:
+        raise PlanError(
+            f"train_gpus {problem.train_gpus.shape} and train_s {problem.train_s.shape}: one number each per GPU count"
+        )
+    if (np.diff(problem.train_gpus) <= 0).any() or (problem.train_gpus < 1).any():
+        raise PlanError(f"train_gpus: got {problem.train_gpus.tolist()}; counts ascend and are at least 1")
+    if not (problem.train_s > 0).all():
+        raise PlanError("train_s: seconds of a step are positive, or inf where it cannot run")
+    for entry in fields(problem):
+        value = getattr(problem, entry.name)
+        if entry.name.startswith(("num_", "min_", "gpus_")) and value < 1:
+            raise PlanError(f"{entry.name}: got {value}; at least 1")
+    if problem.eta < 0 or not 0 <= problem.update_s < np.inf:
+        raise PlanError(f"eta: got {problem.eta}, update_s: got {problem.update_s}; neither is negative")
+
+
+def _check_degrees(problem: Problem) -> None:
+    degrees = sorted(set(problem.tp.tolist()) | {problem.gpus_per_node})
+    for small, large in pairwise(degrees):
+        if large % small or large > problem.gpus_per_node:
+            raise PlanError(
+                f"TP degrees {sorted(set(problem.tp.tolist()))} on nodes of {problem.gpus_per_node} GPUs: {small} and {large} "
+                f"do not nest, or an engine spans nodes; type degrees out of {_divisors(problem.gpus_per_node)} "
+                "each of which divides the next"
+            )
+    unknown = set(problem.fixed_engines) - set(problem.tp.tolist())
+    if unknown:
+        raise PlanError(
+            f"planner.fixed_engines: TP {', '.join(map(str, sorted(unknown)))} is no degree that can be planned here; type one of "
+            f"{', '.join(map(str, sorted(set(problem.tp.tolist()))))}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

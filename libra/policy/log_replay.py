@@ -1,0 +1,465 @@
+"""Takes a run's decisions again from its event log, and compares them with those that were logged and carried out.
+
+Promises
+--------
+1. The policy objects are told what the log says they were told, in its order, and nothing else.
+2. Every command in the log is compared with one taken now, and every command taken now with one in the log. Only where
+   an epoch ends may answers to its last event be missing: its writer died. `Told.cut` says so.
+3. Every snapshot but the first of an epoch is compared with what the objects know now.
+4. A dispatch is compared with the place that was last logged for its trajectory, and each needs a parking of its own:
+   the log of what was applied, against the log of what was decided. Where the log has the run from its start and no other
+   run shared the scheduler, the dispatcher places anew too, and its choice of trajectory and worker is compared.
+5. After a difference the replay goes on; later differences may follow from the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from itertools import zip_longest
+from math import isclose
+from typing import Any, NamedTuple
+
+from libra import events, keys
+from libra.errors import StoreError
+from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.dispatcher import Dispatcher
+from libra.policy.messages import (
+    BoundariesSet,
+    Command,
+    Event,
+    HomeForgotten,
+    OpenBatch,
+    OpenGate,
+    Place,
+    Prefer,
+    Priority,
+    QuantumFinished,
+    QuantumStarted,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
+    groups_named,
+)
+from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering
+from libra.types import Phase
+
+NOISE_FRAC = 1e-7
+"""Numbers in two snapshots may differ by so much: sums of products come out differently in the last bits from one process to
+another, by how its memory is aligned. Commands are compared exactly; what they are taken from is rounded first."""
+
+
+class Logged(NamedTuple):
+    """A command, the number of the line that holds it, and the place its trajectory had before (None: none yet, or unknown)."""
+
+    line: int
+    command: Command
+    before: Priority | None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One event the policy objects were told, with the commands that answered it.
+
+    Attributes
+    ----------
+    line : int
+        Its line in the log.
+    event : libra.events.Event
+    logged : tuple of Logged
+        What the log says was answered.
+    now : tuple of commands
+        What is answered now.
+    difference : str
+        How they differ; empty where they do not.
+    cut : bool
+        The log, or the epoch, ends before all of ``now`` was written.
+    """
+
+    line: int
+    event: events.Event
+    logged: tuple[Logged, ...]
+    now: tuple[Command, ...]
+    difference: str
+    cut: bool = False
+
+
+class _Objects:
+    """The policy objects of one epoch, and the places they gave."""
+
+    def __init__(self, line: int, policy: str, eta: int, groups_per_batch: int, family: str) -> None:
+        if policy not in ORDERINGS:
+            raise StoreError(
+                f"line {line}: decisions of policy {policy!r}; this Libra has {', '.join(ORDERINGS)}; "
+                "replay it with the Libra that wrote it"
+            )
+        self.ordering: Ordering = ORDERINGS[policy]()
+        self.admission = Admission(eta, groups_per_batch)
+        self.family = family
+        self.places: dict[str, Priority] = {}
+        self.dispatched: set[str] = set()  # since they were last parked
+        self.dispatcher: Dispatcher | None = None
+        self._placed: deque[Place] = deque()
+
+    def restore(self, line: int, snapshot: events.PolicySnapshot) -> None:
+        try:
+            self.ordering.restore(snapshot.order)
+            self.admission.restore(snapshot.admission)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(
+                f"line {line}: this policy_snapshot cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def tell(self, line: int, event: events.Event) -> tuple[Command, ...] | None:
+        """Their answers to an event; None where they are not told of this kind."""
+        match event:
+            case events.VersionPublished(version=version):
+                return (*self._told(VersionPublished(version)), *self.admission.version_published(version))
+            case events.PolicyLearned():
+                if isinstance(self.ordering, OnlineLearner):
+                    self.ordering.learn()
+                return ()
+            case events.QuantumLost(key=key) | events.QuantumGivenBack(key=key):
+                if self.dispatcher is not None:
+                    self.dispatcher.stopped(key)
+                return ()
+            case events.PlacementVoid(key=key, phase=phase):
+                if self.dispatcher is not None:
+                    if not self._placed:
+                        self._placed.extend(self.dispatcher.dispatch(_phase(line, phase)))
+                    if self._placed:
+                        self._placed.popleft()
+                    self.dispatcher.stopped(key)
+                return ()
+            case events.QuantumDispatched(key=key, phase=phase, worker=worker):
+                parsed = _parsed(line, key)
+                if parsed.split == "train" and phase == Phase.ROLLOUT:
+                    iteration, group, _ = parsed.indices
+                    self.admission.generation_started(iteration, group, self.admission.version)
+                answers = self.ordering.handle(QuantumStarted(key, _phase(line, phase), worker))
+                if self.dispatcher is not None:
+                    self.dispatcher.apply(answers)
+                return answers
+        told = told_of(line, event, self.family)
+        return self._admitted(event) if told is None else self._told(told)
+
+    def _admitted(self, event: events.Event) -> tuple[Command, ...] | None:
+        """Answers about gates and batches; None where the event is about neither."""
+        match event:
+            case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
+                return (
+                    self.admission.group_committed(CommittedGroup(iteration, group, oldest)) if split == "train" else ()
+                )
+            case events.GateParked(iteration=iteration):
+                return self.admission.gate_parked(iteration)
+            case events.BatchParked(batch=batch):
+                return self.admission.batch_parked(batch)
+        return None
+
+    def _told(self, event: Event) -> tuple[Command, ...]:
+        if self.dispatcher is not None:
+            self.dispatcher.handle(event)
+        answers = self.ordering.handle(event)
+        if self.dispatcher is not None:
+            self.dispatcher.apply(answers)
+        return answers
+
+    def placed(self, line: int, event: events.QuantumDispatched) -> str:
+        """How a dispatch differs from the dispatcher's choice now; nothing where it does not know all."""
+        if not event.alone:
+            self.dispatcher = None
+        if self.dispatcher is None:
+            return ""
+        if not self._placed:
+            self._placed.extend(self.dispatcher.dispatch(_phase(line, event.phase)))
+        if not self._placed:
+            return f"{event.key} was given a slot of {event.worker}; now nobody gets one"
+        place = self._placed.popleft()
+        if (place.key, str(place.phase), place.worker, place.reason) == (
+            event.key,
+            event.phase,
+            event.worker,
+            event.reason,
+        ):
+            return ""
+        self.dispatcher = None  # later differences would only follow from this one
+        return (
+            f"{event.key} was given a {event.phase} slot of {event.worker} ({event.reason}); now {place.key} gets a "
+            f"{place.phase} slot of {place.worker} ({place.reason})"
+        )
+
+
+def told_of(line: int, event: events.Event, family: str) -> Event | None:
+    """What policy objects are told of a line."""
+    match event:
+        case events.TrajectoryParked(key=key, phase=phase, quanta=quanta, context_tokens=context):
+            parsed = _parsed(line, key)
+            group = f"{parsed.split}-{parsed.indices[0]}-{parsed.indices[1]}"
+            return TrajectoryParked(key, parsed.indices[0], _phase(line, phase), quanta, group, family, context)
+        case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
+            latency_s, payload = event.latency_s, event.payload_tokens
+            return QuantumFinished(key, _phase(line, phase), tokens, tool, status, latency_s, payload)
+        case events.QuantumContinued(key=key, phase=phase, worker=worker):
+            return QuantumStarted(key, _phase(line, phase), worker)
+        case events.HomeForgotten(key=key):
+            return HomeForgotten(key)
+        case events.PromptsNamed(iteration=iteration, prompts=prompts):
+            return groups_named("train", iteration, prompts)
+        case events.TrajectoryEnded(key=key, completed=completed):
+            return TrajectoryEnded(key, completed)
+        case events.WorkerCapacity():
+            names = [field.name for field in fields_of(WorkerJoined)]
+            return WorkerJoined(**{name: getattr(event, name) for name in names})
+        case events.WorkerWithdrawn(worker=worker):
+            return WorkerLeft(worker)
+        case events.BoundariesSet(boundaries=boundaries):
+            return BoundariesSet(tuple((int(tp), float(tokens)) for tp, tokens in boundaries))
+    return None
+
+
+def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
+    """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that was told, in order.
+
+    Raises StoreError where the log begins with neither, or names a policy or a key that this Libra does not know.
+    """
+    objects: _Objects | None = None
+    waiting: _Answers | None = None
+    fresh = False
+    for line, event in lines:
+        if isinstance(event, events.PrioritySet | events.BucketsPreferred | events.GateOpened | events.BatchOpened):
+            if waiting is None:
+                command = _command(line, event)
+                yield Told(
+                    line,
+                    event,
+                    (Logged(line, command, None),),
+                    (),
+                    f"nothing before it was told, yet {_shown(command)}",
+                )
+            else:
+                waiting.add(line, _command(line, event))
+            continue
+        if isinstance(event, events.RunStarted | events.PolicySnapshot):
+            if waiting is not None:
+                yield waiting.compared(last=isinstance(event, events.RunStarted))
+                waiting = None
+            if isinstance(event, events.RunStarted):
+                objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family), True
+                objects.dispatcher = Dispatcher()
+            elif objects is None:
+                objects = _begun(line, event)
+            elif fresh:
+                objects.restore(line, event)
+                fresh = False
+            else:
+                yield Told(line, event, (), (), _snapshot_difference(objects, event))
+            continue
+        if objects is None:
+            raise StoreError(
+                f"line {line}: a replay begins at run_started or policy_snapshot, got {event.name}; is the log's head missing?"
+            )
+        answers = _told(line, event, objects)
+        if answers is not None:
+            if waiting is not None:
+                yield waiting.compared()
+            waiting, fresh = answers, False
+    if waiting is not None:
+        yield waiting.compared(last=True)
+
+
+def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
+    """What the ordering of a log knows at its end, without those that lived then: what a later start of the run begins from.
+
+    A snapshot for ``Ordering.restore``. None where the log has none, or of an ordering that does not learn. Raises as `replay`.
+    """
+    objects: _Objects | None = None
+    fresh = False
+    for line, event in lines:
+        if isinstance(event, events.RunStarted):
+            fresh = True  # a start that died before it said what it began from adds nothing, and takes nothing away
+            if objects is None:
+                objects = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family)
+        elif isinstance(event, events.PolicySnapshot):
+            if objects is None:
+                objects = _begun(line, event)
+            elif fresh:
+                objects.restore(line, event)
+            fresh = False
+        elif objects is not None:
+            objects.tell(line, event)
+    if objects is None or not isinstance(objects.ordering, OnlineLearner):
+        return None
+    objects.ordering.forget_live()
+    return objects.ordering.snapshot()
+
+
+class _Answers:
+    """An event that was told, while the lines with its answers are being read."""
+
+    def __init__(
+        self, line: int, event: events.Event, now: tuple[Command, ...], places: dict[str, Priority], difference: str
+    ) -> None:
+        self._line, self._event, self._now, self._places, self._difference = line, event, now, places, difference
+        self._logged: list[Logged] = []
+
+    def add(self, line: int, command: Command) -> None:
+        before = None
+        if isinstance(command, SetPriority):
+            before = self._places.get(command.key)
+            self._places[command.key] = command.priority
+        self._logged.append(Logged(line, command, before))
+
+    def compared(self, *, last: bool = False) -> Told:
+        logged, now = tuple(entry.command for entry in self._logged), self._now
+        cut = last and len(logged) < len(now)
+        difference = self._difference or _difference(logged, now[: len(logged)] if cut else now)
+        return Told(self._line, self._event, tuple(self._logged), now, difference, cut)
+
+
+def _told(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
+    """Tell the objects; None where they are not told of this kind of event."""
+    places = objects.places
+    difference = ""
+    if isinstance(event, events.QuantumDispatched):
+        difference = _misplaced(event, objects) or objects.placed(line, event)
+    now = objects.tell(line, event)
+    if now is None:
+        return None
+    answers = _Answers(line, event, now, places, difference)
+    match event:
+        case events.TrajectoryParked(key=key):
+            objects.dispatched.discard(key)
+            if event.priority:
+                answers.add(line, SetPriority(key, _priority(line, event.priority), event.reason))
+        case events.QuantumDispatched(key=key):
+            objects.dispatched.add(key)
+        case events.TrajectoryEnded(key=key):
+            objects.dispatched.discard(key)
+            places.pop(key, None)
+    return answers
+
+
+def _begun(line: int, snapshot: events.PolicySnapshot) -> _Objects:
+    objects = _Objects(line, snapshot.policy, 0, 1, snapshot.family)
+    objects.restore(line, snapshot)
+    return objects
+
+
+def _command(line: int, event: events.Event) -> Command:
+    match event:
+        case events.PrioritySet(key=key, priority=priority, reason=reason):
+            return SetPriority(key, _priority(line, priority), reason)
+        case events.BucketsPreferred(key=key, buckets=buckets, reason=reason):
+            return Prefer(key, buckets, reason, event.left_tokens, event.final_tokens, event.begins_tp)
+        case events.GateOpened(iteration=iteration, reason=reason):
+            return OpenGate(iteration, reason)
+        case events.BatchOpened(batch=batch, members=members, reason=reason):
+            return OpenBatch(batch, members, reason)
+    raise AssertionError(event)
+
+
+def _priority(line: int, values: tuple[int, ...]) -> Priority:
+    if len(values) != len(Priority._fields):
+        raise StoreError(f"line {line}: priority {list(values)}; it is {', '.join(Priority._fields)}")
+    return Priority(*values)
+
+
+def _phase(line: int, phase: str) -> Phase:
+    if phase not in list(Phase):
+        raise StoreError(f"line {line}: phase {phase!r}; it is one of {', '.join(Phase)}")
+    return Phase(phase)
+
+
+def _parsed(line: int, key: str) -> keys.Key:
+    parsed = keys.parse(key)
+    if parsed is None or len(parsed.indices) != 3:
+        raise StoreError(f"line {line}: {key!r} is no key of a trajectory, as in trajectory-train-3-0-7-e0-demo")
+    return parsed
+
+
+def _misplaced(event: events.QuantumDispatched, objects: _Objects) -> str:
+    """How a dispatch differs from the place last logged; a replay from a snapshot does not know places given before it."""
+    if event.key in objects.dispatched:
+        return f"{event.key} was dispatched twice and not parked in between"
+    place = objects.places.get(event.key)
+    if place is None or tuple(place) == event.priority:
+        return ""
+    return (
+        f"{event.key} was dispatched with priority {list(event.priority)}; the place last given to it is {list(place)}"
+    )
+
+
+def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
+    for said, taken in zip_longest(logged, now):
+        if said == taken:
+            continue
+        if said is None:
+            return f"the log has no such command, now: {_shown(taken)}"
+        if taken is None:
+            return f"the log says: {_shown(said)}; now there is no such command"
+        names = [f.name for f in fields_of(said)] if type(said) is type(taken) else []
+        differing = ", ".join(
+            f"{name} was {_plain(getattr(said, name))}, now {_plain(getattr(taken, name))}"
+            for name in names
+            if getattr(said, name) != getattr(taken, name)
+        )
+        return f"the log says: {_shown(said)}; now: {_shown(taken)}" + (f"; {differing}" if differing else "")
+    return ""
+
+
+def _snapshot_difference(objects: _Objects, snapshot: events.PolicySnapshot) -> str:
+    if snapshot.policy != objects.ordering.name:
+        return f"a snapshot of policy {snapshot.policy!r}, now it is {objects.ordering.name!r}"
+    for part, said, now in (
+        ("order", snapshot.order, objects.ordering.snapshot()),
+        ("admission", snapshot.admission, objects.admission.snapshot()),
+    ):
+        if text := _unlike(said, now, part):
+            return text
+    return ""
+
+
+def _unlike(said: object, now: object, path: str) -> str:
+    """Where two parts of snapshots differ first, and how; empty where they are equal, numbers up to `NOISE_FRAC`."""
+    if said == now:
+        return ""
+    if isinstance(said, dict) and isinstance(now, dict):
+        pairs = ((f"{path}.{key}", said.get(key), now.get(key)) for key in sorted(said.keys() | now.keys(), key=str))
+    elif isinstance(said, list | tuple) and isinstance(now, list | tuple) and len(said) == len(now):
+        pairs = ((f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(said, now, strict=True)))
+    elif (
+        isinstance(said, float)
+        and isinstance(now, float)
+        and isclose(said, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)
+    ):
+        return ""
+    else:
+        return f"snapshot, {path}: the log says {_brief(said)}, now {_brief(now)}"
+    return next((text for where, a, b in pairs if (text := _unlike(a, b, where))), "")
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, Priority) else value
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _shown(command: Command | None) -> str:
+    match command:
+        case SetPriority(key=key, priority=priority, reason=reason):
+            return f"{key} gets priority {list(priority)} ({reason})"
+        case Prefer(key=key, buckets=buckets, reason=reason):
+            return f"{key} prefers {', '.join(buckets)} ({reason})"
+        case OpenGate(iteration=iteration, reason=reason):
+            return f"iteration {iteration} begins ({reason})"
+        case OpenBatch(batch=batch, members=members, reason=reason):
+            return f"batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
+    return "nothing"

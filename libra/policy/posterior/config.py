@@ -1,0 +1,51 @@
+"""What the posterior believes before it has seen anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra.policy.posterior.columns import SIGNALS
+
+
+@dataclass(frozen=True, slots=True)
+class PosteriorConfig:
+    """What the posterior believes before it has seen anything.
+
+    Attributes
+    ----------
+    signals : tuple of str
+        Those it may use, of `SIGNALS`.
+    forget : float
+        Weight of a finished trajectory after each later one.
+    version_forget : float
+        Weight of everything learned after each new version of the weights.
+    progress_shrink, signal_shrink, stack_shrink : float
+        Trajectories' worth of belief that a column of progress, a column of a signal, an expert says nothing.
+    sibling_prior, family_prior : float
+        Members' worth of belief that a group, a family is like all others.
+    guard_sigmas : (float, float)
+        Standard errors by which a gain must stand out to be used in full: in the order, in the mean (whose errors have the
+        heavier tail).
+    censored : bool
+        Learn from running trajectories.
+    running_siblings : bool
+        Count running siblings; else finished ones only.
+    history : bool
+        Let groups begin with what is known of their prompt from when it came before.
+    sample : int
+        Running trajectories that a `learn` looks at.
+    """
+
+    signals: tuple[str, ...] = SIGNALS
+    forget: float = 0.998
+    version_forget: float = 0.9
+    progress_shrink: float = 1.0
+    signal_shrink: float = 10.0
+    stack_shrink: float = 3.0
+    sibling_prior: float = 1.0
+    family_prior: float = 5.0
+    guard_sigmas: tuple[float, float] = (0.5, 1.0)
+    censored: bool = True
+    running_siblings: bool = True
+    history: bool = True
+    sample: int = 64

@@ -1,0 +1,303 @@
+"""One life of a vLLM engine process, seen from the event loop that feeds it: start, requests, weights, probes, end.
+
+`VLLMEngine` makes another `Core` when one has died. Everything here runs in one event loop, and raises vLLM's own errors
+turned into Libra's: EngineError where the process is gone or a request failed.
+
+Invariants
+1. What a token was drawn from is told by the engine process itself, which labels every step with its version.
+2. After `load` no KV of older weights is ever read by a request that starts later: it is dropped, or, with ``keep_kv``,
+   filed under the version that the request started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from libra.errors import EngineError, LibraError, ModelError
+from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
+from libra.rollout.engine_capacity import PassMeter
+from libra.rollout.request_checks import QueuedJob, packed_priority
+from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
+from libra.rollout.vllm_settings import PROBE, VLLMSettings, check_installed, engine_args, environment
+from libra.rollout.vllm_worker import Part
+from libra.types import StopReason, TurnOutput
+
+logger = logging.getLogger(__name__)
+
+_BUILDING = threading.Lock()
+"""An engine is built under an environment of its own, which is that of the whole process."""
+_WARM_UP_TOKENS = 4
+SHUTDOWN_S = 1.0
+"""How long the process may take to end before it is killed; it keeps nothing that must be saved."""
+
+
+class EngineGone(EngineError):
+    """The engine process has died; only another one can go on."""
+
+
+class Core:
+    """A running engine process and its client. Made by `Core.start`."""
+
+    def __init__(self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None) -> None:
+        self.llm, self.settings = llm, settings
+        self.passes = PassWatch(meter or PassMeter())
+        self.steps = self.generated_tokens = 0
+        self._probes = 0
+        self._count_steps()
+
+    @classmethod
+    async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
+        """Start the process, load the model, and warm it up. Takes 20 s and more, in which this event loop stands still.
+
+        ``meter``: of the engine, which goes on where a process was replaced; None: a new one.
+        """
+        check_installed()
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        core = None
+        try:
+            on_cpu = bool(current_platform.is_cpu())
+            with _BUILDING, environment(settings, on_cpu=on_cpu):
+                llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
+            core = cls(llm, settings, meter)
+            await llm.update_weight_version(str(version))
+            for temperature in (0.0, 1.0):  # kernels are made when they are first used, on both ways of sampling
+                await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
+            await llm.reset_prefix_cache()
+        except BaseException as error:  # one who is cancelled leaves no process behind either
+            if core is not None:
+                core.stop()
+            if isinstance(error, LibraError) or not isinstance(error, Exception):
+                raise
+            # The boundary to vLLM: configuration, memory, a model or a head size it does not know.
+            raise ModelError(
+                f"{settings.model_dir}: vLLM cannot serve this ({type(error).__name__}: {error}); what its process said is in "
+                "this worker's log, more of it with VLLM_LOGGING_LEVEL=INFO"
+            ) from error
+        core.steps = core.generated_tokens = 0
+        return core
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def serve(self, job: QueuedJob, now: Any) -> TurnOutput:
+        """One request to its end; ``now`` is the clock."""
+        request = job.request
+        context = request.context_ids.tolist()
+        with _errors(job.name):
+            final = None
+            async for output in self.llm.generate(
+                self._prompt(context, job.version),
+                _sampling(
+                    max_tokens=request.max_new_tokens,
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    seed=request.seed,
+                    stop_token_ids=list(request.stop_ids),
+                    logprobs=0,
+                ),
+                job.handle,
+                priority=packed_priority(request.priority),
+            ):
+                final = output
+        assert final is not None and final.finished, f"{job.name}: vLLM ended a request without saying so"
+        return self._output(job, final, now())
+
+    async def abort(self, job: QueuedJob) -> None:
+        """Have a request end with what it has."""
+        with _errors(job.name):
+            await self.llm.abort(job.handle)
+
+    def _prompt(self, ids: list[int], version: int) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt_token_ids": ids}
+        if self.settings.keep_kv:
+            prompt["cache_salt"] = f"version {version}"
+        return prompt
+
+    def _output(self, job: QueuedJob, final: Any, now_s: float) -> TurnOutput:
+        completion = final.outputs[0]
+        token_ids = np.asarray(completion.token_ids, np.int32)
+        logprobs = np.asarray(completion.logprobs.logprobs if len(token_ids) else [], np.float32)
+        if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
+            raise EngineError(f"{job.name}: log-probabilities are missing or not finite; the weights may be broken")
+        versions = np.full(len(token_ids), job.version, np.int32)
+        for span in completion.weight_versions or ():
+            versions[span.start : span.end] = int(span.version)
+        # With keep_kv the oldest KV attended to is that of the request's start, even where vLLM computed some anew.
+        kv_versions = np.full_like(versions, job.version) if self.settings.keep_kv else versions.copy()
+        reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}.get(
+            completion.finish_reason
+        )
+        if reason is None:
+            raise EngineError(f"{job.name}: vLLM ended the request with {completion.finish_reason!r}")
+        started_s = job.started_s if job.started_s is not None else now_s
+        return TurnOutput(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            weight_versions=versions,
+            kv_versions=kv_versions,
+            stop_reason=reason,
+            cached_tokens=max(int(final.num_cached_tokens or 0), 0),
+            queued_s=started_s - job.arrived_s,
+            busy_s=now_s - started_s,
+        )
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Stop between two steps; what runs keeps its place."""
+        self.passes.stood()
+        with _errors("pause"):
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        self.passes.stood()
+        with _errors("resume"):
+            await self.llm.resume_generation()
+
+    async def load(self, version: int, path: Path, tied_to: str | None) -> None:
+        """Load a weights file, drop KV as `VLLMSettings.keep_kv` says, and label steps from now on. Paused, by the caller."""
+        with _errors(f"loading {path}"):
+            await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
+            if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError(f"version {version}: KV of the weights before it could not be dropped")
+            await self.llm.update_weight_version(str(version))
+
+    # -- probes ------------------------------------------------------------------------------------------------------
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probability of every token but the first (T - 1,), computed without any KV of others; also while paused."""
+        with _errors("score"):
+            final = await self._generate([int(token) for token in token_ids], 1, prompt_logprobs=0)
+        found = np.asarray(final.prompt_logprobs.logprobs, np.float32)
+        assert len(found) == len(token_ids) - 1, f"{len(found)} log-probabilities of {len(token_ids)} tokens"
+        return found
+
+    async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
+        """Numbers of `libra.projections` for every layer, as all ranks together compute them."""
+        found = {}
+        for name, (rows, inputs) in (await self._outputs(seed, None)).items():
+            generator = generator_of(seed, name)
+            if is_embedding(name):
+                draw_rows(generator, inputs)
+                found[name] = numbers_of(generator, torch.from_numpy(rows))
+            else:
+                draw_input(generator, inputs)
+                found[name] = numbers_of(generator, torch.from_numpy(rows[0]))
+        return found
+
+    async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+        """Wanted columns of matrices, rows of embeddings, norms and biases whole; see ReadsColumns."""
+        found = await self._outputs(None, {name: [int(i) for i in places] for name, places in wanted.items()})
+        unknown = sorted(set(wanted) - set(found))
+        if unknown:
+            raise EngineError(f"columns: this model has no {unknown[0]}; it has {', '.join(list(found)[:4])}, ...")
+        return {name: rows.astype(np.float32) for name, (rows, _) in found.items()}
+
+    async def _outputs(
+        self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None
+    ) -> dict[str, tuple[NDArray[np.float64], int]]:
+        """Whole outputs (N, outputs) float64 and number of inputs of each layer, added up over ranks."""
+        with _errors("project"):
+            ranks = await self.llm.collective_rpc("libra_outputs", args=(seed, wanted))
+        found: dict[str, tuple[NDArray[np.float64], int]] = {}
+        for parts in ranks:
+            for name, given in parts.items():
+                part = Part(*given)
+                if name not in found:
+                    found[name] = np.zeros((part.num_rows, part.whole)), part.inputs
+                rows = np.frombuffer(part.data, np.float32).reshape(part.num_rows, part.num_here)
+                found[name][0][:, part.offset : part.offset + part.num_here] += rows
+        return found
+
+    async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
+        """A probe: before everybody else, greedy unless said otherwise, and outside of all books."""
+        self._probes += 1
+        steps, tokens = self.steps, self.generated_tokens
+        final = None
+        prompt = {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
+        sampled = _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling)
+        async for output in self.llm.generate(prompt, sampled, f"{PROBE_ID}{self._probes}", priority=PROBE):
+            final = output
+        if self.generated_tokens - tokens == new:  # nobody else was served meanwhile
+            self.steps, self.generated_tokens = steps, tokens
+        return final
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the process has room for, on all ranks together."""
+        cache = self.llm.vllm_config.cache_config
+        return int(cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size)
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process has died."""
+        return bool(self.llm.errored)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Processes of the engine on this machine, the one that schedules first."""
+        manager = self.llm.engine_core.resources.engine_manager
+        return [process.pid for process in manager.processes] if manager is not None else []
+
+    def stop(self) -> None:
+        """End the process; also after it died."""
+        with contextlib.suppress(Exception):  # what is left of a dead engine may be anything
+            self.llm.shutdown(timeout=SHUTDOWN_S)
+
+    def _count_steps(self) -> None:
+        """Count steps and tokens as they come out of the process: vLLM's own statistics would cost every token."""
+        client = self.llm.engine_core
+        receive = client.get_output_async
+
+        async def counted() -> Any:
+            outputs = await receive()
+            if outputs.outputs:
+                self.steps += 1
+                self.generated_tokens += sum(len(each.new_token_ids) for each in outputs.outputs)
+                self.passes.saw(outputs)
+            return outputs
+
+        client.get_output_async = counted
+
+
+def _sampling(**given: Any) -> Any:
+    """Sampling parameters: ids in and out, one answer at the end, and no end of turn but those asked for."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        **given,
+        ignore_eos=True,
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+@contextlib.contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Turn what vLLM raises into EngineError; EngineGone where the process has died."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except (asyncio.CancelledError, LibraError):
+        raise
+    except EngineDeadError as error:
+        raise EngineGone(f"{what}: the vLLM engine process died") from error
+    except Exception as error:  # the boundary to vLLM
+        raise EngineError(f"{what}: vLLM failed ({type(error).__name__}: {error})") from error

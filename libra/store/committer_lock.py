@@ -1,0 +1,57 @@
+"""The lock that makes a committer the only one.
+
+1. At most one holder per store, among all processes that reach its file system. The kernel gives the lock back when its
+   holder dies, so nothing stale is left to break.
+2. Who holds it can be read from the file, for the error message.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+
+from libra.errors import StoreError
+from libra.store.exclusive_files import write_failure
+
+
+class CommitterLock:
+    """An advisory lock on ``<store>.lock``, held from creation to `release`.
+
+    Raises StoreError where somebody else holds it (the message says who), or the file system has no locks.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.path = store.with_name(f"{store.name}.lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise write_failure(error, self.path) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except BlockingIOError as error:
+            holder = (
+                os.pread(self._descriptor, 4096, 0).decode(errors="replace") or "a process that has not said who it is"
+            )
+            self.release()
+            raise StoreError(
+                f"{store}: another committer has it open ({holder}); a store has one committer. Wait for it, stop it, "
+                "or open the store with mode='r'"
+            ) from error
+        except OSError as error:
+            self.release()
+            raise StoreError(
+                f"{self.path}: cannot lock it ({error.strerror}); put the run directory on a file system with flock "
+                "(a local disk, NFS 4, Lustre mounted with -o flock)"
+            ) from error
+
+    def release(self) -> None:
+        """Give the lock back; releasing twice is releasing once. The file stays, empty of meaning."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,236 @@
+"""Which arrays the trajectory store consists of: schema 2, as names, types and meanings.
+
+Three levels, each a dimension of its own: ``token`` (in the root group), ``turn`` and ``trajectory`` (in groups of that
+name). Trajectory i owns the tokens from ``offset[i]``, ``length[i]`` of them, and the turns from ``turn_offset[i]``,
+``num_turns[i]`` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from libra.errors import StoreError
+from libra.store.group_records import prompt_to_json
+from libra.types import NO_TOOL, Trajectory, tool_outcome
+
+SCHEMA = 2
+"""Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
+
+Level = Literal["token", "turn", "trajectory"]
+LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory")
+CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024}
+"""Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples of a batch."""
+
+_FILL: Mapping[str, int | float | str] = {
+    "int32": -1,
+    "int64": -1,
+    "float32": float("nan"),
+    "float64": float("nan"),
+    "bool": False,
+    "string": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array of a level. ``unknown`` is what it holds where nothing is known: -1, NaN or the empty string."""
+
+    name: str
+    dtype: str
+    meaning: str
+
+    @property
+    def unknown(self) -> int | float | str:
+        """Value of a row for which the writer had nothing."""
+        return _FILL[self.dtype]
+
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The type of this column in memory."""
+        return np.dtypes.StringDType() if self.dtype == "string" else np.dtype(self.dtype)
+
+
+TOKEN = (
+    Column("token_ids", "int32", "prompt, generated and observed tokens in order"),
+    Column("is_action", "bool", "whether the model generated this token"),
+    Column("behaviour_logprob", "float32", "nats, of the distribution sampled from; 0 where not generated"),
+    Column("weight_version", "int32", "version of the weights that generated the token; -1 where not generated"),
+    Column(
+        "kv_version", "int32", "version of the weights that made the KV cache it attended to; -1 where not generated"
+    ),
+)
+TURN = (
+    Column("trajectory", "int32", "row in the trajectory level"),
+    Column("turn", "int32", "0-based"),
+    Column("tool", "string", "name of the last tool called; empty: none"),
+    Column(
+        "status",
+        "string",
+        "how its calls came back: ok, error, timeout, malformed, truncated; empty: no call, or none was made any more",
+    ),
+    Column("num_calls", "int32", "tool calls of this turn"),
+    Column("prompt_tokens", "int32", "tokens of context before the generation"),
+    Column("cached_tokens", "int32", "of these, tokens whose KV cache was there already"),
+    Column("generated_tokens", "int32", "tokens generated"),
+    Column("observation_tokens", "int32", "tokens read back from tools"),
+    Column("stop_reason", "string", "why the generation ended: stop, length, abort"),
+    Column("generate_s", "float64", "seconds from first forward pass to last token"),
+    Column("queued_s", "float64", "seconds waited inside the engine"),
+    Column("tool_s", "float64", "seconds in tools"),
+    Column("worker", "string", "worker that generated"),
+    Column("text_chars", "int32", "characters generated"),
+    Column("payload_chars", "int32", "characters that the tools returned, before truncation"),
+)
+TRAJECTORY = (
+    Column("split", "string", "train or eval"),
+    Column("iteration", "int32", "iteration; of an eval trajectory the weight version"),
+    Column("group", "int32", "group within the iteration"),
+    Column("sample", "int32", "sample within the group"),
+    Column("batch", "int32", "batch whose step consumed it; -1: none"),
+    Column("epoch", "int32", "start of the run that wrote it"),
+    Column("reward", "float64", "NaN where the failure class does not train"),
+    Column("advantage", "float64", "as it entered the loss"),
+    Column("end_reason", "string", "answered, length, max_turns, failure"),
+    Column("failure", "string", "none, policy, tool, timeout, environment, reward, engine, worker"),
+    Column("failure_detail", "string", "what went wrong, in words"),
+    Column("attempt", "int32", "attempts that failed before this one"),
+    Column("retried", "string", "their failure classes in order, joined by commas"),
+    Column("prompt_id", "string", "name of the prompt"),
+    Column("prompt_json", "string", "JSON object with messages and facts"),
+    Column("offset", "int64", "first token"),
+    Column("length", "int32", "number of tokens"),
+    Column("turn_offset", "int64", "first turn"),
+    Column("num_turns", "int32", "number of turns"),
+    Column("oldest_version", "int32", "oldest weight version among generated tokens; -1: nothing generated"),
+)
+COLUMNS: Mapping[Level, tuple[Column, ...]] = {"token": TOKEN, "turn": TURN, "trajectory": TRAJECTORY}
+
+Rows = dict[Level, dict[str, NDArray[Any]]]
+"""One array per column and level, all of one level equally long."""
+
+
+def array_path(level: Level, name: str) -> str:
+    """Path of an array within the store."""
+    return name if level == "token" else f"{level}/{name}"
+
+
+def create_arrays(group: zarr.Group) -> None:
+    """Make every array, empty, in an empty group."""
+    for level in LEVELS:
+        for column in COLUMNS[level]:
+            _create_array(group, level, column)
+
+
+def _create_array(group: zarr.Group, level: Level, column: Column) -> zarr.Array[Any]:
+    """Numeric columns of turns and trajectories are left uncompressed: they are few bytes, and an append costs half."""
+    return group.create_array(
+        array_path(level, column.name),
+        shape=(0,),
+        chunks=(CHUNK_ROWS[level],),
+        dtype=column.dtype,
+        fill_value=column.unknown,
+        compressors="auto" if level == "token" or column.dtype == "string" else None,
+        dimension_names=(level,),
+        attributes={"meaning": column.meaning},
+    )
+
+
+def _add_attempts(group: zarr.Group) -> None:
+    """Schema 2 says how many attempts a trajectory took; before it there was one."""
+    rows = group["trajectory/sample"].shape[0]  # type: ignore[union-attr]
+    for name, value in (("attempt", 0), ("retried", "")):
+        column = next(column for column in TRAJECTORY if column.name == name)
+        if array_path("trajectory", name) in group:
+            del group[array_path("trajectory", name)]  # of an upgrade that was cut short
+        array = _create_array(group, "trajectory", column)
+        array.append(np.full(rows, value, column.numpy_dtype()))
+
+
+UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts}
+"""For schema n, what makes schema n + 1 of a store, in place; run again, it does the same. Schema 1 is the first."""
+
+
+def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], batch: int) -> Rows:
+    """Trajectories as columns, to be put behind the ``first`` rows that each level already has.
+
+    Raises
+    ------
+    StoreError
+        Arrays of a trajectory differ in length or kind, or a turn has a field that is no column.
+    """
+    tokens: dict[str, NDArray[Any]] = {
+        column.name: np.concatenate([_tokens(trajectory, column) for trajectory in trajectories])
+        if trajectories
+        else np.zeros(0, column.numpy_dtype())
+        for column in TOKEN
+    }
+    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories], np.int64)
+    num_turns = np.array([len(trajectory.turns) for trajectory in trajectories], np.int64)
+    turns = [
+        _turn(turn, trajectory, first["trajectory"] + row)
+        for row, trajectory in enumerate(trajectories)
+        for turn in trajectory.turns
+    ]
+    rows = [_row(trajectory, batch) for trajectory in trajectories]
+    for row, offset, turn_offset in zip(rows, lengths.cumsum() - lengths, num_turns.cumsum() - num_turns, strict=True):
+        row["offset"], row["turn_offset"] = first["token"] + int(offset), first["turn"] + int(turn_offset)
+    return {"token": tokens, "turn": _columns(turns, TURN), "trajectory": _columns(rows, TRAJECTORY)}
+
+
+def _tokens(trajectory: Trajectory, column: Column) -> NDArray[Any]:
+    values = np.asarray(getattr(trajectory, column.name))
+    if values.shape != trajectory.token_ids.shape or not np.can_cast(values.dtype, column.dtype, "same_kind"):
+        raise StoreError(
+            f"trajectory {trajectory.trajectory_id}: {column.name} is {values.dtype}{values.shape}; "
+            f"allowed is {column.dtype}{trajectory.token_ids.shape}, one entry per token"
+        )
+    return values.astype(column.dtype, copy=False)
+
+
+def _row(trajectory: Trajectory, batch: int) -> dict[str, Any]:
+    split_and_position = trajectory.trajectory_id._asdict()
+    return split_and_position | {
+        "batch": batch,
+        "epoch": trajectory.epoch,
+        "reward": trajectory.reward,
+        "advantage": trajectory.advantage,
+        "end_reason": str(trajectory.end_reason),
+        "failure": str(trajectory.failure),
+        "failure_detail": trajectory.failure_detail,
+        "attempt": trajectory.attempt,
+        "retried": trajectory.retried,
+        "prompt_id": trajectory.prompt.prompt_id,
+        "prompt_json": prompt_to_json(trajectory.prompt),
+        "length": len(trajectory.token_ids),
+        "num_turns": len(trajectory.turns),
+        "oldest_version": trajectory.oldest_version,
+    }
+
+
+def _turn(turn: Mapping[str, Any], trajectory: Trajectory, row: int) -> dict[str, Any]:
+    if strangers := turn.keys() - {column.name for column in TURN}:
+        raise StoreError(
+            f"trajectory {trajectory.trajectory_id}: a turn has the fields {sorted(strangers)}, and the store has no "
+            f"columns for them; allowed are {', '.join(column.name for column in TURN[1:])}"
+        )
+    try:
+        tool_outcome(turn.get("status") or NO_TOOL)
+    except ValueError as error:
+        raise StoreError(f"trajectory {trajectory.trajectory_id}, turn {turn.get('turn')}: {error}") from error
+    return {**turn, "trajectory": row}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, NDArray[Any]]:
+    result = {}
+    for column in columns:
+        values = [column.unknown if (value := row.get(column.name)) is None else value for row in rows]
+        try:
+            result[column.name] = np.array(values, dtype=column.numpy_dtype())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StoreError(f"column {column.name} ({column.dtype}): {error}") from error
+    return result

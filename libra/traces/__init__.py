@@ -1,0 +1,1 @@
+"""Recorded agents: their files, read once for planner, simulator, environments and benchmarks."""

@@ -1,0 +1,130 @@
+"""A hybrid replica: outside of the core's process group, it pulls stepped weights, computes slices, and sends sums.
+
+It keeps no optimizer state and takes no step. It may join and leave between any two steps, or die within one: the core
+then computes its slice (`libra.train.hybrid_pool`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from libra.errors import TrainError, TransferError
+from libra.train.minibatch_slices import from_tensors
+from libra.train.step_report import Tally
+from libra.train.wire import Message, Wire, connect
+
+if TYPE_CHECKING:
+    from libra.train.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+
+class HybridReplica:
+    """A replica in the service of a core, until it leaves or the core lets it go.
+
+    Parameters
+    ----------
+    replica : Replica
+        Of the same model and settings as the core's; its weights are replaced.
+    address : (str, int)
+        `libra.train.hybrid_pool.HybridPool.address` of the core's rank 0.
+    token : str
+    name : str
+        For logs and errors.
+
+    Raises
+    ------
+    TransferError
+        Nobody listens there, or it does not know the token.
+    """
+
+    def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
+        self.replica = replica
+        self.name = name
+        self.version = -1
+        """Number of the weights it has; -1 before the first arrived."""
+        self.slices_done = 0
+        self.on_state: Callable[[], None] | None = None
+        """Called in the thread of `run` when its first weights have arrived."""
+        self._wire: Wire = connect(address, token)
+        self._pending: Message | None = None
+        self._leaving = threading.Event()
+        self._wire.send("hello", {"name": name, "description": replica.description()})
+
+    def run(self) -> int:
+        """Serve until it has left, or the core is gone; returns how many slices it computed.
+
+        Raises
+        ------
+        TrainError
+            The core is another model's or has other settings.
+        """
+        try:
+            while True:
+                message = self._wire.receive()
+                match message.kind:
+                    case "stepped":
+                        if message.fields["version"] > self.version:
+                            self._wire.send("pull")
+                    case "state":
+                        self._take(message.tensors, message.fields["version"])
+                    case "work":
+                        self._pending = message
+                        self._work()
+                    case "refused":
+                        raise TrainError(f"hybrid {self.name}: the core refuses it: {message.fields['reason']}")
+                    case "bye":
+                        break
+        except TransferError as fault:
+            log = logger.info if self._leaving.is_set() else logger.warning
+            log("hybrid %s: the core is gone after %d slices: %s", self.name, self.slices_done, fault)
+        finally:
+            self._wire.close()
+        return self.slices_done
+
+    def leave(self) -> None:
+        """Ask to be let go, from any thread: a slice under way is finished and counts, no other one comes."""
+        self._leaving.set()
+        self._wire.send("leave")
+
+    def abandon(self) -> None:
+        """Hang up at once, from any thread; a slice under way goes to the core."""
+        self._leaving.set()
+        self._wire.close()
+
+    def _take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if version > self.version:
+            self.replica.take_weights(weights)
+            first, self.version = self.version < 0, version
+            if first and self.on_state is not None:
+                self.on_state()
+        self._wire.send("have", {"version": self.version})
+        self._work()
+
+    def _work(self) -> None:
+        """Compute the slice at hand once the weights it is for are there; with newer ones nobody waits for it any more."""
+        if self._pending is None or self._pending.fields["version"] > self.version:
+            return
+        message, self._pending = self._pending, None
+        if message.fields["version"] < self.version:
+            return
+        tally = Tally(stepped=bool(message.fields["stepped"]))
+        ticket = message.fields["ticket"]
+        parameters = self.replica.optimized()
+        try:
+            weight = self.replica.accumulate(from_tensors(message.tensors), message.fields["step"], tally)
+        except TrainError as fault:
+            self._wire.send("failed", {"ticket": ticket, "reason": str(fault)})
+        else:
+            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            facts = {"ticket": ticket, "weight_sum": weight, "sums": tally.sums, "maxima": tally.maxima}
+            self._wire.send("gradient", facts, gradients)
+            self.slices_done += 1
+        finally:
+            for parameter in parameters.values():
+                parameter.grad = None

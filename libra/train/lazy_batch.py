@@ -1,0 +1,119 @@
+"""A batch whose trajectories lie on other workers: lengths and advantages here, tokens fetched for the slices computed here.
+
+Invariants
+----------
+1. A step on a batch that lies elsewhere is the step on its trajectories, bit for bit: slices follow from lengths, which are
+   those of the samples that arrive; another length is a TrainError.
+2. A row is fetched once at most, and none that no slice of this replica, or of a hybrid that it feeds, asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.errors import TrainError
+from libra.train.sequence_packing import Sample, sample_of
+from libra.types import Trajectory
+
+Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
+"""Trajectories of rows by name, in that order, without their advantages. Raises TrainError where one cannot be had."""
+
+_NONE = np.zeros(0, np.int64)
+_NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What is known here of a trajectory that trains: its row, and of its `Sample` the lengths and the advantage."""
+
+    row: str
+    num_tokens: int
+    num_actions: int
+    advantage: float
+
+
+class LazyBatch:
+    """Stands for a batch's trajectories in `Replica.step`.
+
+    Parameters
+    ----------
+    facts : sequence of RowFacts
+        Of trajectories that train, in the order of the batch.
+    num_trajectories : int
+        Those that do not train included.
+    fetch : callable
+    """
+
+    def __init__(self, facts: Sequence[RowFacts], num_trajectories: int, fetch: Fetch) -> None:
+        self.facts = facts
+        self.num_trajectories = num_trajectories
+        self.fetched: dict[str, Sample] = {}
+        self._fetch = fetch
+
+    def __len__(self) -> int:
+        return self.num_trajectories
+
+    def samples(self, step: int) -> list[Sample]:
+        """One stand-in for each sample; `present` has the samples themselves."""
+        return [_Absent.of(fact, self, step) for fact in self.facts]
+
+    def get(self, absent: Sequence[_Absent]) -> None:
+        """Have the samples of those rows in `fetched`."""
+        missing = [sample for sample in absent if sample.fact.row not in self.fetched]
+        for sample, trajectory in zip(missing, self._fetch([sample.fact.row for sample in missing]), strict=True):
+            fact = sample.fact
+            trajectory.advantage = fact.advantage
+            arrived = sample_of(trajectory, sample.step)
+            if (arrived.num_tokens, arrived.num_actions) != (fact.num_tokens, fact.num_actions):
+                raise TrainError(
+                    f"trajectory {trajectory.trajectory_id}: it has {arrived.num_tokens} tokens and {arrived.num_actions} "
+                    f"actions where {fact.num_tokens} and {fact.num_actions} were announced; it is not the one of this batch"
+                )
+            self.fetched[fact.row] = arrived
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Absent(Sample):
+    """A sample that is not here; lengths and advantage are right, arrays are empty."""
+
+    fact: RowFacts = RowFacts("", 0, 0, 0.0)
+    batch: LazyBatch | None = None
+    step: int = -1
+
+    @classmethod
+    def of(cls, fact: RowFacts, batch: LazyBatch, step: int) -> _Absent:
+        """For one row of ``batch``."""
+        return cls(_NONE, _NONE, _NONE, _NO_LOGP, _NO_FLAGS, fact.advantage, fact=fact, batch=batch, step=step)
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs."""
+        return self.fact.num_tokens
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens scored."""
+        return self.fact.num_actions
+
+
+def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
+    """What the step that trains weights ``step`` needs of a batch; of one elsewhere stand-ins, unless ``whole``."""
+    if isinstance(batch, LazyBatch):
+        samples = batch.samples(step)
+        return present(samples) if whole else samples
+    trained = (trajectory for trajectory in batch if trajectory.failure.trains)
+    return [sample_of(trajectory, step) for trajectory in trained if trajectory.num_action_tokens]
+
+
+def present(samples: Sequence[Sample]) -> list[Sample]:
+    """``samples`` with those that are not here fetched, all at once."""
+    absent = [sample for sample in samples if isinstance(sample, _Absent)]
+    if not absent:
+        return list(samples)
+    batch = absent[0].batch
+    assert batch is not None and all(sample.batch is batch for sample in absent), "a step has one batch"
+    batch.get(absent)
+    return [batch.fetched[sample.fact.row] if isinstance(sample, _Absent) else sample for sample in samples]

@@ -1,0 +1,69 @@
+"""Slices of a minibatch: which sequences each replica computes, and a slice as flat tensors for a replica elsewhere.
+
+Invariants
+----------
+1. Every sample is in exactly one slice, whole; slices are balanced by tokens, and the same on every replica that asks.
+2. A slice that went over a wire is the slice that was sent, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.train.balanced_partition import karmarkar_karp
+from libra.train.sequence_packing import Sample
+
+
+def split(samples: Sequence[Sample], num_slices: int) -> list[list[Sample]]:
+    """``samples`` in ``num_slices`` slices of nearly equal tokens, in their order; empty ones where samples are few."""
+    filled = min(num_slices, len(samples))
+    parts = karmarkar_karp([sample.num_tokens for sample in samples], filled) if filled else []
+    parts += [[] for _ in range(num_slices - filled)]
+    return [[samples[index] for index in sorted(part)] for part in parts]
+
+
+def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """A slice as flat tensors: tokens and actions of all samples one after the other, and how many of each."""
+    counts = [(s.num_tokens, s.num_actions, s.proximal_logp is not None) for s in samples]
+    tensors = {
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 3),
+        "advantage": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
+        "token_ids": _joined([s.token_ids for s in samples], np.int64),
+        "action_at": _joined([s.action_at for s in samples], np.int64),
+        "target": _joined([s.target for s in samples], np.int64),
+        "behaviour_logp": _joined([s.behaviour_logp for s in samples], np.float32),
+        "current": _joined([s.current for s in samples], np.bool_),
+    }
+    known = [s.proximal_logp for s in samples if s.proximal_logp is not None]
+    return tensors | {"proximal_logp": _joined(known, known[0].dtype if known else np.float32)}
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
+    """The slice that `to_tensors` made."""
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    samples, tokens, actions, proximal = [], 0, 0, 0
+    for number, (num_tokens, num_actions, has_proximal) in enumerate(arrays["counts"].tolist()):
+        here = slice(actions, actions + num_actions)
+        samples.append(
+            Sample(
+                token_ids=arrays["token_ids"][tokens : tokens + num_tokens],
+                action_at=arrays["action_at"][here],
+                target=arrays["target"][here],
+                behaviour_logp=arrays["behaviour_logp"][here],
+                current=arrays["current"][here],
+                advantage=float(arrays["advantage"][number]),
+                proximal_logp=arrays["proximal_logp"][proximal : proximal + num_actions] if has_proximal else None,
+            )
+        )
+        tokens, actions, proximal = tokens + num_tokens, actions + num_actions, proximal + num_actions * has_proximal
+    return samples
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False))

@@ -1,0 +1,111 @@
+"""How a model lies on the replicas of its group: whole on each (``ddp``), or in shards (``fsdp2``); and its checkpointing.
+
+``ddp``: each replica holds everything and gradients are reduced once per optimizer step, after the last micro-batch. torch's
+DistributedDataParallel is not used: it averages over ranks in the backward pass, where the sums have to stay undivided.
+``fsdp2``: torch's `fully_shard`, layer by layer; gradients are sums here too, reduced and scattered in the backward pass. Its
+forward and backward passes are collectives: every replica takes equally many (`libra.train.gradient_reduction` fills up with
+empty ones).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from libra.errors import TrainError
+
+if TYPE_CHECKING:
+    from libra.train.replica_group import TrainGroup
+
+
+def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
+    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` shards lie in host memory.
+
+    Raises
+    ------
+    TrainError
+        The architecture has no list of layers to shard by.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (group.size,))
+    layers = _layers(model)
+    if not layers:
+        raise TrainError(f"trainer.layout: fsdp2 found no list of decoder layers in {type(model).__name__}; type ddp")
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    dtype = next(model.parameters()).dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    precision = MixedPrecisionPolicy(reduce_dtype=None if wide is dtype else wide)
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh, offload_policy=policy, mp_policy=precision)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # sums: what divides them is known after the last of them
+            part.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL cannot scale while they reduce
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Have every decoder layer keep its input alone and compute the rest again in the backward pass; no result changes.
+
+    transformers looks at the layer's own training flag. Only that one is set: dropout, which the modules below it look at
+    theirs for, stays off.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise TrainError(
+            f"trainer.gradient_checkpointing: {type(model).__name__} does not support it; type "
+            "trainer.gradient_checkpointing=false and a smaller trainer.micro_batch_tokens"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of a sharded one; then a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor lies here, as a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call,no-any-return]
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """The part of ``full`` that lies here where it is laid out as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return full
+    mesh = like.device_mesh
+    parts = full.chunk(mesh.size(), 0)  # fully_shard cuts the first axis as torch.chunk does
+    rank = mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else full[:0]
+
+
+def laid_out(full: Tensor, like: Tensor) -> Tensor:
+    """``full``, which every replica has, laid out as ``like`` is; a copy."""
+    mine = part_of(full, like).clone()
+    if not isinstance(like, DTensor):
+        return mine
+    return DTensor.from_local(
+        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def add_(target: torch.nn.Parameter, full: Tensor) -> None:
+    """Add ``full``, which every replica has, to the gradient of ``target``."""
+    full = full.to(device=target.device, dtype=target.dtype)
+    if target.grad is None:
+        target.grad = laid_out(full, target.detach())
+    else:
+        local(target.grad).add_(part_of(full, target))
+
+
+def _layers(model: Any) -> list[Any]:
+    """The longest list of modules in the model: its decoder layers."""
+    lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=len, default=[])

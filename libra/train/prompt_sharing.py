@@ -1,0 +1,82 @@
+"""Rows in which samples of one group share their prompt: its tokens pass through the model once, not once per sample.
+
+Shape legend: R rows, W width of a row in tokens. A shared row is ``prompt, rest of sample 1, rest of sample 2, ...``; the
+rest of a sample is what follows the prompt, up to its last action token.
+
+Invariants
+----------
+1. A token sees its prompt and its own sample up to itself, and nothing else; positions continue the prompt's. So its
+   hidden state is what it is in a row of its own, up to rounding.
+2. Samples share a row only where their tokens before the first action are equal, compared one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.train.row_packing import FillRows
+
+if TYPE_CHECKING:
+    from libra.train.sequence_packing import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def can_share(model: Any) -> bool:
+    """Whether every layer of a transformers model reads all earlier tokens, so that a mask of ours is all it goes by."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    able = kinds == {"full_attention"} and not sliding
+    if not able:
+        logger.info("prompts are not shared: %s has other layers than full attention", type(model).__name__)
+    return able
+
+
+def share_rows(
+    samples: Sequence[Sample], max_row_tokens: int, fill: FillRows
+) -> tuple[list[list[Sample]], list[Sample]]:
+    """Rows of at least two samples that share their prompt, and the samples that found no such row."""
+    groups: dict[bytes, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.token_ids[: sample.num_prompt_tokens].tobytes(), []).append(sample)
+    rows: list[list[Sample]] = []
+    alone: list[Sample] = []
+    for members in groups.values():
+        room = max_row_tokens - members[0].num_prompt_tokens
+        if len(members) < 2 or room < 1:
+            alone += members
+            continue
+        for bin_ in fill([max(sample.num_tokens - sample.num_prompt_tokens, 1) for sample in members], room):
+            row = [members[index] for index in bin_]
+            if len(row) > 1:
+                rows.append(row)
+            else:
+                alone += row
+    return rows, alone
+
+
+def row_tokens(row: Sequence[Sample]) -> int:
+    """Tokens of a shared row."""
+    prompt = row[0].num_prompt_tokens
+    return prompt + sum(sample.num_tokens - prompt for sample in row)
+
+
+def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
+    """Who sees whom (R, 1, W, W), True where a token of the third axis reads one of the fourth; padding sees padding."""
+    part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # 0 the prompt, 1, 2, ... the samples, -1 padding
+    for number, row in enumerate(rows):
+        start = row[0].num_prompt_tokens
+        part_RW[number, :start] = 0
+        for part, sample in enumerate(row, start=1):
+            end = start + sample.num_tokens - sample.num_prompt_tokens
+            part_RW[number, start:end] = part
+            start = end
+    asked_RW1, read_R1W = part_RW[:, :, None], part_RW[:, None, :]
+    sees = (read_R1W == asked_RW1) | ((read_R1W == 0) & (asked_RW1 > 0))
+    return (sees & np.tri(width, dtype=np.bool_))[:, None]

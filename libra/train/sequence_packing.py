@@ -1,0 +1,271 @@
+"""Variable-length trajectories laid out as rows and micro-batches for one forward pass each.
+
+Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a micro-batch.
+
+Invariants
+----------
+1. Every sequence is in exactly one row, in order, and whole but for a prompt that it shares with another of that row
+   (`libra.train.prompt_sharing`); every action token is scored exactly once.
+2. Positions restart at 0 with every sequence; transformers reads restarts as borders that attention never crosses. Rows
+   of shared prompts have a mask instead, and micro-batches of their own.
+3. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
+4. Padding lies at the end of a row and continues the positions of its last sequence: causal attention keeps it out of
+   every real token, and a row that holds one sequence needs no mask at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.errors import TrainError
+from libra.train.prompt_sharing import attention_mask, row_tokens, share_rows
+from libra.train.row_packing import FillRows, fill_rows
+from libra.train.sequences import Packed
+from libra.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """The part of a trajectory that a forward pass needs: everything before its last action token, and what to score.
+
+    Tokens after the last action token (a final observation) have no influence on the loss and are left out.
+
+    Attributes
+    ----------
+    token_ids : int64 array (T,)
+        Inputs.
+    action_at : int64 array (A,)
+        Positions of inputs whose *next* token is an action.
+    target : int64 array (A,)
+        That next token.
+    behaviour_logp : float32 array (A,)
+        As the engine recorded it; read, never written.
+    current : bool array (A,)
+        Whether token and KV cache both come from the version now being trained.
+    advantage : float
+    proximal_logp : float array (A,), optional
+        Under the weights at the start of the step, where a loss asks for it and somebody has computed it.
+    turn_at : int64 array
+        Positions of inputs whose next token is the first of a generation.
+    """
+
+    token_ids: NDArray[np.int64]
+    action_at: NDArray[np.int64]
+    target: NDArray[np.int64]
+    behaviour_logp: NDArray[np.float32]
+    current: NDArray[np.bool_]
+    advantage: float
+    proximal_logp: NDArray[np.floating] | None = None
+    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Inputs before the first action: the part that samples of a group have in common."""
+        return int(self.action_at[0]) + 1
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens scored."""
+        return len(self.target)
+
+
+def sample_of(trajectory: Trajectory, version: int) -> Sample:
+    """What the step that trains weights ``version`` needs of ``trajectory``.
+
+    Raises
+    ------
+    TrainError
+        Where the advantage or a behaviour log-probability is not finite, nothing was generated, the first token is an
+        action (nothing predicts it), or arrays differ in length.
+    """
+    name = f"trajectory {trajectory.trajectory_id}"
+    where = np.flatnonzero(trajectory.is_action)
+    lengths = {len(trajectory.token_ids), len(trajectory.is_action), len(trajectory.behaviour_logprob)}
+    if len(lengths | {len(trajectory.weight_version), len(trajectory.kv_version)}) != 1:
+        raise TrainError(
+            f"{name}: token_ids, is_action, behaviour_logprob and versions differ in length: {sorted(lengths)}"
+        )
+    if not len(where) or where[0] == 0:
+        got = "its first token is an action" if len(where) else "no generated token"
+        raise TrainError(
+            f"{name}: {got}; a trajectory trains only with a prompt and at least one generated token after it"
+        )
+    if not np.isfinite(trajectory.advantage):
+        raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
+    behaviour_logp = trajectory.behaviour_logprob[where]
+    if not np.isfinite(behaviour_logp).all():
+        at = int(where[~np.isfinite(behaviour_logp)][0])
+        raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
+    token_ids = trajectory.token_ids.astype(np.int64)
+    return Sample(
+        token_ids=token_ids[: where[-1]],
+        action_at=where - 1,
+        target=token_ids[where],
+        behaviour_logp=behaviour_logp.astype(np.float32),
+        current=(trajectory.weight_version[where] == version) & (trajectory.kv_version[where] == version),
+        advantage=float(trajectory.advantage),
+        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows of one forward pass, and the action tokens scored in it.
+
+    ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
+    counts inputs without padding. ``proximal_logp_N`` is None where a sample has none. ``mask_R1WW`` says who sees whom
+    where prompts are shared; None: positions say it.
+    """
+
+    token_ids_RW: Tensor
+    position_ids_RW: Tensor
+    action_at_N: Tensor
+    target_N: Tensor
+    behaviour_logp_N: Tensor
+    advantage_N: Tensor
+    current_N: Tensor
+    proximal_logp_N: Tensor | None
+    samples: tuple[Sample, ...]
+    num_tokens: int
+    mask_R1WW: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Whole sequences in the rows."""
+        return len(self.samples)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Arguments of `libra.train.logprobs.Scorer.logp`."""
+        return self.token_ids_RW, self.position_ids_RW, self.action_at_N, self.target_N, self.mask_R1WW
+
+    @property
+    def sequences(self) -> Packed:
+        """Which action tokens belong together."""
+        counts_S = torch.tensor([sample.num_actions for sample in self.samples])
+        sequence_N = torch.repeat_interleave(torch.arange(len(self.samples)), counts_S)
+        return Packed(sequence_N.to(self.target_N.device), len(self.samples))
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on ``device``."""
+        if device == self.target_N.device:
+            return self
+        here = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in here.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+    @property
+    def num_places(self) -> int:
+        """Rows times width."""
+        return self.token_ids_RW.numel()
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    max_row_tokens: int,
+    micro_batch_tokens: int,
+    logp_dtype: torch.dtype = torch.float32,
+    fill: FillRows = fill_rows,
+    share_prompts: bool = False,
+) -> list[MicroBatch]:
+    """``samples`` as micro-batches of rows of similar length, widest first.
+
+    Parameters
+    ----------
+    fill : callable
+        `fill_rows` or `fill_rows_mffd`: which sequences share a row. Changes no result.
+    share_prompts : bool
+        Put samples with the same prompt into rows that hold it once, for models that `can_share`. Changes no result.
+
+    Raises
+    ------
+    TrainError
+        Where one sequence is longer than ``micro_batch_tokens``.
+    """
+    lengths = [sample.num_tokens for sample in samples]
+    if lengths and max(lengths) > micro_batch_tokens:
+        raise TrainError(
+            f"packing: a sequence of {max(lengths)} tokens exceeds trainer.micro_batch_tokens={micro_batch_tokens}; "
+            f"type trainer.micro_batch_tokens={max(lengths)} or more, or a smaller rollout.max_context_tokens"
+        )
+    row_limit = min(max_row_tokens, micro_batch_tokens)
+    shared, rest = share_rows(samples, row_limit, fill) if share_prompts else ([], list(samples))
+    shared.sort(key=row_tokens, reverse=True)
+    plain = [[rest[index] for index in row] for row in fill([sample.num_tokens for sample in rest], row_limit)]
+    return [
+        *_micro_batches(shared, [row_tokens(row) for row in shared], micro_batch_tokens, logp_dtype, share=True),
+        *_micro_batches(
+            plain,
+            [sum(sample.num_tokens for sample in row) for row in plain],
+            micro_batch_tokens,
+            logp_dtype,
+            share=False,
+        ),
+    ]
+
+
+def _micro_batches(
+    rows: list[list[Sample]], widths: list[int], micro_batch_tokens: int, logp_dtype: torch.dtype, *, share: bool
+) -> list[MicroBatch]:
+    """Rows, widest first, as micro-batches; each is as wide as its first row."""
+    batches: list[MicroBatch] = []
+    first = 0
+    for number in range(1, len(rows) + 1):
+        if number == len(rows) or widths[first] * (number - first + 1) > micro_batch_tokens:
+            batches.append(_micro_batch(rows[first:number], widths[first], logp_dtype, share=share))
+            first = number
+    return batches
+
+
+def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, *, share: bool) -> MicroBatch:
+    token_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
+    position_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
+    action_at: list[NDArray[np.int64]] = []
+    num_tokens = 0
+    for number, row in enumerate(rows):
+        start = 0
+        for place, sample in enumerate(row):
+            skipped = sample.num_prompt_tokens if share and place else 0  # it is there, at the row's beginning
+            end = start + sample.num_tokens - skipped
+            token_ids_RW[number, start:end] = sample.token_ids[skipped:]
+            # Running on to the end of the row numbers the padding too; the next sequence overwrites its part.
+            position_ids_RW[number, start:] = np.arange(skipped, skipped + width - start)
+            at = sample.action_at
+            at = np.where(at < skipped, at, at - skipped + start)
+            action_at.append(at + number * width)
+            start = end
+        num_tokens += start
+    flat = [sample for row in rows for sample in row]
+    advantage_N = np.repeat([sample.advantage for sample in flat], [sample.num_actions for sample in flat])
+    behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
+    return MicroBatch(
+        token_ids_RW=torch.from_numpy(token_ids_RW),
+        position_ids_RW=torch.from_numpy(position_ids_RW),
+        action_at_N=torch.from_numpy(np.concatenate(action_at)),
+        target_N=torch.from_numpy(np.concatenate([sample.target for sample in flat])),
+        behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
+        advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
+        current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
+        proximal_logp_N=_proximal(flat, logp_dtype),
+        samples=tuple(flat),
+        num_tokens=num_tokens,
+        mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
+    )
+
+
+def _proximal(samples: Sequence[Sample], dtype: torch.dtype) -> Tensor | None:
+    known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]
+    return torch.from_numpy(np.concatenate(known)).to(dtype) if len(known) == len(samples) else None

@@ -1,0 +1,304 @@
+"""What a published version must look like in an engine, and how an engine's answers are judged. Pure: no I/O, no clock.
+
+A `VersionCheck` is written beside the weights by the trainer; a `ProbeCalibration` says how far trainer and engine are apart where
+both hold the same weights (measured at version 0, before anything was trained). Three things are compared:
+
+=============  ===============================================================  =====================================
+what           how                                                              smallest change it shows
+=============  ===============================================================  =====================================
+columns        bit for bit with the file, in places where the file differs      one bit of a column read
+               from what the engine held before, and in random ones
+projections    `libra.projections`, against the trainer's tensors               a change of a layer of `PROJECTION_POWER`
+                                                                                times the tolerance, in root mean square
+probe          log-probabilities of fixed tokens, against the trainer's         the tolerance, in nats
+=============  ===============================================================  =====================================
+
+Invariants
+1. A version passes only where all comparisons that could be made agree; which one had power over a stale layer is said.
+2. An answer that is missing or not finite disagrees.
+3. Two engines with the same answers get the same verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from libra.errors import WeightsError
+
+SCHEMA = 1
+NOISE_FACTOR = 4.0
+"""A tolerance is this many times the largest difference measured at version 0."""
+PROBE_FLOOR_EPS = 32.0
+"""A tolerance of log-probabilities is at least this many rounding units of the type served."""
+PROBE_CAP_NATS = {"float32": 1e-2, "bfloat16": 3.0, "float64": 1e-6}
+"""A difference at version 0 above this is no noise: the engine does not compute the trainer's model."""
+PROJECTION_CAP_FRAC = 0.05
+"""The same for projections, relative to their root mean square."""
+PROJECTION_POWER = 2.0
+"""A change of this many tolerances leaves all eight numbers within it with a probability of 4e-4."""
+POWERFUL = 3.0
+"""A probe tells two versions apart where the median change of its log-probabilities is above this many tolerances."""
+
+Logps = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCheck:
+    """What the trainer says of a version.
+
+    Attributes
+    ----------
+    version : int
+    digest : str
+        Of its tensors, as in the registry.
+    dtype : str
+        Of its matrices: "float32", "bfloat16".
+    seed : int
+        Of the projections.
+    projections : mapping of str to 8 floats
+        By the name of the weight, tied ones under each of their names.
+    probe : tuple of tuples of int
+        Token ids of each probe.
+    logp : tuple of tuples of float
+        Their log-probabilities from the second token on, in nats, by the trainer's forward pass.
+    previous_logp, first_logp : the same, or None
+        Under the version published before, and under version 0; None where nobody knows them.
+    """
+
+    version: int
+    digest: str
+    dtype: str
+    seed: int
+    projections: Mapping[str, tuple[float, ...]]
+    probe: tuple[tuple[int, ...], ...] = ()
+    logp: Logps = ()
+    previous_logp: Logps | None = None
+    first_logp: Logps | None = None
+
+    @property
+    def moved_nats(self) -> float | None:
+        """Median |logp_v - logp_(v-1)| over the probe; None where the version before is not known."""
+        if self.previous_logp is None or not self.logp:
+            return None
+        return float(np.median(np.abs(_flat(self.logp) - _flat(self.previous_logp))))
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str, where: object) -> VersionCheck:
+        """The check a file holds; WeightsError that names ``where`` where it is none."""
+        try:
+            values = json.loads(text)
+            if values.pop("schema") != SCHEMA:
+                raise ValueError("unknown schema")
+            for name in ("probe", "logp", "previous_logp", "first_logp"):
+                if values[name] is not None:
+                    values[name] = tuple(tuple(row) for row in values[name])
+            values["projections"] = {name: tuple(row) for name, row in values["projections"].items()}
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError) as fault:
+            raise WeightsError(
+                f"weights: {where} is no check of a version ({fault}); publish the version again"
+            ) from fault
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What an engine said: one array (T - 1,) per probe, 8 numbers per layer, and the columns that were asked for."""
+
+    logp: tuple[NDArray[np.float32], ...]
+    projections: Mapping[str, tuple[float, ...]]
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedProbes:
+    """The columns that the file of a version holds, and how many matrices had a changed one to ask for (None: not known)."""
+
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    num_changed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCalibration:
+    """How far the same weights may be apart in trainer and engine.
+
+    Attributes
+    ----------
+    probe_nats : float
+        Largest |log p| difference allowed.
+    projection_frac : float
+        Largest difference of a layer's numbers allowed, relative to their root mean square.
+    measured : bool
+        Whether version 0 was compared; else both are the caps, with little power.
+    """
+
+    probe_nats: float
+    projection_frac: float
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckVerdict:
+    """The outcome of a check, and how much it could have seen.
+
+    Attributes
+    ----------
+    passed : bool
+    method : str
+        The comparison that tells this version from the one before ("columns", "probe", "projections"); where the check
+        failed, the one that failed.
+    layer : str
+        Name of the weight that disagrees; "(all)" where only log-probabilities do; empty where all agree.
+    gap, tolerance : float
+        Of the comparison named by ``method``, in its unit: nats, or a fraction of a layer's root mean square.
+    moved_nats : float or None
+        `VersionCheck.moved_nats`.
+    num_layers, num_changed : int
+        Layers compared, and those of which a changed column was read (None: nobody knows what changed).
+    smallest_change : float
+        Smallest change of one layer that is noticed: 0 for columns (one bit), else the root mean square of the change
+        relative to that of the layer; of a probe, nats.
+    detail : str
+        The numbers in words.
+    """
+
+    passed: bool
+    method: str
+    layer: str
+    gap: float
+    tolerance: float
+    moved_nats: float | None
+    num_layers: int
+    num_changed: int | None
+    smallest_change: float
+    detail: str
+
+
+def uncalibrated(dtype: str) -> ProbeCalibration:
+    """What is allowed where version 0 could not be compared."""
+    return ProbeCalibration(PROBE_CAP_NATS.get(dtype, 1.0), PROJECTION_CAP_FRAC, measured=False)
+
+
+def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
+    """Tolerances from an engine's answers at the very version that ``check`` describes.
+
+    Four times the largest difference seen, but no less than rounding alone can make of other tokens: 32 units of the type
+    for a log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. Never
+    more than the caps, so that an engine with other weights is not taken for a noisy one.
+    """
+    eps, single = float(torch.finfo(getattr(torch, check.dtype)).eps), float(torch.finfo(torch.float32).eps)
+    gap_nats = _probe_gap(check.logp, answers.logp)
+    shared = check.projections.keys() & answers.projections.keys()
+    gap_frac = max((_projection_gap(check.projections[n], answers.projections[n]) for n in shared), default=0.0)
+    cap = uncalibrated(check.dtype)
+    floor_frac = 4 * eps + 4 * single * math.sqrt(2048)
+    return ProbeCalibration(
+        min(max(NOISE_FACTOR * gap_nats, PROBE_FLOOR_EPS * eps), cap.probe_nats),
+        min(max(NOISE_FACTOR * gap_frac, floor_frac), cap.projection_frac),
+        measured=math.isfinite(gap_nats) and math.isfinite(gap_frac),
+    )
+
+
+def as_first(check: VersionCheck) -> VersionCheck | None:
+    """What ``check`` knows of version 0, to calibrate an engine that still holds it; None where it knows nothing."""
+    if check.first_logp is None:
+        return None
+    return VersionCheck(0, "", check.dtype, check.seed, {}, check.probe, check.first_logp)
+
+
+def judge(
+    check: VersionCheck, expected: ExpectedProbes, answers: Answers, calibration: ProbeCalibration
+) -> CheckVerdict:
+    """Whether an engine holds the version that ``check`` describes, and what this comparison could have noticed."""
+    columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
+    gap_nats, moved = _probe_gap(check.logp, answers.logp), check.moved_nats
+    nats, frac = calibration.probe_nats, calibration.projection_frac
+
+    def verdict(passed: bool, method: str, layer: str, gap: float, detail: str) -> CheckVerdict:
+        tolerance = {"columns": 0.0, "probe": nats, "projections": frac}[method]
+        smallest = PROJECTION_POWER * frac if method == "projections" else tolerance
+        return CheckVerdict(
+            passed, method, layer, gap, tolerance, moved, len(check.projections), expected.num_changed, smallest, detail
+        )
+
+    if columns is not None and columns[2] > 0:
+        detail = f"{columns[2]} tensors are not those of the file; {columns[0]} is {columns[1]:.3g} off, where bits are compared"
+        return verdict(False, "columns", columns[0], columns[1], detail)
+    if not gap_frac <= frac:
+        detail = f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; allowed is {frac:.3g}"
+        return verdict(False, "projections", layer, gap_frac, detail)
+    if not gap_nats <= nats:
+        detail = f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; allowed is {nats:.3g}"
+        return verdict(False, "probe", "(all)", gap_nats, detail)
+    detail = (
+        f"probe {gap_nats:.3g} of {nats:.3g} nats, moved {'unknown' if moved is None else f'{moved:.3g}'}; projections "
+        f"{gap_frac:.3g} of {frac:.3g}; {len(expected.columns)} tensors bit for bit"
+    )
+    if columns is not None and expected.num_changed is not None:
+        return verdict(True, "columns", "", 0.0, detail)
+    if moved is not None and moved > POWERFUL * nats:
+        return verdict(True, "probe", "", gap_nats, detail)
+    return verdict(True, "projections", "", gap_frac, detail)
+
+
+def _flat(rows: Logps | tuple[NDArray[np.float32], ...]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(row, np.float64) for row in rows])
+
+
+def _probe_gap(expected: Logps, got: tuple[NDArray[np.float32], ...]) -> float:
+    """Largest difference in nats; 0 without a probe, infinite where shapes or numbers are wrong."""
+    if not expected:
+        return 0.0
+    if [len(row) for row in expected] != [len(row) for row in got]:
+        return math.inf
+    gap = float(np.abs(_flat(expected) - _flat(got)).max())
+    return gap if math.isfinite(gap) else math.inf
+
+
+def _projection_gap(expected: tuple[float, ...], got: tuple[float, ...]) -> float:
+    size = math.sqrt(sum(number * number for number in expected) / len(expected))
+    if len(got) != len(expected):
+        return math.inf
+    gap = max(abs(a - b) for a, b in zip(expected, got, strict=True))
+    if not math.isfinite(gap):
+        return math.inf
+    return gap / size if size else (0.0 if gap == 0 else math.inf)
+
+
+def _worst_projection(check: VersionCheck, answers: Answers) -> tuple[str, float]:
+    worst = ("", 0.0)
+    for name, numbers in check.projections.items():
+        got = answers.projections.get(name)
+        gap = math.inf if got is None else _projection_gap(numbers, got)
+        if gap > worst[1]:
+            worst = (name, gap)
+    return worst
+
+
+def _worst_column(expected: ExpectedProbes, answers: Answers) -> tuple[str, float, int] | None:
+    """(layer, largest difference, layers that differ); None where no column was asked for."""
+    if not expected.columns:
+        return None
+    worst, many = ("", 0.0), 0
+    for name, want in expected.columns.items():
+        got = answers.columns.get(name)
+        if got is not None and got.shape == want.shape and np.array_equal(got, want):
+            continue
+        many += 1
+        gap = math.inf
+        if got is not None and got.shape == want.shape:
+            gap = float(np.abs(got.astype(np.float64) - want).max())
+            gap = gap if math.isfinite(gap) else math.inf
+        if gap > worst[1]:
+            worst = (name, gap)
+    return (*worst, many)

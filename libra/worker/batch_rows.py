@@ -1,0 +1,158 @@
+"""Trajectories of a batch on their way to the trainer past the run directory, where ``trainer.dispatch`` is "peer".
+
+Whoever grades a group keeps its trajectories in memory, a row each, and says so with the group's report. ``batch`` adds to
+its members who holds them and how long they are. A training rank asks the holders for the rows of its slice::
+
+    group   ->  rows in this worker's memory; the scheduler is told host, port and sizes
+    batch   ->  lengths and holders beside the advantages: metadata
+    step    ->  rows of the slice, from worker to worker
+
+Invariants
+----------
+1. The group's record in the run directory stays the truth: it is written before its rows are offered, and what no holder
+   gives is read from there. A holder that is lost costs a read, never a trajectory.
+2. A worker keeps the newest groups only, as many as the staleness bound lets live and two batches more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from libra import keys
+from libra.config import RunConfig
+from libra.dispatch import Block, DispatchServer, fetch, orders, rows_of
+from libra.errors import DispatchError, LayoutError, StoreError, TransferError
+from libra.store.group_records import pack_trajectory, read_group, unpack_trajectory
+from libra.types import Trajectory
+from libra.worker.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+    from libra.train.lazy_batch import LazyBatch
+
+logger = logging.getLogger(__name__)
+
+FETCHED = ("fetched_rows", "fetched_bytes", "stored_rows")
+"""What a step says of its rows: how many came from their holders, in how many bytes, and how many from the run directory."""
+
+
+def num_kept(config: RunConfig) -> int:
+    """Groups whose rows a worker keeps."""
+    return (config.run.eta + 3) * config.trainer.prompts
+
+
+class RowKeeper:
+    """The trajectories that one worker graded, for training ranks to fetch."""
+
+    def __init__(self, worker: Worker, spec: RunSpec) -> None:
+        host = urlsplit(worker.address).hostname or "127.0.0.1"
+        self.server = DispatchServer(worker.address, spec.secret, host)
+        self._kept: OrderedDict[str, None] = OrderedDict()
+        self._num_kept = num_kept(spec.config)
+
+    def keep(self, iteration: int, group: int, members: Sequence[Trajectory]) -> dict[str, Any]:
+        """Offer a group that is on record; what the scheduler is told of it."""
+        name = f"{iteration}-{group}"
+        self.server.withdraw(name)  # the group's task ran before
+        rows = [str(member.trajectory_id) for member in members]
+        block = self.server.offer(name, rows, [pack_trajectory(member) for member in members])
+        self._kept[name] = None
+        self._kept.move_to_end(name)
+        while len(self._kept) > self._num_kept:
+            self.server.withdraw(self._kept.popitem(last=False)[0])
+        host, port = self.server.address
+        return {
+            "worker": block.worker,
+            "host": host,
+            "port": port,
+            "name": name,
+            "rows": rows,
+            "num_bytes": list(block.num_bytes),
+        }
+
+    def close(self) -> None:
+        """Offer nothing any more."""
+        self.server.close()
+
+
+def keeper_of(worker: Worker, spec: RunSpec) -> RowKeeper | None:
+    """For a worker that grades groups, where the run dispatches from peer to peer."""
+    if spec.config.trainer.dispatch != "peer" or not worker.state.total_resources.get(keys.GRADE):
+        return None
+    return RowKeeper(worker, spec)
+
+
+def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
+    """Of each member: whether its failure class trains, and tokens and actions of its `Sample` (0 and 0: it has none)."""
+    found = []
+    for member in members:
+        where = np.flatnonzero(member.is_action)
+        found.append([int(member.failure.trains), int(where[-1]) if len(where) else 0, len(where)])
+    return found
+
+
+class SliceFetcher:
+    """Rows of one batch for one rank; counts what came how."""
+
+    def __init__(self, batch: Mapping[str, Any], me: str, spec: RunSpec) -> None:
+        self._me, self._spec = me, spec
+        self._blocks: list[Block] = []
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._paths: dict[str, tuple[Path, int]] = {}
+        self.numbers = dict.fromkeys(FETCHED, 0)
+        for row in batch["members"]:
+            path = spec.groups_dir / Path(row["path"]).name
+            self._paths |= {name: (path, index) for index, name in enumerate(row["rows"])}
+            if (held := row["block"]) is not None:
+                self._blocks.append(Block(held["worker"], held["name"], tuple(held["rows"]), tuple(held["num_bytes"])))
+                self._addresses[held["worker"]] = (held["host"], held["port"])
+
+    def __call__(self, rows: Sequence[str]) -> list[Trajectory]:
+        """Those trajectories: from their holders, all of them or none; else from the run directory."""
+        held = {row for block in self._blocks for row in block.rows}
+        asked = [row for row in rows if row in held]
+        arrived: dict[str, Trajectory] = {}
+        try:
+            order = orders(self._blocks, {self._me: asked}, self._addresses)[self._me]
+            fetched = fetch(order, self._me, secret=self._spec.secret)
+            arrived = {
+                str(row): unpack_trajectory(bytes(view), source=str(row))
+                for row, view in rows_of(fetched, order).items()
+            }
+            self.numbers["fetched_rows"] += len(arrived)
+            self.numbers["fetched_bytes"] += fetched.received_bytes
+        except (DispatchError, LayoutError, StoreError) as error:
+            logger.warning("run %s: %s; the run directory has them", self._spec.run, error)
+        return [arrived[row] if row in arrived else self._stored(row) for row in rows]
+
+    def _stored(self, row: str) -> Trajectory:
+        path, index = self._paths[row]
+        self.numbers["stored_rows"] += 1
+        try:
+            return read_group(path)[index]
+        except StoreError as error:
+            raise TransferError(f"trajectory {row} could neither be fetched nor read: {error}") from error
+
+
+def batch_elsewhere(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
+    """The batch of a step as a training rank takes it, with nothing fetched; as `members_of` with ``of_the_step``."""
+    from libra.train.lazy_batch import LazyBatch, RowFacts
+
+    facts, num_trajectories = [], 0
+    for row in batch["members"]:
+        members = zip(row["rows"], row["lengths"], row["advantages"], row["trains"], strict=True)
+        for name, (sound, num_tokens, num_actions), advantage, trains in members:
+            if sound and not trains:  # a filter took it out
+                continue
+            num_trajectories += 1
+            if sound and num_actions:
+                facts.append(RowFacts(name, num_tokens, num_actions, advantage))
+    return LazyBatch(facts, num_trajectories, fetcher)

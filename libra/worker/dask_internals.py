@@ -1,0 +1,88 @@
+"""Everything Libra uses of a Dask worker that Dask does not promise to keep (distributed 2026.8), in one place.
+
+``tests/graph/test_private.py`` is its contract: when Dask changes it, that file fails and this one mends it.
+
+* A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
+  looks at its type and throws all of it away: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
+* A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
+* What a worker supplies is two dicts of its state, ``total_resources`` and ``available_resources``.
+* A worker that joins is called running before its plugins are set up, but says nothing of itself until they are: one that takes
+  longer than ``worker-ttl`` would be taken for dead, and started again, and again.
+* ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker tells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import distributed.worker
+from distributed import Reschedule, Worker
+from distributed.core import Status
+
+_NOT_ENDED = frozenset({"waiting", "ready", "constrained", "executing", "long-running", "cancelled", "resumed"})
+
+_JOINING: Counter[str] = Counter()
+"""How many plugins of ours a worker that is joining sets up, by its address."""
+
+_full_message = distributed.worker.error_message
+
+
+def _error_message(e: BaseException, status: str = "error") -> Any:
+    """What a worker makes of an exception; of Reschedule only the form, for nobody reads its content."""
+    if isinstance(e, Reschedule):
+        return {"status": status, "exception": None, "traceback": None, "exception_text": "", "traceback_text": ""}
+    return _full_message(e, status)
+
+
+def cheap_reschedule() -> None:
+    """From now on rescheduling costs this process's workers nothing. Calling it again changes nothing."""
+    distributed.worker.error_message = _error_message
+
+
+@contextmanager
+def heartbeat_during_setup(worker: Worker) -> Iterator[None]:
+    """The scheduler hears from this worker while a plugin of it is set up."""
+    heartbeat, joining = worker.periodic_callbacks["heartbeat"], _JOINING[worker.address]
+    if not joining and heartbeat.is_running():  # it joined long ago
+        yield
+        return
+    if not joining:
+        heartbeat.start()
+    _JOINING[worker.address] += 1
+    try:
+        yield
+    finally:
+        _JOINING[worker.address] -= 1
+        if not _JOINING[worker.address]:  # Dask starts it once more
+            heartbeat.stop()
+
+
+def still_wanted(worker: Worker, key: str) -> bool:
+    """Whether the scheduler still waits for this running task here, and the worker takes more work."""
+    ts = worker.state.tasks.get(key)
+    return ts is not None and ts.state == "executing" and worker.status is Status.running
+
+
+def set_supply(worker: Worker, resource: str, count: int) -> None:
+    """Have this worker count with so many slots. Only where no task that takes some is here: none is woken."""
+    state = worker.state
+    more = count - state.total_resources.get(resource, 0)
+    state.total_resources[resource] = count
+    state.available_resources[resource] = state.available_resources.get(resource, 0) + more
+
+
+def takes(worker: Worker, resource: str) -> bool:
+    """Whether a task that takes slots of ``resource`` is on this worker and has not ended."""
+    return any(
+        ts.state in _NOT_ENDED and (ts.resource_restrictions or {}).get(resource, 0) > 0
+        for ts in worker.state.tasks.values()
+    )
+
+
+def priority_here(worker: Worker, key: str) -> tuple[int, ...]:
+    """The place in the order that a running task was sent with; what Dask appended to it is left out."""
+    ts = worker.state.tasks.get(key)
+    return tuple(ts.priority[:3]) if ts is not None and ts.priority is not None else (0,)
