@@ -1,0 +1,190 @@
+"""What this machine can confine a program with, and the command that starts a supervisor so confined.
+
+Levels, best first:
+
+``bubblewrap``
+    Own mount, process, network and IPC namespaces by bubblewrap, a system call filter, limits. The program sees an interpreter's
+    standard library, the C libraries, an empty bounded /tmp, and nothing else of this machine.
+``landlock``
+    Landlock instead of a mount namespace: no file outside of the interpreter and the working directory can be opened, no TCP, no
+    signal reaches a process outside. The filter refuses every socket but Unix ones. The size of the working directory is not bounded.
+``rlimits``
+    Limits alone. The program reads what its user may read. Not for code that a model writes under reinforcement.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from libra.envs.sandbox.cgroups import can_make_groups
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+UIDS = range(61_184, 65_520)
+"""User ids of sandboxes where Libra runs as root: those that systemd sets aside for services without a user."""
+MEGABYTE = 2**20
+
+
+class Level(IntEnum):
+    """How well a program is confined; more is better."""
+
+    RLIMITS = 0
+    LANDLOCK = 1
+    BUBBLEWRAP = 2
+
+    @property
+    def label(self) -> str:
+        """As people and the store spell it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sandbox may use.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        Address space of one process.
+    file_bytes, disk_bytes : int
+        Of one file, and of all files together (bubblewrap only).
+    processes : int
+        Processes and threads at once, the supervisor's included. Does not bind root, hence the user ids.
+    cpu_s : int
+        CPU seconds of one process.
+    open_files : int
+    """
+
+    memory_bytes: int = 512 * MEGABYTE
+    file_bytes: int = MEGABYTE
+    disk_bytes: int = 16 * MEGABYTE
+    processes: int = 16
+    cpu_s: int = 60
+    open_files: int = 64
+
+    def rlimits(self) -> dict[str, int]:
+        """By the name of the constant in the module ``resource``."""
+        return {
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+
+
+def interpreter_paths() -> tuple[Path, Path, tuple[Path, ...]]:
+    """The interpreter itself, its standard library, and what of it a program must not see (packages of this machine)."""
+    base = Path(sys.base_prefix).resolve()
+    python = Path(os.path.realpath(sys.executable))
+    stdlib = Path(sysconfig.get_path("stdlib", vars={"base": str(base), "installed_base": str(base)})).resolve()
+    packages = (stdlib / "site-packages", stdlib / "dist-packages", stdlib.parent / "python3" / "dist-packages")
+    return python, stdlib, tuple(path for path in packages if path.is_dir())
+
+
+def command(level: Level, limits: Limits, work: Path, requests: int, answers: int) -> list[str]:
+    """The command line of a supervisor; descriptors ``requests`` and ``answers`` are to be passed on to it."""
+    python, stdlib, hidden = interpreter_paths()
+    uid = secrets.choice(UIDS) if os.geteuid() == 0 else None
+    orders: dict[str, Any] = {
+        "requests": requests,
+        "answers": answers,
+        "dies_with_parent": True,
+        "alone": level is Level.BUBBLEWRAP,
+        "uid": uid if level is Level.BUBBLEWRAP or _readable_by_others(stdlib) else None,
+        "readable": None,
+        "writable": [],
+        "limits": limits.rlimits(),
+        "filter": level > Level.RLIMITS,
+    }
+    if level is not Level.BUBBLEWRAP:
+        if level is Level.LANDLOCK:
+            orders["readable"] = [str(stdlib), "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/urandom", "/dev/zero", "/dev/null"]
+            orders["writable"] = [str(work), "/dev/null"]
+        if orders["uid"] is not None:
+            os.chown(work, orders["uid"], orders["uid"])
+        return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), json.dumps(orders)]
+    inside = [
+        "/py/bin/python", "-I", "-S", "-u", "-B", "/supervisor.py", json.dumps(orders),
+    ]  # fmt: skip
+    return [*_bubblewrap(python, stdlib, hidden, limits, as_root=uid is not None), "--", *inside]
+
+
+def _bubblewrap(python: Path, stdlib: Path, hidden: Sequence[Path], limits: Limits, *, as_root: bool) -> list[str]:
+    """bubblewrap's part of the command."""
+    library = f"/py/lib/{stdlib.name}"
+    words = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    if as_root:  # a user namespace would keep the supervisor root outside, whom no limit on processes binds
+        words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        words += ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    words += ["--perms", "0755", "--dir", "/usr"]
+    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"):
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            words += ["--ro-bind", path, path]
+    for path in sorted(Path("/usr/lib").glob("python3*")):
+        if path != stdlib:
+            words += ["--tmpfs", str(path)]
+    for folder in ("/py", "/py/bin", "/py/lib"):  # bubblewrap makes what lies above a mount for its owner alone
+        words += ["--perms", "0755", "--dir", folder]
+    words += ["--ro-bind", str(stdlib), library, "--ro-bind", str(python), "/py/bin/python"]
+    for path in hidden:
+        if path.parent == stdlib:
+            words += ["--tmpfs", f"{library}/{path.name}"]
+    for shared in sorted(python.parent.parent.glob("lib/libpython*.so*")):
+        words += ["--ro-bind", str(shared), f"/py/lib/{shared.name}"]
+    words += ["--setenv", "PYTHONHOME", "/py", "--setenv", "LD_LIBRARY_PATH", "/py/lib", "--setenv", "LANG", "C.UTF-8"]
+    words += ["--ro-bind", str(SUPERVISOR), "/supervisor.py", "--proc", "/proc", "--dev", "/dev"]
+    words += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    return words
+
+
+def _readable_by_others(path: Path) -> bool:
+    """Whether another user can reach ``path``."""
+    return all(part.stat().st_mode & 0o001 for part in (path, *path.parents))
+
+
+@functools.cache
+def available() -> tuple[Level, dict[str, str]]:
+    """The best level that works here, tried by running a program in it, and why each better one does not; found out once."""
+    from libra.envs.sandbox.session import SandboxFailed, Session
+
+    missing: dict[str, str] = {}
+    for level in sorted(Level, reverse=True):
+        reason = _cannot(level)
+        if reason is None:
+            try:
+                with Session(level, Limits()) as session:
+                    finished = session.run("print(6 * 7)", timeout_s=20.0)
+                if finished.output.strip() == "42":
+                    return level, missing
+                reason = f"a program in it printed {finished.output[:200]!r} instead of 42"
+            except SandboxFailed as error:
+                reason = str(error)
+        missing[level.label] = reason
+    raise SandboxFailed(f"no program can be run at any level: {missing}")
+
+
+def _cannot(level: Level) -> str | None:
+    """Why this level is not to be tried at all."""
+    if level is Level.BUBBLEWRAP and shutil.which("bwrap") is None:
+        return "bwrap is not installed; type: apt-get install bubblewrap"
+    if level is Level.RLIMITS and os.geteuid() == 0 and not _readable_by_others(interpreter_paths()[1]) and not can_make_groups():
+        return "programs would run as root, whom no limit on processes binds, and no control group can be made here"
+    if level is Level.LANDLOCK and os.geteuid() == 0 and not _readable_by_others(interpreter_paths()[1]):
+        return f"another user cannot read {interpreter_paths()[1]}, and programs must not run as root; install Python elsewhere"
+    return None

@@ -1,0 +1,211 @@
+"""A sandbox that lasts: one supervisor, one program after another, files in /tmp kept between them.
+
+Invariants
+----------
+1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S`, whatever the program does, and no process of it is left.
+2. Whatever goes wrong inside is the program's failure, a `Finished`; only a sandbox that cannot be started raises.
+3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are ever in memory here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from libra.envs.sandbox.cgroups import ControlGroup
+from libra.envs.sandbox.levels import Level, Limits, command
+
+GRACE_S = 2.0
+"""How much later than its deadline a program's supervisor may answer before the whole sandbox is killed."""
+START_S = 20.0
+"""How long a supervisor may take to start on a machine that does other things too."""
+MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class SandboxFailed(OSError):
+    """The sandbox could not be started; a fault of the machine, never of a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a program ended.
+
+    Attributes
+    ----------
+    exit_code : int or None
+        Negative where a signal ended it; None where it was cut off, or took its supervisor with it.
+    output : str
+        Standard output and error together.
+    result : str or None
+        JSON of what the called function returned; None where nothing was called, or it did not return.
+    level : Level
+        What confined it.
+    """
+
+    exit_code: int | None
+    output: str
+    result: str | None
+    level: Level
+
+
+class Session:
+    """One sandbox. A context manager; `close` kills everything in it and deletes its files.
+
+    Raises
+    ------
+    SandboxFailed
+        It cannot be started at this level.
+    """
+
+    def __init__(self, level: Level, limits: Limits) -> None:
+        self.level, self.limits = level, limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._work: Path | None = None
+        self._group = ControlGroup(())
+        self._requests = self._answers = -1
+        self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, source: str, *, timeout_s: float, output_bytes: int = 80_000) -> Finished:
+        """Run a whole program."""
+        return self._ask({"source": source}, timeout_s, output_bytes, 0)
+
+    def call(
+        self, source: str, function: str, arguments: list[Any], *, timeout_s: float, result_bytes: int = 2**20
+    ) -> Finished:
+        """Run a program, then call one of its functions; `Finished.result` is JSON of what it returned."""
+        request = {"source": source, "call": {"function": function, "arguments": json.dumps(arguments)}}
+        return self._ask(request, timeout_s, 20_000, result_bytes)
+
+    def close(self) -> None:
+        """Kill all that runs in it, and delete its files; never raises for what a program left behind."""
+        process, self._process = self._process, None
+        if process is not None:
+            for descriptor in (self._requests, self._answers):
+                os.close(descriptor)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            self._group.kill()
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+            self._group.remove()
+        work, self._work = self._work, None
+        if work is not None:
+            _delete(work)
+
+    # ---------------------------------------------------------------- inside
+
+    def _start(self) -> None:
+        inside_requests, self._requests = os.pipe()
+        self._answers, inside_answers = os.pipe()
+        try:
+            self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
+            limits = self.limits
+            self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes)
+            words = self._group.around(command(self.level, limits, self._work, inside_requests, inside_answers))
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                cwd="/" if self.level is Level.BUBBLEWRAP else self._work,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                pass_fds=(inside_requests, inside_answers),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(self._requests)
+            os.close(self._answers)
+            raise SandboxFailed(f"{self.level.label}: cannot be started: {error}") from error
+        finally:
+            os.close(inside_requests)
+            os.close(inside_answers)
+        ready = self._answer(time.monotonic() + START_S)
+        if ready is None or not ready.get("ready"):
+            self._process.kill()
+            said = self._process.stderr.read(2000).decode(errors="replace").strip() if self._process.stderr else ""
+            self.close()
+            raise SandboxFailed(f"{self.level.label}: does not start: {said.splitlines()[-1] if said else 'it said nothing'}")
+
+    def _ask(self, request: dict[str, Any], timeout_s: float, output_bytes: int, result_bytes: int) -> Finished:
+        if self._process is None:
+            self._start()
+        limits = {"timeout_s": timeout_s, "output_bytes": output_bytes, "result_bytes": result_bytes}
+        data = json.dumps(request | limits).encode("ascii")
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        answer = None
+        with contextlib.suppress(OSError):
+            if self._send(struct.pack("!I", len(data)) + data, deadline):
+                answer = self._answer(deadline)
+        if answer is None:  # the program killed or stopped its supervisor, or filled what that needs
+            self.close()
+            return Finished(None, "[the program ended the sandbox that it ran in]", None, self.level)
+        output = _text(answer.get("output"))
+        result = _text(answer.get("result")) if request.get("call") else ""
+        code = answer.get("exit_code")
+        return Finished(code if isinstance(code, int) else None, output, result or None, self.level)
+
+    def _send(self, data: bytes, deadline: float) -> bool:
+        os.set_blocking(self._requests, False)
+        view = memoryview(data)
+        while view:
+            if not select.select([], [self._requests], [], max(0.0, deadline - time.monotonic()))[1]:
+                return False
+            view = view[os.write(self._requests, view) :]
+        return True
+
+    def _answer(self, deadline: float) -> dict[str, Any] | None:
+        """The next answer; None where there is none until the deadline, or it is none."""
+        head = self._read(4, deadline)
+        if head is None:
+            return None
+        length = struct.unpack("!I", head)[0]
+        data = self._read(length, deadline) if length <= MAX_ANSWER_BYTES else None
+        try:
+            answer = json.loads(data) if data is not None else None
+        except ValueError:
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def _read(self, count: int, deadline: float) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < count:
+            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            got = os.read(self._answers, min(65536, count - len(parts)))
+            if not got:
+                return None
+            parts += got
+        return bytes(parts)
+
+
+def _text(raw: Any) -> str:
+    """UTF-8 of the bytes that were sent as Latin-1; replaced where it is none."""
+    return raw.encode("latin-1", "replace").decode("utf-8", "replace") if isinstance(raw, str) else ""
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder whatever a program made in it: folders nested deeper than paths may be long, or that may not be entered."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False)
