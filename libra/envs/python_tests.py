@@ -1,4 +1,12 @@
-"""Write a Python function, try it out with a tool, and be graded by hidden tests in a restricted process."""
+"""Write a Python function, try it out with a tool, and be graded by hidden tests in a sandbox.
+
+Invariants
+----------
+1. A program is given the arguments of one hidden test at a time, in a process of its own, and no expected result at all: results
+   leave the sandbox as JSON and are compared here.
+2. Hidden tests are drawn when an answer is graded, from a key that only the grading process has: no seed gives them away.
+3. Whatever a program does to its sandbox is a failed test; a sandbox that cannot be started is the environment's fault.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra.envs.environment import Environment
-from libra.envs.sandbox import MEGABYTE, Finished, run_program
+from libra.envs.sandbox import MEGABYTE, Finished, Limits, SandboxFailed, Session, level_for
 from libra.envs.tool import tool
 from libra.errors import ConfigError, EnvironmentFault
 from libra.types import Episode, Prompt
@@ -23,17 +31,6 @@ SYSTEM = (
 )
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _HELD_OUT_SHARE = 8
-
-_HARNESS = """
-import json as _json
-_results = []
-for _arguments in _json.loads({inputs!r}):
-    try:
-        _results.append([True, _json.loads(_json.dumps(solve(*_arguments)))])
-    except Exception as _error:
-        _results.append([False, type(_error).__name__])
-print("\\n" + {mark!r} + _json.dumps(_results))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +115,35 @@ def _digits(number: int, radix: int) -> list[int]:
 class PythonTests(Environment):
     """The environment registered as ``python_tests``.
 
-    Reward is 1.0 where ``solve`` passes all hidden tests, else 0.0; with ``partial``, the share that it passes.
-    Expected results never enter the process that runs the model's code. A (task, number) pair belongs to the
-    evaluation split where a hash says so (1 in 8). Facts: ``task``, ``k``, ``inputs``, ``expected``. What the
-    restricted process does and does not restrict is said in `libra.envs.sandbox`.
+    Reward is 1.0 where ``solve`` passes all hidden tests, else 0.0; with ``partial``, the share that it passes. A (task, number)
+    pair belongs to the evaluation split where a hash says so (1 in 8). Facts: ``task``, ``k``.
 
     Parameters
     ----------
     num_tests : int
         Hidden tests per question.
     timeout_s : float
-        Wall seconds of one program; its CPU seconds are limited too.
+        Wall seconds of one program, and of one hidden test.
     memory_mb : int
-        Address space of one program, 2**20 bytes each.
+        Address space of one process, 2**20 bytes each.
     partial : bool
         Whether the reward is the share of tests passed.
+    isolation : "require" or "best"
+        "require": ConfigError where programs can be confined by nothing but limits. "best": as well as the machine allows.
+    key : str, optional
+        What hidden tests are drawn from. None: a random one for each process. For tests and comparisons.
     """
 
     def __init__(
-        self, *, num_tests: int = 8, timeout_s: float = 5.0, memory_mb: int = 512, partial: bool = False, seed: int = 0
+        self,
+        *,
+        num_tests: int = 8,
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        partial: bool = False,
+        seed: int = 0,
+        isolation: str = "require",
+        key: str | None = None,
     ) -> None:
         for name, value, least in (("num_tests", num_tests, 1), ("memory_mb", memory_mb, 64)):
             if value < least:
@@ -144,9 +151,11 @@ class PythonTests(Environment):
         if not timeout_s > 0:
             raise ConfigError(f"environment.args.timeout_s: got {timeout_s!r}; above 0 seconds")
         self.seed, self.num_tests, self.timeout_s, self.partial = seed, num_tests, timeout_s, partial
-        self.memory_bytes = memory_mb * MEGABYTE
+        self.level = level_for(isolation)
+        self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
+        self._key = secrets.token_hex(16) if key is None else key
         # The tool's own limit lies above the program's, so that the process is killed and not left behind.
-        self.tools = (tool(self.run_python, timeout_s=2 * timeout_s + 5.0),)
+        self.tools = (tool(self.run_python, timeout_s=2 * timeout_s + 25.0),)
 
     def prompt(self, split: str, index: int) -> Prompt:
         if split not in ("train", "eval"):
@@ -157,13 +166,17 @@ class PythonTests(Environment):
             if (hashlib.sha256(f"{task_index}/{k}".encode()).digest()[0] % _HELD_OUT_SHARE == 0) == (split == "eval"):
                 break
         task = TASKS[task_index]
-        inputs = [task.arguments(generator) for _ in range(self.num_tests)]
-        expected = [task.solution(k, *arguments) for arguments in inputs]
         names: dict[Any, str] = {_numbers: "xs", _word: "s", _count: "n"}
         text = f"Write solve({names[task.arguments]}). {task.text.format(k=k)}"
         messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
-        facts = {"task": task_index, "k": k, "inputs": inputs, "expected": expected}
-        return Prompt(f"{split}-{index}", messages, facts)
+        return Prompt(f"{split}-{index}", messages, {"task": task_index, "k": k})
+
+    def hidden_tests(self, prompt: Prompt) -> list[tuple[list[Any], Any]]:
+        """Arguments and expected result of each hidden test of a question."""
+        task, k = TASKS[prompt.facts["task"]], prompt.facts["k"]
+        generator = random.Random(f"{self._key}/{prompt.prompt_id}")
+        drawn = [task.arguments(generator) for _ in range(self.num_tests)]
+        return [(arguments, task.solution(k, *arguments)) for arguments in drawn]
 
     def run_python(self, code: str) -> str:
         """Runs a Python program and shows what it prints.
@@ -177,34 +190,37 @@ class PythonTests(Environment):
         return finished.output if finished.exit_code == 0 else f"{finished.output}\n[exit code {finished.exit_code}]"
 
     def grade(self, episode: Episode) -> float:
-        facts = episode.prompt.facts
         blocks = _BLOCK.findall(episode.answer)
         if not blocks:
             return 0.0
-        passed = self._passed(blocks[-1], facts["inputs"], facts["expected"])
+        passed = self._passed(blocks[-1], self.hidden_tests(episode.prompt))
         return sum(passed) / len(passed) if self.partial else float(all(passed))
 
-    def _passed(self, code: str, inputs: list[Any], expected: list[Any]) -> list[bool]:
-        """Which hidden tests ``code`` passes."""
-        # The mark tells the results from what the code prints. Code that finds the mark gains nothing: it would still
-        # have to work out the right results.
-        mark = secrets.token_hex(16)
-        finished = self._run(f"{code}\n{_HARNESS.format(inputs=json.dumps(inputs), mark=mark)}", output_chars=MEGABYTE)
-        lines = [line[len(mark) :] for line in finished.output.splitlines() if line.startswith(mark)]
-        if len(lines) != 1:
-            return [False] * len(expected)
-        try:
-            results = json.loads(lines[0])
-        except ValueError:
-            return [False] * len(expected)
-        if not isinstance(results, list) or len(results) != len(expected):
-            return [False] * len(expected)
-        return [result == [True, right] for result, right in zip(results, expected, strict=True)]
+    def _passed(self, code: str, tests: list[tuple[list[Any], Any]]) -> list[bool]:
+        """Which hidden tests ``code`` passes; after one that was cut off, none."""
+        passed = [False] * len(tests)
+        with self._sandbox() as sandbox:
+            for index, (arguments, expected) in enumerate(tests):
+                finished = sandbox.call(code, "solve", arguments, timeout_s=self.timeout_s)
+                if finished.exit_code is None:
+                    break
+                passed[index] = finished.exit_code == 0 and _same(finished.result, expected)
+        return passed
 
-    def _run(self, code: str, output_chars: int = 20_000) -> Finished:
+    def _run(self, code: str) -> Finished:
+        with self._sandbox() as sandbox:
+            return sandbox.run(code, timeout_s=self.timeout_s)
+
+    def _sandbox(self) -> Session:
         try:
-            return run_program(
-                code, timeout_s=self.timeout_s, memory_bytes=self.memory_bytes, output_chars=output_chars
-            )
-        except OSError as error:
-            raise EnvironmentFault(f"python_tests: a process to run code in could not be started: {error}") from error
+            return Session(self.level, self.limits)
+        except SandboxFailed as error:
+            raise EnvironmentFault(f"python_tests: a sandbox to run code in could not be started: {error}") from error
+
+
+def _same(result: str | None, expected: Any) -> bool:
+    """Whether a program's JSON is the expected value, types included: ``true`` is not 1."""
+    try:
+        return result is not None and json.dumps(json.loads(result)) == json.dumps(expected)
+    except (ValueError, RecursionError):
+        return False

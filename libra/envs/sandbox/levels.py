@@ -7,18 +7,16 @@ Levels, best first:
     standard library, the C libraries, an empty bounded /tmp, and nothing else of this machine.
 ``landlock``
     Landlock instead of a mount namespace: no file outside of the interpreter and the working directory can be opened, no TCP, no
-    signal reaches a process outside. The filter refuses every socket but Unix ones. The size of the working directory is not bounded.
+    signal reaches a process outside. The filter refuses every socket but Unix ones. The working directory has no bound.
 ``rlimits``
     Limits alone. The program reads what its user may read. Not for code that a model writes under reinforcement.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import secrets
-import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -26,8 +24,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
-
-from libra.envs.sandbox.cgroups import can_make_groups
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 UIDS = range(61_184, 65_520)
@@ -102,7 +98,7 @@ def command(level: Level, limits: Limits, work: Path, requests: int, answers: in
         "answers": answers,
         "dies_with_parent": True,
         "alone": level is Level.BUBBLEWRAP,
-        "uid": uid if level is Level.BUBBLEWRAP or _readable_by_others(stdlib) else None,
+        "uid": uid if level is Level.BUBBLEWRAP or readable_by_others(stdlib) else None,
         "readable": None,
         "writable": [],
         "limits": limits.rlimits(),
@@ -110,7 +106,16 @@ def command(level: Level, limits: Limits, work: Path, requests: int, answers: in
     }
     if level is not Level.BUBBLEWRAP:
         if level is Level.LANDLOCK:
-            orders["readable"] = [str(stdlib), "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/urandom", "/dev/zero", "/dev/null"]
+            orders["readable"] = [
+                str(stdlib),
+                "/lib",
+                "/lib64",
+                "/usr/lib",
+                "/usr/lib64",
+                "/dev/urandom",
+                "/dev/zero",
+                "/dev/null",
+            ]
             orders["writable"] = [str(work), "/dev/null"]
         if orders["uid"] is not None:
             os.chown(work, orders["uid"], orders["uid"])
@@ -131,16 +136,16 @@ def _bubblewrap(python: Path, stdlib: Path, hidden: Sequence[Path], limits: Limi
     else:
         words += ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
     words += ["--perms", "0755", "--dir", "/usr"]
-    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"):
-        if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            words += ["--ro-bind", path, path]
+    for folder in map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64")):
+        if folder.is_symlink():
+            words += ["--symlink", str(folder.readlink()), str(folder)]
+        elif folder.is_dir():
+            words += ["--ro-bind", str(folder), str(folder)]
     for path in sorted(Path("/usr/lib").glob("python3*")):
         if path != stdlib:
             words += ["--tmpfs", str(path)]
-    for folder in ("/py", "/py/bin", "/py/lib"):  # bubblewrap makes what lies above a mount for its owner alone
-        words += ["--perms", "0755", "--dir", folder]
+    for made in ("/py", "/py/bin", "/py/lib"):  # bubblewrap makes what lies above a mount for its owner alone
+        words += ["--perms", "0755", "--dir", made]
     words += ["--ro-bind", str(stdlib), library, "--ro-bind", str(python), "/py/bin/python"]
     for path in hidden:
         if path.parent == stdlib:
@@ -149,42 +154,21 @@ def _bubblewrap(python: Path, stdlib: Path, hidden: Sequence[Path], limits: Limi
         words += ["--ro-bind", str(shared), f"/py/lib/{shared.name}"]
     words += ["--setenv", "PYTHONHOME", "/py", "--setenv", "LD_LIBRARY_PATH", "/py/lib", "--setenv", "LANG", "C.UTF-8"]
     words += ["--ro-bind", str(SUPERVISOR), "/supervisor.py", "--proc", "/proc", "--dev", "/dev"]
-    words += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    words += [
+        "--perms",
+        "1777",
+        "--size",
+        str(limits.disk_bytes),
+        "--tmpfs",
+        "/tmp",
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/tmp",
+    ]
     return words
 
 
-def _readable_by_others(path: Path) -> bool:
+def readable_by_others(path: Path) -> bool:
     """Whether another user can reach ``path``."""
     return all(part.stat().st_mode & 0o001 for part in (path, *path.parents))
-
-
-@functools.cache
-def available() -> tuple[Level, dict[str, str]]:
-    """The best level that works here, tried by running a program in it, and why each better one does not; found out once."""
-    from libra.envs.sandbox.session import SandboxFailed, Session
-
-    missing: dict[str, str] = {}
-    for level in sorted(Level, reverse=True):
-        reason = _cannot(level)
-        if reason is None:
-            try:
-                with Session(level, Limits()) as session:
-                    finished = session.run("print(6 * 7)", timeout_s=20.0)
-                if finished.output.strip() == "42":
-                    return level, missing
-                reason = f"a program in it printed {finished.output[:200]!r} instead of 42"
-            except SandboxFailed as error:
-                reason = str(error)
-        missing[level.label] = reason
-    raise SandboxFailed(f"no program can be run at any level: {missing}")
-
-
-def _cannot(level: Level) -> str | None:
-    """Why this level is not to be tried at all."""
-    if level is Level.BUBBLEWRAP and shutil.which("bwrap") is None:
-        return "bwrap is not installed; type: apt-get install bubblewrap"
-    if level is Level.RLIMITS and os.geteuid() == 0 and not _readable_by_others(interpreter_paths()[1]) and not can_make_groups():
-        return "programs would run as root, whom no limit on processes binds, and no control group can be made here"
-    if level is Level.LANDLOCK and os.geteuid() == 0 and not _readable_by_others(interpreter_paths()[1]):
-        return f"another user cannot read {interpreter_paths()[1]}, and programs must not run as root; install Python elsewhere"
-    return None

@@ -80,7 +80,9 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def run(self, source: str, *, timeout_s: float, output_bytes: int = 80_000) -> Finished:
@@ -144,7 +146,9 @@ class Session:
             self._process.kill()
             said = self._process.stderr.read(2000).decode(errors="replace").strip() if self._process.stderr else ""
             self.close()
-            raise SandboxFailed(f"{self.level.label}: does not start: {said.splitlines()[-1] if said else 'it said nothing'}")
+            raise SandboxFailed(
+                f"{self.level.label}: does not start: {said.splitlines()[-1] if said else 'it said nothing'}"
+            )
 
     def _ask(self, request: dict[str, Any], timeout_s: float, output_bytes: int, result_bytes: int) -> Finished:
         if self._process is None:
@@ -208,4 +212,6 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False)
+            subprocess.run(
+                ["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False
+            )

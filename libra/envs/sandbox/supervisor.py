@@ -10,6 +10,9 @@ Invariants
 3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no request waits for ever.
 """
 
+# ruff: noqa: PTH112, PTH123, SIM105, SIM115, BLE001, ANN
+# Starts in milliseconds and works under system limits: os and open instead of pathlib; a program may raise anything.
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, check_untyped_defs=False
 from __future__ import annotations
 
 import ctypes
@@ -73,10 +76,25 @@ def filter_program():
         code += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, DENY)]  # the x32 numbers of the same calls
     for number in sorted(denied.values()):
         code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, DENY)]
-    code += [(EQUAL, 0, 1, clone3), (RETURN, 0, 0, 0x00050026)]  # ENOSYS: C libraries fall back to clone, whose flags can be read
-    code += [(EQUAL, 0, 4, prlimit), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, 0), (RETURN, 0, 0, DENY), (RETURN, 0, 0, ALLOW)]
+    code += [
+        (EQUAL, 0, 1, clone3),
+        (RETURN, 0, 0, 0x00050026),
+    ]  # ENOSYS: C libraries fall back to clone, whose flags can be read
+    code += [
+        (EQUAL, 0, 4, prlimit),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (EQUAL, 1, 0, 0),
+        (RETURN, 0, 0, DENY),
+        (RETURN, 0, 0, ALLOW),
+    ]
     code += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, NEW_NAMESPACES), (RETURN, 0, 0, DENY)]
-    code += [(LOAD, 0, 0, NUMBER), (EQUAL, 0, 3, socket), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, UNIX), (RETURN, 0, 0, DENY)]
+    code += [
+        (LOAD, 0, 0, NUMBER),
+        (EQUAL, 0, 3, socket),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (EQUAL, 1, 0, UNIX),
+        (RETURN, 0, 0, DENY),
+    ]
     code += [(RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in code)
 
@@ -110,7 +128,11 @@ def restrict_files(readable, writable):
     if abi < 1:
         raise OSError(ctypes.get_errno(), "landlock")
     handled = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
-    words = [handled, *([3] if abi >= 4 else []), *([3] if abi >= 6 else [])]  # files; TCP bind, connect; sockets, signals
+    words = [
+        handled,
+        *([3] if abi >= 4 else []),
+        *([3] if abi >= 6 else []),
+    ]  # files; TCP bind, connect; sockets, signals
     attributes = struct.pack(f"{len(words)}Q", *words)
     ruleset = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     if ruleset < 0:

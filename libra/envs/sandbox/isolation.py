@@ -1,0 +1,61 @@
+"""Which level this machine can confine programs at, found out by trying, and what a setting asks for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+
+from libra.envs.sandbox.cgroups import can_make_groups
+from libra.envs.sandbox.levels import Level, Limits, interpreter_paths, readable_by_others
+from libra.envs.sandbox.session import SandboxFailed, Session
+from libra.errors import ConfigError
+
+
+@functools.cache
+def available() -> tuple[Level, dict[str, str]]:
+    """The best level that works here, tried by running a program in it, and why each better one does not; found out once."""
+    missing: dict[str, str] = {}
+    for level in sorted(Level, reverse=True):
+        reason = _cannot(level)
+        if reason is None:
+            try:
+                with Session(level, Limits()) as session:
+                    finished = session.run("print(6 * 7)", timeout_s=20.0)
+                if finished.output.strip() == "42":
+                    return level, missing
+                reason = f"a program in it printed {finished.output[:200]!r} instead of 42"
+            except SandboxFailed as error:
+                reason = str(error)
+        missing[level.label] = reason
+    raise SandboxFailed(f"no program can be run at any level: {missing}")
+
+
+def level_for(isolation: str) -> Level:
+    """The level for ``environment.args.isolation``; ConfigError where it is none, or asks for more than the machine has."""
+    if isolation not in ("require", "best"):
+        raise ConfigError(f"environment.args.isolation: got {isolation!r}; allowed are 'require' and 'best'")
+    level, missing = available()
+    if isolation == "require" and level is Level.RLIMITS:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise ConfigError(
+            f"environment.args.isolation: is 'require', and this machine can confine programs by limits alone ({reasons}); do what "
+            "is named there, or type environment.args.isolation=best for code that you trust"
+        )
+    return level
+
+
+def _cannot(level: Level) -> str | None:
+    """Why this level is not to be tried at all."""
+    if level is Level.BUBBLEWRAP and shutil.which("bwrap") is None:
+        return "bwrap is not installed; type: apt-get install bubblewrap"
+    if (
+        level is Level.RLIMITS
+        and os.geteuid() == 0
+        and not readable_by_others(interpreter_paths()[1])
+        and not can_make_groups()
+    ):
+        return "programs would run as root, whom no limit on processes binds, and no control group can be made here"
+    if level is Level.LANDLOCK and os.geteuid() == 0 and not readable_by_others(interpreter_paths()[1]):
+        return f"another user cannot read {interpreter_paths()[1]}, and programs must not run as root; install Python elsewhere"
+    return None
