@@ -83,11 +83,12 @@ check: setup ## lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: setup ## make the generated files again: docs/configuration.md, docs/algorithms.md, docs/cli.md, docker/dask.yaml
+docs: setup ## make the generated files again: docs/configuration.md, docs/algorithms.md, docs/cli.md, docs/architecture.md, docker/dask.yaml
 	$(BIN)/python -m libra.config.reference_page docs/configuration.md
 	$(BIN)/python -m libra.config.algorithms_page docs/algorithms.md
 	$(BIN)/python -m libra.cli.reference_page docs/cli.md
 	$(BIN)/libra doctor --settings > docker/dask.yaml
+	$(BIN)/python tests/architecture/picture.py docs/architecture.md
 
 clean: ## remove .venv and caches; runs/ is left alone
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

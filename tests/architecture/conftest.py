@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent))  # for import_graph and picture
+
+from import_graph import import_graph
 
 
 def _imports(source: str, module: str) -> list[tuple[int, str]]:
@@ -40,3 +45,9 @@ def modules(repository: Path) -> dict[str, Path]:
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     assert "libra.config.models" in found
     return found
+
+
+@pytest.fixture(scope="session")
+def graph(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return import_graph(modules)

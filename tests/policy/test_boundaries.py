@@ -100,7 +100,7 @@ def test_they_change_who_begins_where_live_as_in_the_simulator_and_in_the_replay
     from libra.hardware.virtual_engine import EngineTables
     from libra.policy import make_ordering
     from libra.sim import SimulationOptions, Simulator, synthetic
-    from libra.sim import engines as fleet_of
+    from libra.sim import fleet as fleet_of
     from libra.store.line_log import LineReader
     from libra.testing import emulated_run
 
