@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 EXTRA_PROCESSES = 8
 """Of the sandbox itself: bubblewrap and the supervisor."""
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class ControlGroup:
     @classmethod
     def make(cls, processes: int, memory_bytes: int) -> ControlGroup:
         """A new group with these bounds."""
-        name = f"libra-{os.getpid()}-{next(_numbers)}"
+        name = f"libra-{os.getpid()}-{secrets.token_hex(6)}"
         made: list[Path] = []
         for parent in _parents():
             place = parent / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
@@ -10,6 +11,14 @@ from libra.envs.sandbox.cgroups import can_make_groups
 from libra.envs.sandbox.levels import Level, Limits, interpreter_paths, readable_by_others
 from libra.envs.sandbox.session import SandboxFailed, Session
 from libra.errors import ConfigError
+
+LEAST_ABI = 6
+"""Of Landlock: from this one on signals and abstract sockets stay inside."""
+
+
+def _landlock_abi() -> int:
+    """Version of Landlock in this kernel; 0 or less: there is none."""
+    return int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
 
 
 @functools.cache
@@ -56,6 +65,8 @@ def _cannot(level: Level) -> str | None:
         and not can_make_groups()
     ):
         return "programs would run as root, whom no limit on processes binds, and no control group can be made here"
+    if level is Level.LANDLOCK and (os.geteuid() != 0 or _landlock_abi() < LEAST_ABI):
+        return f"needs Landlock ABI {LEAST_ABI} (Linux 6.12; this is {_landlock_abi()}), and root, for a user of the program's own"
     if level is Level.LANDLOCK and os.geteuid() == 0 and not readable_by_others(interpreter_paths()[1]):
         return f"another user cannot read {interpreter_paths()[1]}, and programs must not run as root; install Python elsewhere"
     return None

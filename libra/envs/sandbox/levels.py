@@ -6,8 +6,9 @@ Levels, best first:
     Own mount, process, network and IPC namespaces by bubblewrap, a system call filter, limits. The program sees an interpreter's
     standard library, the C libraries, an empty bounded /tmp, and nothing else of this machine.
 ``landlock``
-    Landlock instead of a mount namespace: no file outside of the interpreter and the working directory can be opened, no TCP, no
-    signal reaches a process outside. The filter refuses every socket but Unix ones. The working directory has no bound.
+    Landlock (ABI 6: Linux 6.12) instead of a mount namespace, where Libra runs as root and the program as another user: no file
+    outside of the interpreter and the working directory can be opened, no signal reaches a process outside. The filter
+    refuses every socket. The working directory has no bound.
 ``rlimits``
     Limits alone. The program reads what its user may read. Not for code that a model writes under reinforcement.
 """
@@ -97,7 +98,7 @@ def command(level: Level, limits: Limits, work: Path, requests: int, answers: in
         "requests": requests,
         "answers": answers,
         "dies_with_parent": True,
-        "alone": level is Level.BUBBLEWRAP,
+        "alone": level is Level.BUBBLEWRAP or (level is Level.LANDLOCK and uid is not None),
         "uid": uid if level is Level.BUBBLEWRAP or readable_by_others(stdlib) else None,
         "readable": None,
         "writable": [],

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import struct
 import subprocess
@@ -75,7 +74,11 @@ class Session:
         self._work: Path | None = None
         self._group = ControlGroup(())
         self._requests = self._answers = -1
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +145,7 @@ class Session:
             os.close(inside_requests)
             os.close(inside_answers)
         ready = self._answer(time.monotonic() + START_S)
-        if ready is None or not ready.get("ready"):
+        if ready is None or not ready.get("ready") or (self.level > Level.RLIMITS and not ready.get("filtered")):
             self._process.kill()
             said = self._process.stderr.read(2000).decode(errors="replace").strip() if self._process.stderr else ""
             self.close()
@@ -172,7 +175,7 @@ class Session:
         os.set_blocking(self._requests, False)
         view = memoryview(data)
         while view:
-            if not select.select([], [self._requests], [], max(0.0, deadline - time.monotonic()))[1]:
+            if not _ready(self._requests, select.POLLOUT, deadline):
                 return False
             view = view[os.write(self._requests, view) :]
         return True
@@ -193,13 +196,20 @@ class Session:
     def _read(self, count: int, deadline: float) -> bytes | None:
         parts = bytearray()
         while len(parts) < count:
-            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not _ready(self._answers, select.POLLIN, deadline):
                 return None
             got = os.read(self._answers, min(65536, count - len(parts)))
             if not got:
                 return None
             parts += got
         return bytes(parts)
+
+
+def _ready(descriptor: int, what: int, deadline: float) -> bool:
+    """Whether ``descriptor`` can be read or written before the deadline; of any number, which select cannot."""
+    poll = select.poll()
+    poll.register(descriptor, what)
+    return bool(poll.poll(max(0.0, 1000.0 * (deadline - time.monotonic()))))
 
 
 def _text(raw: Any) -> str:
@@ -209,9 +219,7 @@ def _text(raw: Any) -> str:
 
 def _delete(folder: Path) -> None:
     """Delete a folder whatever a program made in it: folders nested deeper than paths may be long, or that may not be entered."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                ["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False
-            )
+    with contextlib.suppress(
+        OSError, subprocess.SubprocessError
+    ):  # Python's own removal recurses too far in deep folders
+        subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False)
