@@ -71,9 +71,12 @@ test-slurm: setup ## run the quick start through a real Slurm on this machine (r
 
 # Which cases of the soak; each kills one process of a small run for real (tests/soak/case.py).
 SOAK_SEEDS ?= $(shell seq 0 49)
+# Iterations of the long run whose memory is measured (tests/soak/long_run.py).
+SOAK_ITERATIONS ?= 2000
 
-soak: setup ## kill a run at 50 moments and resume it: nothing lost, nothing twice (SOAK_SEEDS="0 1 2"; half an hour)
+soak: setup ## kill a run at 50 moments and resume it, then measure the memory of a long one (SOAK_SEEDS="0 1 2" SOAK_ITERATIONS=2000; an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py $(SOAK_SEEDS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/long_run.py --iterations $(SOAK_ITERATIONS)
 
 kills: setup ## kill what trains, generates and fetches, 20 times: no wrong update, nothing consumed twice (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/kills.py --seeds 20
@@ -84,8 +87,7 @@ check: setup ## lint, formatting and types
 	$(BIN)/mypy
 
 docs: setup ## make the generated files again: docs/configuration.md, docs/algorithms.md, docs/cli.md, docs/architecture.md, docker/dask.yaml
-	$(BIN)/python -m libra.config.reference_page docs/configuration.md
-	$(BIN)/python -m libra.config.algorithms_page docs/algorithms.md
+	$(BIN)/python tests/config/doc_pages.py docs
 	$(BIN)/python -m libra.cli.reference_page docs/cli.md
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 	$(BIN)/python tests/architecture/picture.py docs/architecture.md

@@ -1,7 +1,7 @@
-"""Turns of real agents as the events that a policy hears.
+"""Turns of real agents, for replay to a policy.
 
-A set is a file of ``DIR/agent_turns`` (`libra.traces.agent_turns`) that says of each turn at least ``REQUIRED``. Its name is
-the file's up to the known prefixes below.
+A set is a file of ``DIR/agent_turns`` (`libra.traces.agent_turns`) with at least the columns ``REQUIRED``. Its name is the file's,
+or one of the prefixes in ``KNOWN``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from libra.traces.agent_turns import AgentTurn, agent_turn_files, read_agent_tur
 from libra.types import ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")
-"""Names of sets whose file name goes on, e.g. ``tau_airline_gpt4o.csv``."""
-EXCERPT = Path(__file__).parent / "data"
+"""Sets whose file name is longer, e.g. ``tau_airline_gpt4o.csv``."""
+
 REQUIRED = ("source", "task", "sample", "tool", "status", "payload_chars", "completion_tokens")
 TOKEN_S = 0.02
-"""Seconds per generated token where the trace has none."""
+"""Seconds per generated token if the trace has none."""
 TOOL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation of ``tokens`` and what its tool returned; `NO_TOOL`: none came back, and it was over."""
+    """One generation of ``tokens`` and its tool's result; `NO_TOOL`: the last turn."""
 
     tokens: int
     tool: str
@@ -44,7 +44,7 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Generated in all."""
+        """Generated tokens in all."""
         return sum(turn.tokens for turn in self.turns)
 
 
@@ -62,7 +62,7 @@ def sets_in(data: Path) -> dict[str, Path]:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """The trajectories of one file, in its order; those that generated nothing are left out."""
+    """The trajectories of one file, in its order, without those that generated nothing."""
     return [
         Trace(
             "/".join(filter(None, (one.source, one.model, one.task, one.sample))),

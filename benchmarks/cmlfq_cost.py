@@ -1,34 +1,31 @@
-"""What a forecaster (and the policy around it) costs the scheduler's loop, with many trajectories at once.
+"""Cost of a forecaster, or of an ordering with its forecaster, in the scheduler's event loop with many trajectories.
 
 ``python -m benchmarks.cmlfq_cost --json``; figures ``tool_return_us_<n>``, ``finish_us_<n>``, ``memory_mb_<n>``, ``load_s_<n>``
-for n of 1k, 10k, 100k trajectories of 40 turns, *all of them alive at once* in groups of 16: the hardest case there is, for what is
-live takes the memory. ``learn_ms_<n>`` is a call of ``learn`` off the critical path, ``snapshot_mb_<n>`` the JSON text.
+for n of 1k, 10k, 100k trajectories of 40 turns, *all of them running at once* in groups of 16: the worst case for memory.
+``learn_ms_<n>`` is a call of ``learn`` off the critical path, ``snapshot_mb_<n>`` the JSON text.
 
-One tool return is what the loop pays for it: the finished generation and the finished tool as events, parking again for
-both, and ``remaining``. A finish is the last generation and the end; it pays no learning: `Forecaster.learn` is called, and
-timed, apart. Times are CPU time of the thread, so that a neighbour's work is not in them but what it does to caches is;
-microseconds are the median over chunks of a thousand, the mean is printed beside it. Memory is what the process grows by,
-from the empty object to the last return of all; loading is ``json.loads`` and ``restore`` of the snapshot taken there.
+A tool return is the events of the finished generation and the finished tool, two parkings, and ``remaining``. A finish is the
+last generation and the end; `Forecaster.learn` is timed separately. Times are CPU time of the thread: other processes affect
+its caches only. Microseconds are medians over chunks of a thousand; means are printed beside them. Memory is the growth of the
+process from the empty object to the last return; loading is ``json.loads`` and ``restore`` of the snapshot at that point.
 
-``--subject MODULE:NAME`` measures any other: a forecaster (``handle``, ``learn``, ``remaining``) or an ordering (``handle`` answers
-with commands), made without arguments.
+``--subject MODULE:NAME`` measures another forecaster (``handle``, ``learn``, ``remaining``) or ordering (``handle`` returns
+commands), built without arguments.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit, status_bytes
 from libra.errors import ConfigError
 from libra.policy.messages import QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.types import Phase, ToolStatus
@@ -45,7 +42,7 @@ SUBJECT = "libra.policy.posterior:Posterior"
 
 
 class Subject:
-    """The object measured, and what the loop asks of it."""
+    """The measured object."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.made = make()
@@ -55,25 +52,12 @@ class Subject:
 
 
 def made_by(subject: str) -> Callable[[], Any]:
-    """The class or function that ``MODULE:NAME`` says.
-
-    Raises
-    ------
-    ConfigError
-        There is none.
-    """
+    """The class or function at ``MODULE:NAME``; ConfigError if there is none."""
     module, _, name = subject.partition(":")
     try:
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--subject: no {subject!r} ({error}); type MODULE:NAME, e.g. {SUBJECT}") from error
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return 1024 * int(line.split()[1])
 
 
 def chunks(count: int) -> Iterator[range]:
@@ -83,7 +67,7 @@ def chunks(count: int) -> Iterator[range]:
 
 
 class Load:
-    """``count`` trajectories whose lengths and tools are drawn in advance, group and family included."""
+    """``count`` trajectories with lengths, tools, groups and families drawn in advance."""
 
     def __init__(self, count: int, rng: np.random.Generator) -> None:
         self.count = count
@@ -93,7 +77,7 @@ class Load:
         self.rng = rng
 
     def park(self, subject: Subject) -> None:
-        """All of them come."""
+        """Park all of them."""
         for i, key in enumerate(self.keys):
             subject.handle(
                 TrajectoryParked(key, 0, Phase.ROLLOUT, 0, f"prompt-{i // GROUP}", f"family-{i // GROUP % 8}")
@@ -137,7 +121,7 @@ class Load:
         return found
 
     def finish(self, subject: Subject, which: Sequence[int]) -> tuple[float, list[float]]:
-        """These end: microseconds per finish without learning, milliseconds of each ``learn``."""
+        """Finish these: microseconds per finish without learning, milliseconds of each ``learn``."""
         spent, learned = 0.0, []
         for at, i in enumerate(which):
             last, ended = QuantumFinished(self.keys[i], Phase.ROLLOUT, 50, "", "", 1.0), TrajectoryEnded(self.keys[i])
@@ -159,7 +143,7 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
     warm = Load(1024, rng)  # something is learned before, so that every signal is in use
     load = Load(count, rng)
     gc.collect()
-    before = resident_bytes()
+    before = status_bytes("VmRSS")
     subject = Subject(make)
     warm.keys = [f"warm-{key}" for key in warm.keys]
     warm.park(subject)
@@ -169,7 +153,7 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
     load.park(subject)
     returns = [us for number in range(TURNS) for us in load.turn(subject, number)]
     gc.collect()
-    grown = resident_bytes() - before
+    grown = status_bytes("VmRSS") - before
     text = json.dumps(subject.made.snapshot(), allow_nan=False)
     other = make()
     started = time.thread_time()
@@ -202,10 +186,9 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("cmlfq_cost", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="trajectories alive at once")
     parser.add_argument("--subject", default=SUBJECT, help="MODULE:NAME of a forecaster or an ordering")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     make = made_by(options.subject)
     figures: dict[str, Figure] = {}

@@ -1,23 +1,23 @@
 """C-MLFQ against its competitors in virtual time, on recorded agent trajectories.
 
-Every policy is the object that the live plugin would call, every engine takes the seconds that `libra.hardware` says of
-Qwen3-14B on A800 GPUs, and the dispatcher is the same for all: what differs is order and placement. One iteration, objective
-makespan. The yardstick of each cell (trace set x GPUs x load) is FIFO on the homogeneous layout that is best for FIFO there.
+Policies are the objects that the live plugin calls, engines take the seconds of `libra.hardware` for Qwen3-14B on A800 GPUs, and
+the dispatcher is the same for all: order and placement differ. One iteration, objective makespan. The yardstick of each cell (trace
+set x GPUs x load) is FIFO on the homogeneous layout that is best for FIFO there.
 
 * *Best homogeneous*: of TP 1, 2, 4, 8, by the mean makespan of FIFO on planning seeds, which are not scored.
-* *Planned*: of that one and some mixed ones, by the mean makespan of C-MLFQ on the planning seeds: a layout is planned without
-  knowing the scored trajectories' lengths, and "none mixed" is the answer unless a mixed one is 2 % faster. A layout that is 10 %
-  behind on the first planning seed is not tried on the others.
+* *Planned*: of that one and some mixed ones, by the mean makespan of C-MLFQ on the planning seeds, so without the scored
+  trajectories' lengths. A mixed layout is chosen only if it is 2 % faster. A layout that is 10 % behind on the first planning seed
+  is not simulated on the others.
 * Loads are trajectories per GPU. GPUs are counted so that engines of two GPUs are 8 to 48. The grid is 3 sizes x 3 loads, the
   cells with fewest trajectories first.
-* ``cmlfq_again`` is C-MLFQ when the same prompts come for the second time: it has lived through a pass of other samples of them, by
-  the same engines. What a prompt's samples have in common correlates with that of the pass before by 0.8 (``--survives``): assumed,
-  not measured. Sets with several samples per task have none to spare for a pass before; there it is `cmlfq` itself.
+* ``cmlfq_again`` is C-MLFQ on the second pass over the same prompts, after a pass of other samples on the same engines. The common
+  part of a prompt's samples correlates with that of the pass before by 0.8 (``--survives``): assumed, not measured. Sets with
+  several samples per task have none left for a pass before; there it is `cmlfq` itself.
 * Where a set has one sample per task, groups are drawn so that the ranks of their lengths correlate as those of real samples of
-  one prompt do (0.55, measured on tau's trials); ``--strangers`` draws them independently, so that siblings tell nothing.
+  one prompt (0.55, measured on tau's trials); ``--strangers`` draws them independently.
 
 ``python -m benchmarks.cmlfq_sim [--data DIR] [--quick] [--out FILE] [--processes N] --json``. With ``--out`` every simulation is
-kept in FILE as it ends, and is not run again by a later call, unless the code that it ran has changed since. Figures:
+kept in FILE as it ends, and a later call runs it again only if its code has changed. Figures:
 
 * ``makespan_over_fifo_<policy>``: policy on the planned layout over the yardstick, geometric mean over cells;
   ``homogeneous_over_fifo_<policy>``: the same on the best homogeneous layout; ``group_over_fifo_<policy>``: mean completion of
@@ -29,7 +29,6 @@ kept in FILE as it ends, and is not run again by a later call, unless the code t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -45,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 
 import libra
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
@@ -65,19 +64,19 @@ FULL = tuple(
 QUICK = ((16, 4), (16, 12))
 PLANNING_SEEDS = (1001, 1002)
 SURVIVES = 0.8
-"""Correlation of what a prompt's samples have in common in one pass and in the next."""
+"""Correlation of the common part of a prompt's samples between two passes."""
 USED_BY = {
     "posterior": {"cmlfq", "cmlfq_again"},
     "cmlfq": {"cmlfq", "cmlfq_again", "predictor", "oracle"},
     "paper": {"paper"},
 }
-"""Folders and modules that run under these policies only: what changes there voids no kept result of others."""
+"""Folders and modules that only these policies run: changes there invalidate no result of others."""
 BEHIND = 1.10
-"""A layout that takes this much longer than the best on the first planning seed is given up."""
+"""Largest makespan over the best on the first planning seed of a layout that stays a candidate."""
 WORTH_MIXING = 0.02
-"""A mixed layout is planned where it is faster by this share; two planning seeds do not tell less apart."""
+"""Least gain for a mixed layout; two planning seeds do not resolve less."""
 WORTH_IT = 0.05
-"""Gain of the oracle from which on a share of it is scored."""
+"""Least gain of the oracle of which a share is scored."""
 BOOTSTRAPS = 2000
 
 Layout = Mapping[int, int]
@@ -125,7 +124,7 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its result is kept under; files of one name are taken for one file."""
+        """Key of its result; files of one name count as one file."""
         cell = f"{Path(self.traces).stem}, kinship {self.kinship}, {self.gpus} GPUs x {self.load}"
         policy = f"{self.policy} {self.survives}" if self.policy == "cmlfq_again" else self.policy
         return f"{cell}, {layout_text(dict(self.layout))}, {policy}, {self.seed}"
@@ -133,7 +132,7 @@ class Job(NamedTuple):
 
 @cache
 def tables(tp: int) -> EngineTables:
-    """Seconds of engines of ``tp`` GPUs, filled as they are asked for."""
+    """Seconds of engines of ``tp`` GPUs."""
     return EngineTables(engine_seconds(GPU, MODEL, tp))
 
 
@@ -146,7 +145,7 @@ def group_size(traces: str) -> int:
 
 @cache
 def workload_of(traces: str, kinship: float, num: int, seed: int, earlier: float | None = None) -> Workload:
-    """``num`` trajectories, in groups of the set's own size; ``earlier`` as `draw` has it, and then in groups of other numbers."""
+    """``num`` trajectories in groups of the set's own size; with ``earlier`` (see `draw`) groups have other numbers."""
     found, size = load_traces(Path(traces)), group_size(traces)
     drawn = draw(
         found, num_groups=max(1, num // size), group_size=size, seed=seed, kinship=kinship, earlier=earlier,
@@ -159,7 +158,7 @@ def workload_of(traces: str, kinship: float, num: int, seed: int, earlier: float
 
 def simulate(job: Job) -> tuple[float, float]:
     """Makespan and mean group completion in seconds."""
-    gc.disable()  # a simulation makes much and throws little away: collected once, after it
+    gc.disable()  # a simulation allocates much and frees little: collected once, after it
     workload = workload_of(job.traces, job.kinship, job.gpus * job.load, job.seed)
     ordering = POLICIES[job.policy](workload, job.seed)
     if job.policy == "cmlfq_again":
@@ -171,7 +170,7 @@ def simulate(job: Job) -> tuple[float, float]:
 
 
 def live(workload: Workload, job: Job, ordering: Ordering) -> tuple[float, float]:
-    """Let ``ordering`` order one iteration: makespan and mean group completion."""
+    """Makespan and mean group completion of one iteration under ``ordering``."""
     plans, layout = workload.trajectories, dict(job.layout)
     mean = sum(plan.final_tokens for plan in plans) // len(plans)
     engines = fleet(layout, {tp: tables(tp) for tp in layout}, {tp: slots_of(tables(tp), mean) for tp in layout})
@@ -181,7 +180,7 @@ def live(workload: Workload, job: Job, ordering: Ordering) -> tuple[float, float
 
 @cache
 def fingerprint(policy: str) -> str:
-    """Of the code that a simulation of ``policy`` runs."""
+    """Digest of the code that a simulation of ``policy`` runs."""
     skipped = {name for name, users in USED_BY.items() if policy not in users}
     digest = hashlib.sha256()
     root = Path(libra.__file__).parent
@@ -193,7 +192,7 @@ def fingerprint(policy: str) -> str:
 
 
 def alike(job: Job) -> Job:
-    """The simulation that has the same outcome as ``job``: with one bucket, `paper` answers what FIFO does."""
+    """The simulation with the same outcome as ``job``: with one bucket, `paper` is FIFO."""
     if job.policy == "paper" and len(job.layout) == 1:
         return job._replace(policy="fifo")
     if job.policy == "cmlfq_again" and (not job.kinship or group_size(job.traces) == 4):
@@ -202,7 +201,7 @@ def alike(job: Job) -> Job:
 
 
 class Runs:
-    """Simulations that were run, in memory and, with ``path``, in a file of one JSON line each."""
+    """Finished simulations, in memory and, with ``path``, in a file of one JSON line each."""
 
     def __init__(self, path: Path | None, processes: int) -> None:
         self._path = path
@@ -266,7 +265,7 @@ def mixed_layouts(gpus: int) -> list[Layout]:
 
 
 def score(runs: Runs, job: Job, seeds: int) -> Cell:
-    """All policies on both layouts of a cell; ``job`` says which cell."""
+    """All policies on both layouts of the cell of ``job``."""
     homogeneous = best(runs, job._replace(policy="fifo"), homogeneous_layouts(job.gpus))
     mixed = mixed_layouts(job.gpus)
     planned = best(runs, job._replace(policy="cmlfq"), [homogeneous, *mixed], WORTH_MIXING)
@@ -354,17 +353,15 @@ def chosen(cells: Sequence[str]) -> list[tuple[int, int]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cmlfq_sim", description="C-MLFQ in virtual time.")
-    parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
+    parser = command_parser("cmlfq_sim", __doc__, data=True)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--sets", nargs="*", help="file names without .csv; default: all in DIR/agent_turns")
     parser.add_argument("--cells", nargs="*", help="GPUSxLOAD, e.g. 16x4 96x32; default: the whole grid")
     parser.add_argument("--quick", action="store_true", help="two cells of each set, three seeds")
-    parser.add_argument("--out", type=Path, help="file to keep results in, and to go on from")
+    parser.add_argument("--out", type=Path, help="file of results, which are not computed again")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--survives", type=float, default=SURVIVES, help="see cmlfq_again above; 0 to 1")
     parser.add_argument("--strangers", action="store_true", help="groups of unrelated trajectories")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     seeds = min(3, options.seeds) if options.quick else options.seeds
     runs = Runs(options.out, options.processes)

@@ -1,8 +1,8 @@
-"""Whole steps composed of measured kernels, predicted from the halves that never saw their token counts.
+"""Whole steps composed of measured kernels, predicted from halves with other token counts.
 
-A layer is its linear and elementwise operators, its attention, and two all-reduces. Attention was measured unsharded in most files,
-and is divided by the tensor-parallel degree on both sides: at degree 1 nothing is assumed, and the figures say so.
-The measured all-reduce is read from the whole table, the predicted one from half of it. Host and scheduling are in neither.
+A layer is its linear and elementwise operators, its attention, and two all-reduces. Most files have unsharded attention, which is
+divided by the tensor-parallel degree on both sides; figures at degree 1 need no such assumption. The measured all-reduce is read
+from the whole table, the predicted one from half of it. Host and scheduling are in neither.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from benchmarks.cost_halves import (
     PREFILL_TOKENS,
     START,
     Score,
-    decode_s,
+    attention_s,
     from_curves,
     half_of_attention,
     half_of_linear,
     halves,
     layer_sums,
-    prefill_s,
 )
 from libra.hardware import GPU
 from libra.hardware.fit_rooflines import fit_attention, fit_linear
@@ -34,7 +33,7 @@ from libra.hardware.tables import all_reduce_table, linear_curves
 Array = NDArray[np.float64]
 
 CONTEXTS = (1024, 2048)
-"""Contexts of the composed decode steps; the nearest measured ones of the half that was not learned from."""
+"""Contexts of the composed decode steps; the nearest measured ones of the other half are used."""
 
 
 def score_composed(
@@ -43,7 +42,7 @@ def score_composed(
     attention: AttentionProfile,
     reduces: Sequence[CollectiveProfile],
 ) -> dict[str, Score]:
-    """Errors of decode and prefill layers; parts ``decode_tp1`` and ``prefill_tp1`` hold those that assume nothing."""
+    """Errors of decode and prefill layers; ``decode_tp1`` and ``prefill_tp1`` are those of degree 1."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": [], "decode_tp1": [], "prefill_tp1": []}
     for parity in (0, 1):
         learned, asked = half_of_linear(linear, True, parity), half_of_linear(linear, False, parity)
@@ -62,7 +61,7 @@ def score_composed(
             ):
                 if not len(points):
                     continue
-                seconds = (decode_s if kind == "decode" else prefill_s)(gpu, eff, att_learned, points)
+                seconds = attention_s(kind, gpu, eff, att_learned, points)
                 at = np.searchsorted(tokens, points[:, 0])
                 ratio = (predicted[at] + seconds / tp) / (measured[at] + points[:, 2] / tp)
                 errors[kind].append(np.abs(ratio - 1.0))
@@ -72,7 +71,7 @@ def score_composed(
 
 
 def _decode_points(asked: AttentionProfile, tokens: Array) -> Array:
-    """Measured decode points with as many sequences as ``tokens`` says, at the contexts nearest to `CONTEXTS`."""
+    """Measured decode points of ``tokens`` sequences, at the contexts nearest to `CONTEXTS`."""
     points = asked.decode
     if not len(points):
         return points
@@ -83,7 +82,7 @@ def _decode_points(asked: AttentionProfile, tokens: Array) -> Array:
 
 
 def _prefill_points(asked: AttentionProfile, tokens: Array) -> Array:
-    """Measured chunks of as many tokens, with nothing before them and with everything that was measured."""
+    """Measured chunks of ``tokens`` tokens, with all measured pasts."""
     points = asked.prefill
     kept = np.isin(points[:, 0], tokens) & (points[:, 0] >= PREFILL_TOKENS) if len(points) else np.zeros(0, bool)
     return np.asarray(points[kept])
@@ -92,7 +91,7 @@ def _prefill_points(asked: AttentionProfile, tokens: Array) -> Array:
 def _all_reduce(
     reduces: Sequence[CollectiveProfile], tp: int, num_bytes: Array, parity: int
 ) -> tuple[Array, Array] | None:
-    """(predicted, measured) seconds of a layer's two all-reduces; None where that many workers were not measured."""
+    """(predicted, measured) seconds of a layer's two all-reduces; None if ``tp`` workers were not measured."""
     if tp == 1:
         return np.zeros(len(num_bytes)), np.zeros(len(num_bytes))
     for profile in reduces:

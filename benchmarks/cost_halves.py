@@ -1,4 +1,4 @@
-"""Splitting profiles in halves that never see each other's token counts, and scoring one half from the other.
+"""Halves of profiles with different token counts, and scores of one half predicted from the other.
 
 Halves are interleaved: every second distinct token count (attention decode: tokens of KV; attention prefill: chunk length;
 all-reduce: bytes; training: micro-batch and degree, as on a chessboard). Everything is done both ways and averaged.
@@ -14,13 +14,19 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.training_form import fit_training
 from libra.hardware import GPU, Efficiencies
 from libra.hardware.fit_rooflines import fit_attention, fit_linear
 from libra.hardware.operators import GEMMS, LAYER_COUNTS, operator_s
-from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, TrainingProfile
-from libra.hardware.rooflines import attention_decode_s, attention_prefill_s
-from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, decode_rows, linear_curves, prefill_rows
-from libra.hardware.training_seconds import fit_training
+from libra.hardware.profiles import (
+    KINDS,
+    AttentionKind,
+    AttentionProfile,
+    CollectiveProfile,
+    LinearProfile,
+    TrainingProfile,
+)
+from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, attention_rows, linear_curves
 
 Array = NDArray[np.float64]
 
@@ -46,10 +52,10 @@ START = Efficiencies(
     prefill_launch_s=1e-5,
     prefill_flops_frac=0.5,
 )
-"""Round numbers to begin a fit with: the package's own constants saw both halves of these files."""
+"""Round numbers to start a fit: the package's own constants were fitted to both halves of these files."""
 
 DECODE_TOKENS, PREFILL_TOKENS = 128, 256
-"""A step of at most so many tokens counts as decode, of at least so many as prefill."""
+"""Most tokens of a decode step, fewest of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Score:
 
 
 def model_label(source: str) -> str:
-    """What a file's path says of its model."""
+    """The model in a file's path."""
     words = re.split(r"[/_\\]", str(PurePath(source).with_suffix("")))
     drop = {"compute", "mlp", "attention", "linear", "op", "profiling", "data", "vidur", "frontier", "moe", "hf"}
     kept = [word for word in words if word.lower() not in drop and not re.fullmatch(r"(?i)([ahv]\d{2,3}|l40s?)", word)]
@@ -82,7 +88,7 @@ def model_label(source: str) -> str:
 
 
 def halves(values: Array) -> list[NDArray[np.bool_]]:
-    """For both ways: which entries are to learn from, by every second distinct value."""
+    """For both directions, the entries to learn from: every second distinct value."""
     distinct = np.unique(values)
     return [np.isin(values, distinct[parity::2]) for parity in (0, 1)]
 
@@ -122,7 +128,7 @@ Predict = Callable[[str, int, Array], Array]
 
 
 def from_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile, curves: Sequence[RatioCurve]) -> Predict:
-    """Seconds of an operator of the profile's model: forms, corrected by curves of this or of other models; none: forms only."""
+    """Seconds of an operator of the profile's model: rooflines, corrected by ``curves`` of this or other models."""
     correction = Tables(gpu, eff, tuple(curves)).of(profile.shape) if curves else None
     return lambda operator, tp, tokens: operator_s(gpu, eff, profile.shape, tp, operator, tokens, correction)
 
@@ -144,7 +150,7 @@ def layer_sums(profile: LinearProfile, predict: Predict) -> list[tuple[int, Arra
 
 
 def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
-    """Layer sums of each half from the other: forms fitted to, and tables made of, the half that is learned from."""
+    """Layer sums of each half from rooflines and tables of the other."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": [], "": []}
     for parity in (0, 1):
         learned, asked = half_of_linear(profile, True, parity), half_of_linear(profile, False, parity)
@@ -168,27 +174,17 @@ def score_attention(gpu: GPU, profile: AttentionProfile, *, both: bool = False) 
         if not (len(learned.decode) or len(learned.prefill)):
             continue
         eff = fit_attention([(gpu, learned)], START)
-        if len(learned.decode) and len(asked.decode):
-            predicted = decode_s(gpu, eff, learned, asked.decode)
-            errors["decode"].append(np.abs(predicted / asked.decode[:, 2] - 1.0))
-        if len(learned.prefill) and len(asked.prefill):
-            predicted = prefill_s(gpu, eff, learned, asked.prefill)
-            errors["prefill"].append(np.abs(predicted / asked.prefill[:, 2] - 1.0))
+        for kind in KINDS:
+            points = asked.points(kind)
+            if len(learned.points(kind)) and len(points):
+                predicted = attention_s(kind, gpu, eff, learned, points)
+                errors[kind].append(np.abs(predicted / points[:, 2] - 1.0))
     return {part: Score(part, np.concatenate(values)) for part, values in errors.items() if values}
 
 
-def decode_s(gpu: GPU, eff: Efficiencies, learned: AttentionProfile, points: Array) -> Array:
-    """Seconds of decode attention at (sequences, tokens of KV) of ``points``."""
-    kv_bytes = 4.0 * learned.kv_heads * learned.head_dim
-    form = attention_decode_s(gpu, eff, points[:, 0], points[:, 0] * points[:, 1], kv_bytes)
-    rows = decode_rows(gpu, eff, learned)
-    return form if rows is None else np.asarray(form * np.exp(rows.log_ratio(points[:, 0], points[:, 1])))
-
-
-def prefill_s(gpu: GPU, eff: Efficiencies, learned: AttentionProfile, points: Array) -> Array:
-    """Seconds of prefill attention at (new tokens, tokens before) of ``points``."""
-    form = attention_prefill_s(gpu, eff, points[:, 0], points[:, 1], learned.heads, learned.head_dim)
-    rows = prefill_rows(gpu, eff, learned)
+def attention_s(kind: AttentionKind, gpu: GPU, eff: Efficiencies, learned: AttentionProfile, points: Array) -> Array:
+    """Seconds of attention at the first two columns of ``points``."""
+    form, rows = learned.form_s(kind, gpu, eff, points), attention_rows(gpu, eff, learned, kind)
     return form if rows is None else np.asarray(form * np.exp(rows.log_ratio(points[:, 0], points[:, 1])))
 
 
@@ -202,7 +198,7 @@ def score_collective(profile: CollectiveProfile) -> Score:
 
 
 def score_training(profile: TrainingProfile) -> tuple[dict[str, Score], int]:
-    """Forward and backward seconds of a whole pass, chessboard halves of (micro-batch, degree); and constants fitted."""
+    """Scores of forward and backward passes, in chessboard halves of (micro-batch, degree); and the number of fitted constants."""
     sizes, degrees = (np.unique(profile.points[:, i]).tolist() for i in (0, 1))
     colour = np.array([(sizes.index(size) + degrees.index(tp)) % 2 for size, tp in profile.points])
     scores, constants = {}, 0

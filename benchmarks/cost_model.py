@@ -1,4 +1,4 @@
-"""How well the cost model predicts kernels, steps and training passes that it has not seen. No GPU is needed.
+"""Prediction errors of the cost model on kernels, steps and training passes that it has not seen. No GPU is needed.
 
 ``python -m benchmarks.cost_model [--data DIR] --json``; DIR holds profiles in the layouts of Vidur, Frontier and Sailor, any subset
 under any names (a GPU is read from the path); the default is the excerpt in ``benchmarks/data/hardware``.
@@ -6,12 +6,11 @@ under any names (a GPU is read from the path); the default is the excerpt in ``b
 All ``*_mape`` are percent, half -> half on one GPU (`benchmarks.cost_halves`), but ``transfer_gpu_mape``: a GPU of which only the
 datasheet is known, with constants that saw the A100 files of the package only; and ``transfer_model_mape``: a model left out, of
 which the other files of its GPU were seen. Where attention of a shape was not measured, ``decode_mape`` and ``prefill_mape`` are
-those of the layers without it, and the text says so. Profiles that cannot be what they say are left out by name.
+those of the layers without it, as the output notes. Impossible profiles are left out by name.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from benchmarks.cost_halves import (
     score_training,
 )
 from benchmarks.earl_fig3 import earl_figures
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 from benchmarks.tp_hindcast import hindcast_figures
 from libra.hardware import GPU, Efficiencies, load_gpu
 from libra.hardware.fit_rooflines import GEMM_CONSTANTS, MOVE_CONSTANTS, fit_linear
@@ -61,9 +60,9 @@ GOALS = {
     "transfer_model_mape": 5.0,
 }
 FITTED_ON = "A100-80G"
-"""The GPU whose files the package's constants saw."""
+"""The GPU to whose files the package's constants were fitted."""
 FEWEST_POINTS = 10
-"""Training profiles with fewer distinct points are not scored: a chessboard of them says nothing."""
+"""Fewest distinct points of a scored training profile: halves are a chessboard of them."""
 UNKNOWN = "unknown"
 
 
@@ -74,12 +73,12 @@ class Board:
         self.scores: dict[str, dict[str, list[Score]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, figure: str, place: str, score: Score) -> None:
-        """Count a file's score; files weigh alike in the figure, whatever their size."""
+        """Add a file's score; files of any size have the same weight."""
         if len(score.errors):
             self.scores[figure][place].append(score)
 
     def figures(self) -> dict[str, Figure]:
-        """Each figure, and each of its places, and the worst of them."""
+        """Each figure, and each of its places."""
         found = {}
         for figure, goal in GOALS.items():
             places = self.scores.get(figure)
@@ -93,7 +92,7 @@ class Board:
 
 
 def _gpu_of(profile: Profile, unknown: set[str]) -> GPU:
-    """The GPU a path names; where it names none, halves of one file need only some datasheet."""
+    """The GPU that a path names; halves of one file need only some datasheet."""
     if profile.gpu is None:
         unknown.add(profile.source)
         return load_gpu(FITTED_ON)
@@ -108,7 +107,7 @@ def _place(profile: Profile) -> str:
 
 
 def refuse(profiles: Iterable[Profile]) -> tuple[list[Profile], list[str]]:
-    """Profiles that may be true, and what is wrong with each of the others.
+    """Possible profiles, and the findings of the others.
 
     A file that was measured on another GPU is scored as that one's: halves of it say nothing false.
     """
@@ -201,7 +200,7 @@ def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -
 
 
 def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
-    """Layers of a GPU known by its datasheet only, and of a model that was left out."""
+    """Layers of a GPU of which only the datasheet is known, and of a model that was left out."""
     notes = []
     known: dict[str, list[LinearProfile]] = defaultdict(list)
     for profile in profiles:
@@ -232,9 +231,8 @@ def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
 
 def main() -> None:
     """Score what is in the directory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("cost_model", __doc__)
     parser.add_argument("--data", default=str(EXCERPT), help="directory with profiles; the default is the excerpt")
-    parser.add_argument("--json", action="store_true", help="print the JSON object as the last line")
     options = parser.parse_args()
     profiles, refused = refuse(read_directory(options.data))
     print(

@@ -1,28 +1,27 @@
-"""A batch from the workers that made it to those that want it, without the controller: ``python -m benchmarks.dispatch --json``.
+"""Transfer of a batch between workers, directly and through the scheduler: ``python -m benchmarks.dispatch --json``.
 
 Eight Dask worker processes, each with 46, 93 or 187 MiB of rows (EARL's three sizes: log-probabilities of contexts of 8, 16 and
-32 thousand tokens). Every worker wants a slice of every producer's rows. In turns, with the same rows:
+32 thousand tokens). Every worker needs a slice of every producer's rows. In turns, with the same rows:
 
-* *central*: ``client.gather`` of all parts, cut at the driver, ``client.scatter`` to the consumers; through the scheduler, as
-  Dask does unless told otherwise;
-* *direct* (`libra.dispatch`): the driver plans from metadata; workers ask each other over authenticated connections, and read
-  each other's memory, since they are on one machine.
+* *central*: ``client.gather`` of all parts, cut at the driver, ``client.scatter`` to the consumers; through the scheduler, Dask's
+  default;
+* *direct* (`libra.dispatch`): the driver plans from metadata; workers send requests over authenticated connections, and read each
+  other's memory, since they are on one machine.
 
 Printed beside, measured in the same turns: direct with every byte over TCP and a checksum, as between machines
 (``neighbours=False``); and central with ``direct=True``, where the driver talks to the workers itself.
 
 ``direct_over_central`` is seconds of central over seconds of direct: per size the median of the pairs' ratios, then the
-geometric mean of the sizes. ``scheduler_bytes`` is payload seen at the scheduler's connections in a direct transfer: every row
-has a mark, and the scheduler's process looks for it in every frame that it reads or writes (in a pass of its own, not timed). The
-same count of a central transfer, printed beside, shows that it would be seen.
+geometric mean of the sizes. ``scheduler_bytes`` is payload at the scheduler's connections in a direct transfer: every row has a
+mark, and the scheduler's process searches every frame for it (in a separate pass that is not timed). The same count of a central
+transfer, printed beside, shows that the search finds payload.
 
 Source of goal and sizes: EARL (arXiv:2510.05943), figure 4, on its own network: 9.7, 11.0 and 11.2. Here all workers are on one
-machine, so nothing is bound by a network, and the difference is one of copies and of work in Python.
+machine, so no network is the bottleneck, and the difference is in copies and work in Python.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -34,7 +33,7 @@ from distributed import Client, Future
 from distributed.deploy.subprocess import SubprocessCluster
 
 from benchmarks.dispatch_sides import Batch, central, check, clear, direct, lay_out, scheduler_traffic
-from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, emit
+from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, command_parser, emit
 from libra.cluster.settings import DASK_SETTINGS
 
 WORKERS = 8
@@ -43,11 +42,11 @@ SIZES = {46: 8192, 93: 16384, 187: 32768}
 SIDES = ("central", "direct", "direct over TCP", "central past the scheduler")
 GOAL = 9.7
 COUNTED_CENTRAL_MIB = 46
-"""The largest size at which a central transfer is searched for marks."""
+"""Largest size at which a central transfer is searched for marks."""
 
 
 def seconds(batch: Batch, side: str) -> float:
-    """Wall time of one transfer by one of `SIDES`; what it left is dropped again."""
+    """Wall time of one transfer by one of `SIDES`."""
     began = time.perf_counter()
     futures: list[Future] = []
     if side.startswith("direct"):
@@ -60,7 +59,7 @@ def seconds(batch: Batch, side: str) -> float:
 
 
 def once_checked(batch: Batch) -> None:
-    """Every way once, not timed: connections are there, and the same rows arrive."""
+    """Each side once, not timed: connections open, and the same rows arrive."""
     futures = central(batch)
     for neighbours in (True, False):
         direct(batch, neighbours=neighbours)
@@ -110,11 +109,9 @@ def traffic(batch: Batch, mib: int) -> tuple[int, int]:
 
 def main() -> None:
     """Measure all sizes and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
+    parser = command_parser("dispatch", __doc__, pairs=MIN_PAIRS)
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="MiB per worker")
     parser.add_argument("--layout", choices=("sliced", "dealt"), default="sliced", help="rows a consumer wants")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     repository = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])

@@ -1,20 +1,18 @@
-"""What losing nothing costs, and how long it takes to go on: ``python -m benchmarks.durability --json``.
+"""Cost of durability, and time to resume: ``python -m benchmarks.durability --json``.
 
 Two parts, on the quick start's model and environment.
 
-1. *Cost*. A run of ``--iterations`` iterations in which every call that makes something durable is timed in the process that
-   makes it: journal records (written, read, removed), group records, batch memberships with their flush to the device,
-   appends to the zarr store, published versions, checks of the epoch, and checkpoints. ``overhead_frac`` is their CPU
-   seconds (time of their thread), summed over all processes, over the wall seconds of the iterations: the share of one
-   core. ``overhead_wall_frac`` is the same with the wall seconds spent inside them. Most of that is waiting for the
-   interpreter, which each system call gives to the engine's thread, and overlaps with generation: an upper bound of what
-   they slow the run down by. Publishing is how engines get weights and a checkpoint is something users want: both are
-   printed apart and are in neither figure.
-2. *Resume*. A run is started as a user would start it, its driver is killed (SIGKILL) while trajectories are under way, and
-   ``libra resume`` goes on. ``resume_s`` is from the start of that process until the first quantum is dispatched, with
-   starting Python, scheduler and workers; the same of the first start is printed beside it (both to half a second, the
-   event log's flush). Then plain zarr reads the store: ``lost`` and ``duplicated`` trajectories. ``regenerated_tokens`` are
-   tokens of quanta that were committed and generated again, from the event log of both starts.
+1. *Cost*. In a run of ``--iterations`` iterations every durable call is timed in its process: journal records (written, read,
+   removed), group records, batch memberships with their flush to the device, appends to the zarr store, published versions,
+   checks of the epoch, and checkpoints. ``overhead_frac`` is their CPU seconds (of their thread), summed over all processes, over
+   the wall seconds of the iterations: the share of one core. ``overhead_wall_frac`` is the same with their wall seconds, an upper
+   bound of the slowdown: most of that time they wait for the interpreter while the engine's thread runs. Publishing and
+   checkpoints are printed separately and are in neither figure.
+2. *Resume*. The driver of a run is killed (SIGKILL) while trajectories run, and ``libra resume`` continues. ``resume_s`` is from
+   the start of that process until the first dispatch, including the start of Python, scheduler and workers; the same of the first
+   start is printed beside it (both within half a second, the event log's flush). Then plain zarr reads the store: ``lost`` and
+   ``duplicated`` trajectories. ``regenerated_tokens`` are tokens of committed quanta that were generated again, from the event
+   log of both starts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ import zarr
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 from libra.config import load_config
 from libra.driver.session import Session
 from libra.store.event_log import read_events
@@ -53,7 +51,7 @@ class Timers(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         """Wrap the calls; a worker process is wrapped once."""
-        from libra.graph import nodes
+        from libra.graph import batch_nodes, rollout_nodes
         from libra.store.epochs import Epoch
         from libra.store.trajectories import TrajectoryStore
         from libra.store.trajectory_journal import Journal
@@ -63,8 +61,8 @@ class Timers(WorkerPlugin):
         self.spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
         for name in ("append", "read", "remove"):
             self._time(Journal, name, "journal")
-        self._time(nodes, "write_group", "group")
-        self._time(nodes, "commit_batch", "batch")
+        self._time(rollout_nodes, "write_group", "group")
+        self._time(batch_nodes, "commit_batch", "batch")
         self._time(TrajectoryStore, "append", "store")
         self._time(Epoch, "check", "epoch")
         self._time(WeightStore, "publish", "publish")
@@ -100,7 +98,7 @@ def cost(runs_dir: Path, options: argparse.Namespace) -> dict[str, Figure]:
         assert session.client is not None
         session.client.register_plugin(Timers())
         steps = session.iterations()
-        next(steps)  # imports, first pages: not what a run of hours is made of
+        next(steps)  # imports and first pages, which do not matter in a run of hours
         before = session.client.run(taken)
         began_s = time.perf_counter()
         for _ in steps:
@@ -204,10 +202,7 @@ def resume(runs_dir: Path, options: argparse.Namespace) -> dict[str, Figure]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.durability", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    parser = command_parser("durability", __doc__)
     parser.add_argument("--iterations", type=int, default=8, help="iterations of each run, at least 4 (default 8)")
     options = parser.parse_args(arguments)
     if options.iterations < 4:

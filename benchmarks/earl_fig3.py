@@ -1,4 +1,4 @@
-"""EARL's Fig. 3: what TP8 gains over TP4, by context and responses in flight, against the cost model.
+"""EARL's Fig. 3 against the cost model: gain of TP8 over TP4 by context and responses in flight.
 
 The figures are percent of throughput per GPU, Qwen2.5-72B-Instruct on H100-80G (arXiv:2510.05943). Columns are its contexts:
 structure and constants are fixed on 1K, 4K and 16K (15 cells), and scored on 2K, 8K and 32K (14 cells, and the one that ran out
@@ -14,13 +14,15 @@ columns, 12 of 14 at 6.2 points. That was seen before this one was written.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Figure
 from libra.hardware import ModelOnGPU, engine_seconds
 from libra.hardware.least_squares import fit_positive
-from libra.planner.cost import generation
+from libra.planner.cost.rollout_cost import ManySeconds
 
 Array = NDArray[np.float64]
 
@@ -38,7 +40,38 @@ FITTED_CONTEXTS = (1, 4, 16)
 FITTED_IN_FLIGHT = (8.0, 32.0, 128.0)
 START = (200.0, 0.6)
 LEAST_FRAC = 0.5
-"""Where the memory fraction begins: below it TP4's weights do not fit."""
+"""Least memory fraction: below it TP4's weights do not fit."""
+
+
+class Generation(NamedTuple):
+    """Rates of one engine, one entry per point.
+
+    Attributes
+    ----------
+    tokens_per_gpu_s : array
+        Generated tokens per GPU-second.
+    running : array
+        Responses that run at once; the others in flight queue for KV.
+    kv_demand : array
+        Tokens of all responses in flight over what the KV holds; above 1 some queue.
+    """
+
+    tokens_per_gpu_s: Array
+    running: Array
+    kv_demand: Array
+
+
+def generation(engine: ManySeconds, num: Array, context: Array, tokens_per_pass: float) -> Generation:
+    """Rates with ``num`` responses of ``context`` tokens each in flight; arrays of one shape.
+
+    Rates are per GPU. An engine runs what its KV holds. Every context is computed once per ``tokens_per_pass`` generated tokens:
+    a turn's where nothing keeps prefixes, many where they are kept.
+    """
+    running = np.minimum(num, np.maximum(engine.kv_capacity_tokens / context, 1.0))
+    decode_s = tokens_per_pass * (num / running) * engine.decode_steps_s(running, running * context)
+    prefill_s = num * engine.prefills_s(context, 0.0)
+    rate = num * tokens_per_pass / (engine.tp * (decode_s + prefill_s))
+    return Generation(rate, running, num * context / engine.kv_capacity_tokens)
 
 
 def engines(memory_frac: float) -> dict[int, ModelOnGPU]:
@@ -68,13 +101,13 @@ def cells() -> tuple[Array, Array, Array]:
 
 
 def fit(num: Array, context: Array, percent: Array) -> Array:
-    """The two constants that the cells ask for."""
+    """The two constants, fitted to these cells."""
     start = np.array([START[0], START[1] - LEAST_FRAC])
     return fit_positive(lambda trial: (gains(trial, num, context)[0] - percent) / 10.0, start, outlier=1.0)
 
 
 def earl_figures() -> tuple[dict[str, Figure], list[str]]:
-    """Figures of the scored cells, and what was fitted."""
+    """Figures of the scored cells, and the fits in words."""
     num, context, percent = cells()
     figures: dict[str, Figure] = {}
     notes: list[str] = []

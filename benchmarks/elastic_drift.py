@@ -2,20 +2,18 @@
 
 32 A800 GPUs (four nodes), Qwen3-14B, batches of groups of 16 drawn from consecutive windows of 14 tasks of the mini-SWE-agent
 trace in its recorded order, cut at 40,960 tokens: 18 iterations, one pass. Within a window groups are drawn so that lengths of
-one group correlate as those of one prompt do (0.55). **Speeds are emulated**: engines take the seconds that `libra.hardware`
-says of them, played by the simulator under C-MLFQ; training takes those of its cost model, with gradient checkpointing and
-sharded over its GPUs.
+one group correlate as those of one prompt do (0.55). **Speeds are emulated**: the simulator under C-MLFQ uses the seconds of
+`libra.hardware` for engines, and those of the cost model for training, with gradient checkpointing and sharded over its GPUs.
 
 * Static: every number of training nodes that training fits on, times every choice of one TP degree per rollout node. The one
-  with most tokens per second **in hindsight** is the yardstick. One that is 10 % behind after three iterations is played no
-  further (``--full``: all are).
-* Replanning: starts with what the planner says for a guess of the lengths (`GUESS`), hears of each iteration when it has ended,
-  replans by `libra.planner.PlanLoop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, what Libra reports for
-  both directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
+  with most tokens per second **in hindsight** is the yardstick. One that is 10 % behind after three iterations is simulated no
+  further, except with ``--full``.
+* Replanning: starts with a plan for guessed lengths (`GUESS`), sees each iteration when it has ended, replans by
+  `benchmarks.plan_loop` with its hysteresis, and pays for each change: all GPUs wait 18.8 s, which Libra reports for both
+  directions together (10.8 s and 8.0 s, Qwen3-14B on A800, arXiv:2606.03077 v2).
 * Sharing (staleness bound 0): all GPUs but a node of core trainers roll out until the batch is complete; then all train. Every
-  such step pays the same 18.8 s. It is planned by `libra.planner.phase_sharing` and played here; `libra run` changes no role
-  within an
-  iteration yet. Always sharing, with the engines that are best in hindsight, is played too: what replanning has beyond it.
+  such step pays the same 18.8 s. `libra run` changes no role within an iteration. Always sharing, with the engines that are best
+  in hindsight, is evaluated too.
 
 A step is rollout + training + update at bound 0, max(rollout, training of the batch before) + update at bound 1, alike for
 all (the simulator's gates would let tails of two iterations overlap at bound 1; no side gets that here).
@@ -31,16 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cmlfq_sim import KINSHIP, layout_text
+from benchmarks.plan_loop import PlanLoop, Sharing, proposal
 from benchmarks.report import Figure
 from libra.hardware import engine_seconds, load_gpu, load_shape
 from libra.hardware.virtual_engine import EngineTables
-from libra.planner import PlanLoop, Planner, PlanningSnapshot, RealisedStep
+from libra.planner import Planner, PlanningSnapshot
 from libra.planner.cost import Layout as TrainingLayout
-from libra.planner.cost import Workload as Lengths
+from libra.planner.cost import TrajectoryTotals as Lengths
 from libra.planner.cost import training_table
-from libra.planner.phase_sharing import Sharing
-from libra.planner.plan_commands import Deployed
-from libra.planner.proposal import proposal
 from libra.planner.replan import Rules
 from libra.policy import CMLFQ
 from libra.sim.engines import fleet, slots_of
@@ -52,7 +48,7 @@ GPU, MODEL, DEGREES = "A800-80G", "Qwen3-14B", (1, 2, 4, 8)
 NODE, NODES = 8, 4
 WINDOW, GROUP_SIZE = 14, 16
 MAX_CONTEXT_TOKENS = 40_960
-"""Where trajectories are cut, as Libra's are."""
+"""Longest context, as in the Libra paper."""
 CHANGE_S = 10.8 + 8.0
 """Libra's reported seconds from training to rollout, and back."""
 UPDATE_S = 10.0
@@ -60,14 +56,14 @@ GROUPS, GOAL = 16, 1.25
 TRIED, BEHIND_FRAC = 3, 0.1
 TRACE = "agent_turns/mini_swe_gemini3.csv"
 GUESS = {"prompt": 2000.0, "p50": 8192.0, "p99": 32768.0, "observed": 12000.0, "turns": 30.0, "tool_s": 60.0}
-"""What a user would have guessed of the trajectories before any was seen; round numbers, no fit."""
+"""A user's guess of the trajectories before the first; round numbers, not fitted."""
 
 Layout = Mapping[int, int]
 
 
 @dataclass(slots=True)
 class Course:
-    """Batches in recorded order, and the seconds of their phases on any layout, remembered."""
+    """Batches in recorded order, and cached seconds of their phases on any layout."""
 
     workloads: list[Workload]
     tables: Mapping[int, EngineTables]
@@ -110,7 +106,7 @@ class Course:
         return self.rollouts[name]
 
     def train_s(self, k: int, gpus: int) -> float:
-        """Seconds of an iteration's training on so many GPUs; infinite where it does not fit."""
+        """Seconds of an iteration's training on so many GPUs; infinite if it does not fit."""
         if k not in self.trainings:
             tokens = self.lengths(k).final_context_tokens
             counts = [NODE * nodes for nodes in range(1, NODES + 1)]
@@ -154,7 +150,7 @@ def node_layouts(nodes: int) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A way to run the whole course: its name, seconds, changes, and of a static one its training GPUs and engines."""
+    """A run of the whole course: name, seconds, changes, and training GPUs and engines of a static one."""
 
     name: str
     total_s: float
@@ -202,7 +198,7 @@ def followed_s(course: Course, static: Played) -> float:
 
 
 def guess(num: int) -> Lengths:
-    """Trajectories as `GUESS` says, log-normal."""
+    """Log-normal trajectories by `GUESS`."""
     from statistics import NormalDist
 
     normal = NormalDist()
@@ -215,34 +211,32 @@ def guess(num: int) -> Lengths:
 
 
 def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played:
-    """The course under the planner, which sees an iteration when it has ended."""
+    """The course with replanning after each iteration."""
     snapshot = PlanningSnapshot(
         load_gpu(GPU), load_shape(MODEL), NODES * NODE, guess(len(course.workloads[0].trajectories)), DEGREES, NODE, TRAINING, eta,
         UPDATE_S, min_train_gpus=NODE, min_rollout_gpus=NODE,
     )  # fmt: skip
     sharing = Sharing(NODE, 0, CHANGE_S) if share else None
-    deployed = Deployed.of(proposal(snapshot, Planner(), sharing))
+    deployed = proposal(snapshot, Planner(), sharing).deployed
     loop = PlanLoop(snapshot, deployed, Rules(first_cost_s=CHANGE_S), sharing)
     num, changes, change_s = len(course.workloads), 0, 0.0
     history: list[tuple[int, Layout, float]] = []
-    train_before_s = 0.0
     for k in range(num):
         extra_s = change_s + (CHANGE_S if deployed.shared_gpus else 0.0)
         history.append((deployed.train_gpus, deployed.engines, extra_s))
         rollout_s, train_s = course.rollout_s(k, deployed.engines), course.train_s(k, deployed.train_gpus)
-        step_s = UPDATE_S + (rollout_s + train_s if eta == 0 else max(rollout_s, train_before_s))
-        train_before_s, change_s = train_s, 0.0
-        outcome = loop.after(k, RealisedStep(rollout_s, train_s, step_s), course.lengths(k), num - k - 1)
+        change_s = 0.0
+        outcome = loop.after(k, rollout_s, train_s, course.lengths(k), num - k - 1)
         considered = outcome.considered
         if considered.accepted:
             loop.replanner.changed(CHANGE_S)
             change_s, changes = CHANGE_S, changes + 1
-            deployed = loop.replanner.deployed
+            deployed = outcome.proposed.deployed
         if say:
             print(
                 f"  eta {eta}, iteration {k:2d}: rollout {rollout_s:5.0f} s, training {train_s:4.0f} s on {history[-1][0]} "
-                f"({layout_text(history[-1][1])}); proposed {considered.train_gpus} train, "
-                f"{layout_text(dict(considered.engines))}, "
+                f"({layout_text(history[-1][1])}); proposed {considered.layout.train_gpus} train, "
+                f"{layout_text(dict(considered.layout.engines))}, "
                 f"{100 * considered.gain_frac:+.1f} %: {'ACCEPTED, ' if considered.accepted else ''}{considered.reason}",
                 flush=True,
             )

@@ -1,13 +1,13 @@
-"""What changing roles costs in a real run on this machine, and a real run whose drift moves workers both ways.
+"""Cost of role changes in a real run on this machine, and a real run whose drift moves workers both ways.
 
-Two rollout workers, one of which may train, and a core trainer: processes of this machine, with the quick start's model of half a
-million parameters. Trajectories are made up (`libra.testing.DriftingPrompts`): all have the same number of turns, and every second
-stretch of questions is so long that little is generated and much is trained on.
+Two rollout workers, one of which may train, and a core trainer: processes of this machine, with the quick start's model of half
+a million parameters. Trajectories are synthetic (`libra.testing.DriftingPrompts`): all have the same number of turns, and
+questions of every second stretch are so long that little is generated and much is trained on.
 
-* Stages: the hybrid worker is sent to training and back again and again; seconds are those of the run's ``role_changed`` events.
+* Stages: the hybrid worker goes to training and back, repeatedly; seconds are those of the run's ``role_changed`` events.
 * Rebucket: two vLLM engines of one rank become one of two ranks, and two again.
-* Drift: ``planner.apply=true``; roles change when the planner of the run accepts a plan, and its log says what each change was to
-  gain and gained.
+* Drift: ``planner.apply=true``; roles change when the run's planner accepts a plan, and its log has the predicted and the realised
+  gain of each change.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Figure
+from benchmarks.report import QUICKSTART, Figure
 from libra.config import load_config
 from libra.driver.session import Session
 from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 HYBRID = "rollout-0"
 PROMPTS, GROUP_SIZE = 16, 4
 DRIFT_CHARS = 970
-"""Characters of the long questions of the drift: little is left to generate, and training outweighs rollout by far."""
+"""Characters of long questions in the drift: little is generated, and training takes much longer than rollout."""
 ONE_ENGINE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO_ENGINES = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
 ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
@@ -38,7 +37,7 @@ ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
 
 
 def session(directory: str, name: str, iterations: int, stretch: int, *changes: str, long_chars: int = 930) -> Session:
-    """A run with one hybrid worker, not begun; questions are long in every second stretch of so many iterations."""
+    """A run with one hybrid worker, not started; questions are long in every second stretch of so many iterations."""
     args = f"{{stretch: {stretch * PROMPTS}, long_chars: {long_chars}}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
@@ -48,12 +47,12 @@ def session(directory: str, name: str, iterations: int, stretch: int, *changes: 
         f"trainer.group_size={GROUP_SIZE}", "trainer.lr=1e-6", "evaluation.prompts=0", "checkpoint.every=0",
         "observe.progress=false", "observe.tensorboard=false",
     )  # fmt: skip
-    return Session(load_config(str(CONFIG), (*asked, *changes)))
+    return Session(load_config(str(QUICKSTART), (*asked, *changes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run that is over: numbers of its iterations, and its events."""
+    """A finished run: metrics of its iterations, and its events."""
 
     rows: Sequence[Mapping[str, Any]]
     directory: Path
@@ -64,7 +63,7 @@ class Ran:
 
 
 def changed_by_hand(directory: str, changes: int) -> Ran:
-    """A run in which the hybrid worker goes to training and back, so many times each, one change beside each iteration."""
+    """A run in which the hybrid worker goes to training and back, so many times each, with one change per iteration."""
     rows = []
     with session(directory, "stages", 2 * changes + 2, 1) as run:
         for values in run.iterations():
@@ -78,7 +77,7 @@ def changed_by_hand(directory: str, changes: int) -> Ran:
 def drifted(directory: str, iterations: int, stretch: int) -> Ran:
     """A run whose planner changes roles."""
     rows = []
-    # Few slots, or one engine of so small a model would generate for everybody as fast as two.
+    # With more slots one engine of so small a model would be as fast as two.
     apply = (
         "planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0", "rollout.slots=8", "rollout.max_turns=4",
         "rollout.max_new_tokens=48",
@@ -97,7 +96,7 @@ def drifted(directory: str, iterations: int, stretch: int) -> Ran:
 
 
 def stages(changes: int) -> dict[str, Figure]:
-    """Figures of role changes that were asked for."""
+    """Figures of requested role changes."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         ran = changed_by_hand(name, changes)
         figures = {}
@@ -128,7 +127,7 @@ def stages(changes: int) -> dict[str, Figure]:
 
 
 def rebuckets(changes: int) -> dict[str, Figure]:
-    """Figures of two vLLM engines of one rank that become one of two, and back; none where vLLM is not installed."""
+    """Figures of two vLLM engines of one rank that become one of two, and back; none without vLLM."""
     if not is_installed():
         print("rebucket_s: not measured, vllm is not installed here (make setup-vllm)", flush=True)
         return {}

@@ -1,19 +1,19 @@
 """One GPU in one command: ``python -m benchmarks.gpu --json`` (at most nine minutes).
 
-Random-weights models, nothing is downloaded. Each part is a process of its own (`benchmarks.gpu_parts`): one that fails, or is over
-its time, is reported as failed with the first line of its error, and the others go on.
+Models are random; nothing is downloaded. Each part is a process of its own (`benchmarks.gpu_parts`). A part that fails, or exceeds
+its time limit, is reported with the first line of its error, and the others run.
 
 * ``step_0b5``, ``step_1b5``: a training step of a Qwen3 of 0.5 and 1.5 billion parameters, bfloat16 with float32 master weights, on
   sequences of 4,096 tokens: tokens/s, model FLOPs utilisation (the peak is the datasheet's, named; recomputation does not count as
   useful), and the peak of allocated memory over what `libra plan` predicts for the same settings;
 * ``engine``: tokens/s that TransformersEngine generates, by requests at once;
-* ``weights``: seconds from the trainer's weights to an engine that has shown that it serves them, and of putting it to sleep and
-  waking it, as a change of roles does;
+* ``weights``: seconds from the trainer's weights to a verified engine that serves them, and of its sleep and wake, as in a role
+  change;
 * ``gap``: mean and largest \\|log p(engine) - log p(trainer)\\| of generated tokens in bfloat16, both from the same weights;
 * ``quickstart``: `libra run` with the quick start's settings and `cluster.device=cuda`, a few iterations.
 
-Without a GPU it says so and ends with 2. ``--device cpu --scale tiny`` runs every part on the CPU with models of a few thousand
-parameters: that every path works, and nothing else. Its numbers mean nothing and its figures are named ``smoke_...``.
+Without a GPU it exits with 2. ``--device cpu --scale tiny`` runs every part on the CPU with models of a few thousand parameters, to
+test every path. Its numbers mean nothing, and its figures are named ``smoke_...``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 
 PARTS: dict[str, float] = {"step_0b5": 80, "step_1b5": 110, "engine": 90, "weights": 80, "gap": 50, "quickstart": 120}
@@ -38,7 +38,7 @@ PARTS: dict[str, float] = {"step_0b5": 80, "step_1b5": 110, "engine": 90, "weigh
 
 
 def run_part(name: str, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """What a part printed as its last line; ``{"error": ...}`` where it failed."""
+    """The last line of a part's output; ``{"error": ...}`` if it failed."""
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as place:
         words = [sys.executable, "-m", "benchmarks.gpu_parts", name, options.device, options.scale, place]
         with (Path(place) / "output").open("w+") as output:
@@ -49,7 +49,7 @@ def run_part(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
                 return {"error": f"not done after {limit_s:.0f} s"}
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what the part started, too
+                    os.killpg(process.pid, signal.SIGKILL)  # with the part's own processes
                 process.wait()
             output.seek(0)
             lines = [line for line in output.read().splitlines() if line.strip()]
@@ -70,7 +70,7 @@ def figures_of(found: dict[str, dict[str, Any]], prefix: str) -> dict[str, Figur
 
 
 def check_device(device: str) -> str:
-    """Name of what is measured; ConfigError where there is no GPU to measure."""
+    """Name of the measured device; ConfigError without a GPU."""
     import torch
 
     if device == "cpu":
@@ -84,13 +84,12 @@ def check_device(device: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; the exit code: 0, 1 where a part failed, 2 where nothing could be measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    """Command line; exit code 0, 1 if a part failed, 2 if nothing could be measured."""
+    parser = command_parser("gpu", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full")
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one; may be repeated")
     parser.add_argument("--limit-s", type=float, default=sum(PARTS.values()), help="seconds for all parts together")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
     options = parser.parse_args(arguments)
     try:
         device = check_device(options.device)

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.random_training import random_trajectories, save_random_model
 from libra.cluster.hardware_inventory import gpu_name
 from libra.config import RunConfig, config_from_dict
 from libra.errors import LibraError
+from libra.events.reports import EngineReport, ServedReport
 from libra.hardware import GPU, known_gpus, load_shape
-from libra.planner.cost import Workload, training_cost
+from libra.planner.cost import TrajectoryTotals, training_cost
 from libra.planner.from_config import snapshot_of
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
-from libra.types import EndReason, Prompt, StopReason, Trajectory, TrajectoryId, TurnOutput, TurnRequest
+from libra.types import StopReason, TurnOutput, TurnRequest
 from libra.weights import WeightStore
-from libra.worker.replica_factory import NOT_THE_REPLICAS
 from libra.worker.verified_engine import Serving
 from libra.worker.weight_publishing import publish_checked
 
@@ -77,20 +78,11 @@ class Bench:
 
     def model(self, name: str) -> Path:
         """Directory of a random Qwen3 in bfloat16, tied, made on the device."""
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers import Qwen3Config
 
         shape = SHAPES[name if self.is_full else "tiny"]
         config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=8192, pad_token_id=0)
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with self.device:
-                model = Qwen3ForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-        model.save_pretrained(self.place / "model", max_shard_size="20GB")
-        del model
+        save_random_model(config, self.place / "model", dtype="bfloat16", device=self.device.type)
         self.free()
         return self.place / "model"
 
@@ -160,31 +152,6 @@ def trained_settings(bench: Bench, model: Path, tokens: int, rows: int) -> RunCo
     )  # fmt: skip
 
 
-def made_trajectories(vocab: int, tokens: int, prompt_tokens: int, count: int) -> list[Trajectory]:
-    """Sequences of random tokens, each a prompt and one generation."""
-    rng = np.random.default_rng(0)
-    made = []
-    for number in range(count):
-        is_action = np.arange(tokens) >= prompt_tokens
-        versions = np.where(is_action, 0, -1).astype(np.int32)
-        made.append(
-            Trajectory(
-                trajectory_id=TrajectoryId(0, number, 0),
-                prompt=Prompt("random", ()),
-                token_ids=rng.integers(0, vocab, tokens).astype(np.int32),
-                is_action=is_action,
-                behaviour_logprob=np.where(is_action, -np.log(vocab), 0).astype(np.float32),
-                weight_version=versions,
-                kv_version=versions.copy(),
-                turns=[],
-                end_reason=EndReason.ANSWERED,
-                reward=0.0,
-                advantage=1.0 if number % 2 else -1.0,
-            )
-        )
-    return made
-
-
 def step_flops(shape: dict[str, int], tokens: int, scored: int, count: int) -> float:
     """Useful operations of a step on ``count`` sequences: forward and backward, causal attention, the head where scored."""
     heads = shape["num_attention_heads"] * shape["head_dim"]
@@ -203,9 +170,9 @@ def step(bench: Bench, name: str) -> dict[str, Any]:
     model = bench.model(name)
     shape = SHAPES[name if bench.is_full else "tiny"]
     config = trained_settings(bench, model, tokens, count)
-    settings = TrainSettings(**config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS)))
+    settings = TrainSettings(**config.trainer.model_dump())
     replica = Replica(model, settings, dtype="bfloat16", master_dtype="float32", device=bench.device)
-    trajectories = made_trajectories(shape["vocab_size"], tokens, prompt_tokens, count)
+    trajectories = random_trajectories(count, tokens, prompt_tokens, shape["vocab_size"])
     replica.step(trajectories, 0)  # kernels are chosen, moments are made
     bench.free()
     seconds = [timed(bench, partial(replica.step, trajectories, number)) for number in range(1, bench.size(4, 3))]
@@ -214,7 +181,7 @@ def step(bench: Bench, name: str) -> dict[str, Any]:
     hashing_s = timed(bench, lambda: digest(replica.weights()))
     computed_s = step_s - hashing_s
     sheet = bench.sheet()
-    lengths = Workload.of(np.full(count, float(prompt_tokens)), np.full(count, float(tokens - prompt_tokens)))
+    lengths = TrajectoryTotals.of(np.full(count, float(prompt_tokens)), np.full(count, float(tokens - prompt_tokens)))
     layout = snapshot_of(config, lengths, what_if=True)[0].training
     cost = training_cost(sheet, load_shape(model), np.full(count, float(tokens)), 1, layout)
     planned = cost.memory_bytes - cost.memory_parts_bytes.get("runtime", 0.0)  # torch does not count the driver's
@@ -296,52 +263,62 @@ def _engine(bench: Bench, model: Path, *, slots: int, max_context_tokens: int, v
     )
 
 
+def move_weights(replica: Replica) -> None:
+    """Move every weight up or down by the same amount."""
+    with torch.no_grad():
+        for parameter in replica.parameters().values():
+            parameter.add_(torch.sign(torch.randn_like(parameter)), alpha=1e-3)
+    replica.content = None
+
+
+async def wall_s(work: Awaitable[object]) -> float:
+    """Wall seconds of ``work``."""
+    began_s = time.perf_counter()
+    await work
+    return time.perf_counter() - began_s
+
+
 def weights(bench: Bench) -> dict[str, Any]:
     """Publication to served, sleep and wake, of the model of 0.5 B."""
     model, context = bench.model("0b5"), 256
     replica = Replica(model, TrainSettings(), dtype="bfloat16", device=bench.device)
-    store, told = WeightStore(bench.place / "weights"), list[tuple[str, dict[str, Any]]]()
+    store, reports = WeightStore(bench.place / "weights"), list[EngineReport]()
+
+    publish_checked(store, replica, 0, context)
 
     async def newest() -> Any:
         return store.latest()
 
+    serving = Serving(
+        model,
+        build=lambda path, version: _engine(bench, path, slots=4, max_context_tokens=context, version=version),
+        newest=newest,
+        report=reports.append,
+        store=store,
+    )
+
     async def measured() -> dict[str, list[float]]:
-        serving = Serving(
-            model,
-            build=lambda path, version: _engine(bench, path, slots=4, max_context_tokens=context, version=version),
-            newest=newest,
-            tell=lambda kind, **fields: told.append((kind, fields)),
-            store=store,
-        )
-        publish_checked(store, replica, 0, context)
-        await serving.start()
         times: dict[str, list[float]] = {name: [] for name in ("publish", "served", "sleep", "wake", "freed")}
+        await serving.start()
         try:
             await serving.pull()
             for version in (1, 2, 3):
-                with torch.no_grad():
-                    for parameter in replica.parameters().values():
-                        parameter.add_(torch.sign(torch.randn_like(parameter)), alpha=1e-3)
-                replica.content = None
+                move_weights(replica)
                 began_s = time.perf_counter()
                 publish_checked(store, replica, version, context)
                 times["publish"].append(time.perf_counter() - began_s)
                 serving.announced = version
                 await serving.pull()
                 times["served"].append(time.perf_counter() - began_s)
-                if told[-1][0] != "served":
-                    raise LibraError(f"version {version} was not served: {told[-1]}")
+                if not isinstance(reports[-1], ServedReport):
+                    raise LibraError(f"version {version} was not served: {reports[-1]}")
                 held = bench.allocated_bytes()
-                began_s = time.perf_counter()
-                await serving.sleep()
-                times["sleep"].append(time.perf_counter() - began_s)
+                times["sleep"].append(await wall_s(serving.sleep()))
                 times["freed"].append(held - bench.allocated_bytes())
-                began_s = time.perf_counter()
-                await serving.wake()
-                times["wake"].append(time.perf_counter() - began_s)
-            return times
+                times["wake"].append(await wall_s(serving.wake()))
         finally:
             await serving.close()
+        return times
 
     times = asyncio.run(measured())
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -380,7 +357,7 @@ def gap(bench: Bench) -> dict[str, Any]:
     requests = [request(number, context, new, vocab) for number in range(many)]
     outputs = asyncio.run(sampled())
     assert all(output.stop_reason is StopReason.LENGTH for output in outputs)
-    trajectories = made_trajectories(vocab, context + new, context, many)
+    trajectories = random_trajectories(many, context + new, context, vocab)
     for trajectory, asked, output in zip(trajectories, requests, outputs, strict=True):
         trajectory.token_ids[:] = np.concatenate([asked.context_ids, output.token_ids])
         trajectory.behaviour_logprob[context:] = output.logprobs

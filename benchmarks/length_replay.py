@@ -1,9 +1,9 @@
-"""Traces replayed to a forecaster, and how good what it said at every tool return was.
+"""Traces replayed to a forecaster, and scores of its forecasts at every tool return.
 
 Invariants
 ----------
-1. A forecaster hears only what has happened: an event goes to it at its virtual time, a trajectory's end after its last turn.
-2. What is scored was said before its truth was known, and only where something was left to generate.
+1. A forecaster gets each event at its virtual time, and a trajectory's end after its last turn.
+2. Each scored forecast was given before its truth was known, and with tokens left to generate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.types import NO_TOOL, Phase
 Floats = NDArray[np.float64]
 
 
-class Said(NamedTuple):
+class ScoredForecast(NamedTuple):
     """One forecast and its truth, in tokens."""
 
     key: str
@@ -34,12 +34,12 @@ class Said(NamedTuple):
 
 
 def start(forecaster: Forecaster, trace: Trace) -> None:
-    """The trajectory is parked for the first time."""
+    """Park the trajectory for the first time."""
     forecaster.handle(TrajectoryParked(trace.key, 0, Phase.ROLLOUT, 0, trace.group, trace.family))
 
 
 def turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
-    """Tell of one turn; whether a tool returned."""
+    """Replay one turn; whether a tool returned."""
     made = trace.turns[index]
     forecaster.handle(QuantumFinished(trace.key, Phase.ROLLOUT, made.tokens, "", NO_TOOL, 0.0))
     if made.status:
@@ -49,8 +49,8 @@ def turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
     return bool(made.status)
 
 
-def told(forecaster: Forecaster, traces: Iterable[Trace]) -> None:
-    """Let it learn from trajectories one after another."""
+def train_on(forecaster: Forecaster, traces: Iterable[Trace]) -> None:
+    """Train a forecaster on trajectories, one after another."""
     for trace in traces:
         start(forecaster, trace)
         for index in range(len(trace.turns)):
@@ -67,12 +67,12 @@ def replay(
     learn: bool = True,
     completed: bool = True,
     score: Callable[[Trace], bool] = lambda trace: True,
-) -> list[Said]:
-    """Groups start in this order, all members of one together, whenever all fit into ``in_flight``.
+) -> list[ScoredForecast]:
+    """Replay groups in this order; all members of one start together, as soon as all fit into ``in_flight``.
 
-    With ``learn`` false nothing is learned from what ends, and with ``completed`` false it is not even counted.
+    With ``learn`` false nothing is learned from ended trajectories, and with ``completed`` false they do not count.
     """
-    said: list[Said] = []
+    scored: list[ScoredForecast] = []
     heap: list[tuple[float, int, int]] = []
     traces: list[Trace] = []
     done: list[int] = []
@@ -92,19 +92,19 @@ def replay(
         left = trace.tokens - done[number]
         if returned and left > 0 and score(trace):
             forecast = forecaster.remaining(trace.key)
-            said.append(Said(trace.key, done[number], forecast.mean_tokens, forecast.order_tokens, left))
+            scored.append(ScoredForecast(trace.key, done[number], forecast.mean_tokens, forecast.order_tokens, left))
         if index + 1 < len(trace.turns):
             heapq.heappush(heap, (now + trace.turns[index + 1].seconds, number, index + 1))
         else:
             forecaster.handle(TrajectoryEnded(trace.key, completed))
             if learn:
                 forecaster.learn()
-    return said
+    return scored
 
 
-def scores(said: Sequence[Said]) -> dict[str, float]:
+def scores(scored: Sequence[ScoredForecast]) -> dict[str, float]:
     """R2 of the mean on tokens, of the order on logarithms, and Spearman's rank correlation of the order."""
-    columns = np.array([item[1:] for item in said])
+    columns = np.array([item[1:] for item in scored])
     _, mean, order, truth = columns.T
     log, log_truth = np.log(np.maximum(order, 1.0)), np.log(truth)
     return {
@@ -127,16 +127,16 @@ def _correlation(a: Floats, b: Floats) -> float:
     return float(a @ b) / size if size > 0 else 0.0
 
 
-def tail_recall(said: Sequence[Said], traces: Sequence[Trace], share: float) -> float:
-    """Of the longest tenth, how many are in the forecast's top tenth when all that live have generated ``share`` of the
-    tail's threshold.
+def tail_recall(scored: Sequence[ScoredForecast], traces: Sequence[Trace], share: float) -> float:
+    """Share of the longest tenth in the forecast's top tenth, when all running trajectories have generated ``share`` of the tail's
+    threshold.
 
-    All are ranked at the same number of tokens: at a share of its *own* length the progress would give the length away.
+    All are ranked at the same number of tokens: at a share of its *own* length, progress would reveal the length.
     """
     threshold = float(np.quantile([trace.tokens for trace in traces], 0.9))
     totals = {trace.key: trace.tokens for trace in traces}
     first: dict[str, float] = {}
-    for item in said:
+    for item in scored:
         if item.done >= share * threshold:
             first.setdefault(item.key, item.order + item.done)
     longest = [key for key in first if totals[key] >= threshold]

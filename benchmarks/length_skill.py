@@ -1,25 +1,23 @@
-"""How well the remaining length is forecast, on traces of real agents.
+"""Skill of forecasts of the remaining length, on traces of real agents.
 
 ``python -m benchmarks.length_skill --data DIR --json`` reads every ``DIR/agent_turns/*.csv`` (default: the excerpt in
 ``benchmarks/data``).
 
-Two ways of asking, both at every tool return after which something was left to generate (what follows a terminal return
-has no length and is not scored):
+Two protocols, both scored at every tool return with tokens left to generate:
 
 five folds
     by task: learn from the trajectories of four folds, one after another, then forecast those of the fifth without learning
-    from them. In a set with groups (several samples per task) the three questions of siblings as well: ``_three`` (all
-    others have finished), ``_together`` (all run at once), ``_probe`` (the first runs ahead); for the last two the groups
-    that it learned from ran in the same way.
+    from them. In a set with groups (several samples per task) also with siblings: ``_three`` (all others have finished),
+    ``_together`` (all run at once), ``_probe`` (the first runs ahead); for the last two the training groups ran in the same way.
 replayed
     in virtual time and prequentially: groups arrive in random order, all samples of one start together, 32 trajectories in
-    flight; only what had happened is known. Mean over ``--orders`` orders; the second half of the returns is scored.
+    flight. Mean over ``--orders`` orders; the second half of the returns is scored.
 
 Figures, for every predictor and set: ``<predictor>_{r2,logr2,spearman}_<set>`` from five folds (with three finished siblings
 where the set has groups, and ``..._alone`` without any, ``..._together``, ``..._probe``), ``..._replayed`` from the replay, and
-``<predictor>_tail25_<set>``, ``tail50``: of the longest tenth, how many are in the forecast's top tenth when all alive have
-generated a quarter (half) of the tail's threshold. ``weight_<expert>_<set>`` is how far the posterior follows each expert at
-the end of a replay, ``skill_<set>`` its skill. R2 is of the mean forecast on tokens, log-R2 and Spearman of the order.
+``<predictor>_tail25_<set>``, ``tail50``: share of the longest tenth in the forecast's top tenth when all running trajectories have
+generated a quarter (half) of the tail's threshold. ``weight_<expert>_<set>`` is the posterior's weight of each expert at the end of
+a replay, ``skill_<set>`` its skill. R2 is of the mean forecast on tokens, log-R2 and Spearman of the order.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.agent_traces import EXCERPT, Trace, read_traces, sets_in
-from benchmarks.length_replay import Said, replay, scores, tail_recall, told
-from benchmarks.report import Figure, emit
+from benchmarks.agent_traces import Trace, read_traces, sets_in
+from benchmarks.forecasters import FORECASTERS
+from benchmarks.length_replay import ScoredForecast, replay, scores, tail_recall, train_on
+from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.policy.forecast import Forecaster
-from libra.policy.posterior import FORECASTERS, Posterior, PosteriorConfig
+from libra.policy.posterior import Posterior, PosteriorConfig
 
 FOLDS = 5
 MIN_ORDERS = 5
@@ -79,14 +77,14 @@ def folds_of(traces: Sequence[Trace]) -> list[list[list[Trace]]]:
     return folds
 
 
-def five_folds(make: MakeForecaster, traces: Sequence[Trace], modes: Sequence[str]) -> dict[str, list[Said]]:
-    """What it said of every trajectory of every fold, having learned from the other four, by mode."""
+def five_folds(make: MakeForecaster, traces: Sequence[Trace], modes: Sequence[str]) -> dict[str, list[ScoredForecast]]:
+    """Forecasts of all trajectories of each fold after training on the other four, by mode."""
     folds = folds_of(traces)
-    said: dict[str, list[Said]] = {mode: [] for mode in modes}
+    scored: dict[str, list[ScoredForecast]] = {mode: [] for mode in modes}
     for held_out in range(FOLDS):
         train = [trace for at, fold in enumerate(folds) if at != held_out for group in fold for trace in group]
         one_by_one = make()
-        told(one_by_one, [train[i] for i in np.random.default_rng(held_out).permutation(len(train))])
+        train_on(one_by_one, [train[i] for i in np.random.default_rng(held_out).permutation(len(train))])
         for mode in modes:
             forecaster = one_by_one
             if mode in ("together", "probe"):
@@ -95,28 +93,28 @@ def five_folds(make: MakeForecaster, traces: Sequence[Trace], modes: Sequence[st
                 for at in np.random.default_rng(held_out).permutation(len(learned_from)):
                     replay(forecaster, arrivals_of(learned_from[at], mode), 1)
             for group in folds[held_out]:
-                said[mode] += ask(forecaster, group, mode)
-    return said
+                scored[mode] += ask(forecaster, group, mode)
+    return scored
 
 
 def arrivals_of(group: Sequence[Trace], mode: str) -> list[Sequence[Trace]]:
-    """The group's samples as they start: all at once, or the first before the others."""
+    """The group's samples in order of their start: all at once, or the first before the others."""
     return [group] if mode == "together" or len(group) < 2 else [group[:1], group[1:]]
 
 
-def ask(learned: Forecaster, group: Sequence[Trace], mode: str) -> list[Said]:
-    """What a copy of ``learned`` says of a group that it has not seen; nothing is learned but what siblings tell."""
+def ask(learned: Forecaster, group: Sequence[Trace], mode: str) -> list[ScoredForecast]:
+    """Forecasts of a copy of ``learned`` for a new group; it learns from siblings only."""
     if mode == "alone":
         return [
             item for trace in group for item in replay(learned, [[trace]], 1, learn=False, completed=False)
         ]  # forgotten at once: no copy needed
     if mode == "three":
-        said: list[Said] = []
+        scored: list[ScoredForecast] = []
         for trace in group:
             forecaster = copy.deepcopy(learned)
-            told(forecaster, [sibling for sibling in group if sibling is not trace])
-            said += replay(forecaster, [[trace]], 1, learn=False)
-        return said
+            train_on(forecaster, [sibling for sibling in group if sibling is not trace])
+            scored += replay(forecaster, [[trace]], 1, learn=False)
+        return scored
     return replay(copy.deepcopy(learned), arrivals_of(group, mode), 1, learn=False)
 
 
@@ -130,13 +128,13 @@ def replays(
     for order in range(orders):
         forecaster = make()
         arrivals = [groups[i] for i in np.random.default_rng(1000 + order).permutation(len(groups))]
-        said = replay(forecaster, arrivals, in_flight)
-        half = said[len(said) // 2 :]
+        scored = replay(forecaster, arrivals, in_flight)
+        half = scored[len(scored) // 2 :]
         found.append(
             {
                 **scores(half),
-                "tail25": tail_recall(said, traces, 0.25),
-                "tail50": tail_recall(said, traces, 0.5),
+                "tail25": tail_recall(scored, traces, 0.25),
+                "tail50": tail_recall(scored, traces, 0.5),
             }
         )
     return {name: float(np.mean([one[name] for one in found])) for name in found[0]}, forecaster
@@ -154,13 +152,13 @@ def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> 
 
     for predictor in options.predictors:
         make = PREDICTORS[predictor]
-        for mode, said in five_folds(make, traces, modes).items():
+        for mode, scored in five_folds(make, traces, modes).items():
             suffix = "" if mode == ("three" if grouped else "alone") else f"_{mode}"
-            for score, value in scores(said).items():
+            for score, value in scores(scored).items():
                 add(f"{predictor}_{score}_{name}{suffix}", value)
             if not suffix:
                 for share in (25, 50):
-                    add(f"{predictor}_tail{share}_{name}", tail_recall(said, traces, share / 100))
+                    add(f"{predictor}_tail{share}_{name}", tail_recall(scored, traces, share / 100))
         mean, forecaster = replays(make, traces, options.orders, options.in_flight)
         for score, value in mean.items():
             add(f"{predictor}_{score}_{name}_replayed", value)
@@ -173,7 +171,7 @@ def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> 
 
 
 def _show(name: str, predictor: str, figures: dict[str, Figure]) -> None:
-    """One readable line per predictor, as soon as it is there."""
+    """Print one line per predictor."""
     found = [
         f"{figure.removeprefix(predictor + '_').replace('_' + name, '')} {figures[figure].value:.3f}"
         for figure in figures
@@ -185,13 +183,11 @@ def _show(name: str, predictor: str, figures: dict[str, Figure]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=EXCERPT, help="directory with agent_turns/*.csv")
+    parser = command_parser("length_skill", __doc__, data=True)
     parser.add_argument("--sets", nargs="+", help="names of sets; default: all that are there")
     parser.add_argument("--predictors", nargs="+", choices=list(PREDICTORS), default=list(PREDICTORS))
     parser.add_argument("--orders", type=int, default=MIN_ORDERS, help="random orders of arrival")
     parser.add_argument("--in-flight", type=int, default=32, help="trajectories at once")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.orders < MIN_ORDERS:
         raise ConfigError(

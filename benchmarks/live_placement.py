@@ -1,18 +1,17 @@
-"""C-MLFQ against FIFO where it counts: real engines of different speeds on real workers, nothing declared by hand.
+"""C-MLFQ against FIFO on real engines of different speeds, on real workers.
 
 Trajectories are tau-bench's (24 tasks of an airline's help desk, 4 recorded samples each), replayed as fixed turns: engines
-really generate as many tokens as were recorded, tools take as long and return as much, all scaled (`TOKENS_FRAC`,
-`PAYLOAD_FRAC`, `TOOL_FRAC`). Each cell is a set of engines; in each, both policies run the same trajectories A B A B, at
-least five times, every pair others. A run is one iteration of an ordinary Libra run (driver, plugin, workers, records, store;
-learning rate 0) on worker processes that stay for the cell. Makespan is from the first generation given to a worker to the
-end of the last trajectory.
+generate the recorded numbers of tokens, tools take the recorded times and return the recorded lengths, all scaled (`TOKENS_FRAC`,
+`PAYLOAD_FRAC`, `TOOL_FRAC`). Each cell is a set of engines, on which both policies run the same trajectories A B A B in at least
+five pairs, each with other trajectories. A run is one iteration of an ordinary Libra run (driver, plugin, workers, records, store;
+learning rate 0) on the worker processes of the cell. Makespan is from the first dispatch of a generation to the end of the last
+trajectory.
 
-Two speeds on one machine: engines compete for its cores, and then none has a speed of its own. So each engine's forward pass
-takes at least a stated time (``min_pass_s``, waited out by the engine's thread): `FAST_S` and `SLOW_S`. With the quick
-start's model of half a million parameters a pass computes for 1 to 3 ms, so that five engines leave two cores half idle. The
-speeds are emulated in that sense, and declared by nobody: engines measure their own passes, waiting included, and the policy
-hears of nothing else. With ``--vllm`` there is a cell of vLLM engines instead, one of TP 1 and one of TP 2, as fast as they
-are; it needs a core for each rank.
+Engines on one machine compete for its cores, so that none has a speed of its own. Therefore each engine's forward pass takes at
+least ``min_pass_s`` (the engine's thread waits): `FAST_S` or `SLOW_S`. With the quick start's model of half a million parameters a
+pass computes for 1 to 3 ms, so that five engines leave two cores half idle. In that sense speeds are emulated; engines measure and
+declare their own passes, waits included. With ``--vllm`` the cell has vLLM engines instead, one of TP 1 and one of TP 2, at their
+own speed; it needs a core for each rank.
 
 Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (five fast). Figures:
 
@@ -28,7 +27,6 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import tempfile
@@ -37,17 +35,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
+from distributed import Client
+
+from benchmarks.report import MIN_PAIRS, QUICKSTART, Figure, alternate, command_parser, emit
 from libra.cluster.local import local_cluster
 from libra.config import load_config
 from libra.driver.session import Session
 from libra.events import from_dict
 from libra.policy.move_review import Moved, moves
 from libra.sim.from_run import run_setting
-from libra.store.line_log import LineReader
+from libra.store.event_log import EventReader
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-DATA = Path(__file__).parent / "data"
 TRACES = "agent_turns/tau_airline_gpt4o.csv"
 FAST_S, SLOW_S = 0.012, 0.036
 TOKENS_FRAC, PAYLOAD_FRAC, TOOL_FRAC = 0.15, 0.02, 0.05
@@ -63,7 +61,7 @@ HETEROGENEOUS = "five"
 
 @dataclass(slots=True)
 class Cell:
-    """What a cell measured: median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of its runs."""
+    """Results of a cell: median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of its runs."""
 
     name: str
     ratio: float = math.nan
@@ -75,7 +73,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common."""
+    """Settings of all runs."""
 
     directory: Path
     data: Path
@@ -104,13 +102,12 @@ class Bench:
             "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
             f"rollout.engine={'vllm' if self.vllm else 'transformers'}",
         )  # fmt: skip
-        return load_config(str(CONFIG), (*asked, *changes))
+        return load_config(str(QUICKSTART), (*asked, *changes))
 
 
-def ran(bench: Bench, name: str, policy: str, seed: int, scheduler: str) -> Path:
-    """One run; where it is."""
-    changes = (f"run.name={name}", f"policy.name={policy}", f"cluster.scheduler={scheduler}")
-    with Session(bench.config(*changes, seed=seed)) as session:
+def ran(bench: Bench, name: str, policy: str, seed: int, client: Client) -> Path:
+    """Run once; the run's directory."""
+    with Session(bench.config(f"run.name={name}", f"policy.name={policy}", seed=seed), client=client) as session:
         for _ in session.iterations():
             pass
     return session.directory
@@ -118,18 +115,18 @@ def ran(bench: Bench, name: str, policy: str, seed: int, scheduler: str) -> Path
 
 def log_of(directory: Path) -> list[tuple[int, Any]]:
     """Events of a run, with their lines."""
-    return [(line, from_dict(event)) for line, event in LineReader(directory / "events.jsonl")]
+    return [(line, from_dict(event)) for line, event in EventReader(directory / "events.jsonl")]
 
 
 def makespan_s(log: Sequence[tuple[int, Any]]) -> float:
-    """From the first generation that was given to a worker to the end of the last trajectory."""
+    """Seconds from the first dispatch to the end of the last trajectory."""
     begun = min(event.t_s for _, event in log if event.name == "quantum_dispatched")
     return float(max(event.t_s for _, event in log if event.name == "trajectory_ended") - begun)
 
 
 def live_over_simulated(directory: Path) -> tuple[float, int]:
-    """Makespan of a run over that of its simulation on its own engines, both from the first gate, as `libra simulate` says them;
-    and how many moves the simulation had."""
+    """Makespan of a run over that of its simulation on its own engines, both from the first gate as in `libra simulate`; and the
+    simulation's moves."""
     setting = run_setting(directory)
     assert setting.realised is not None, "the run went through"
     simulated = setting.simulator().run()
@@ -139,13 +136,12 @@ def live_over_simulated(directory: Path) -> tuple[float, int]:
 def measured(bench: Bench, name: str) -> Cell:
     """Both policies on the engines of one cell."""
     cell, count = Cell(name), 0
-    with local_cluster(bench.config(f"cluster.engines={bench.engines(name)}")) as cluster:
-        address = cluster.scheduler_address
+    with local_cluster(bench.config(f"cluster.engines={bench.engines(name)}")) as cluster, Client(cluster) as client:
 
         def side(policy: str) -> float:
             nonlocal count
             seed, count = count // 2, count + 1
-            directory = ran(bench, f"{name}_{policy}_{seed}", policy, seed, address)
+            directory = ran(bench, f"{name}_{policy}_{seed}", policy, seed, client)
             log = log_of(directory)
             if policy == "cmlfq":
                 found, dispatched = moves(log)
@@ -201,16 +197,7 @@ def figures_of(cells: Sequence[Cell], heterogeneous: str) -> dict[str, Figure]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.live_placement", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
-    parser.add_argument(
-        "--data", type=Path, default=DATA, help="directory with agent_turns/ (default: benchmarks/data)"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=MIN_PAIRS, help=f"pairs per cell (default {MIN_PAIRS}, the fewest)"
-    )
+    parser = command_parser("live_placement", __doc__, pairs=MIN_PAIRS, data=True)
     parser.add_argument(
         "--cells", nargs="+", choices=list(CELLS), default=list(CELLS), help="cells to measure (default all)"
     )

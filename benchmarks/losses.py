@@ -1,4 +1,4 @@
-"""What chunked log-probabilities cost and save under each loss, against the plain formulation that makes all logits.
+"""Time and memory of chunked log-probabilities under each loss, over the plain formulation with all logits.
 
 Both sides go from hidden states through the output matrix to log-probabilities, the loss of each token, the aggregated loss
 and back to the gradients of hidden states and matrix. The plain side is ``log_softmax(hidden @ weight.T)``; ours is
@@ -7,12 +7,13 @@ and back to the gradients of hidden states and matrix. The plain side is ``log_s
 ``python -m benchmarks.losses --json``; figures ``time_ratio_<loss>`` and ``memory_ratio_<loss>``, ours over plain, lower is better.
 
 The nominal size is 64 sequences x 4,096 tokens x a vocabulary of 32,000, where the plain side holds three buffers of 33.6 GB. Where
-they do not fit into ``--memory-gib``, *both* sides run with fewer tokens per sequence, and the output says how many: the time
-ratio hardly depends on it, the memory ratio is then an upper bound, for ours grows with N x H and the plain one with N x V.
+they do not fit into ``--memory-gib``, *both* sides run with fewer tokens per sequence (printed): the time ratio hardly depends on
+it, and the memory ratio is then an upper bound, since ours grows with N x H and the plain one with N x V. On a GPU of 110 GB or
+more ``--device cuda --memory-gib 96`` runs both sides at the nominal size.
 ``--full`` also runs our side alone at the nominal size.
 
-Peak memory on a CPU is the high-water mark of the resident set of a process of its own, less what was resident before the work
-(Linux); on a CUDA device that of torch's allocator.
+Peak memory on a CPU is the high-water mark of the resident set of a separate process, less the resident set before the work
+(Linux); on a CUDA device it is that of torch's allocator.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
+from benchmarks.report import MIN_PAIRS, Figure, alternate, command_parser, emit, status_bytes
 from libra.train.aggregation import Aggregation
 from libra.train.chunked_logprobs import chunked_logp
 from libra.train.losses import cispo_loss, dppo_loss, gmpo_loss, gspo_loss, ppo_loss, reinforce_loss, sapo_loss
@@ -45,7 +46,7 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "reinforce": (lambda logp, old, a, _: reinforce_loss(logp, a), "seq-mean-token-sum"),
 }
 PLAIN_BUFFERS = 3
-"""Tensors of N x V that the plain side holds at once: log-probabilities, their gradient, the gradient of the logits."""
+"""Tensors of N x V on the plain side at once: log-probabilities, their gradient, the gradient of the logits."""
 
 
 class Work:
@@ -85,7 +86,7 @@ def _wait(tensor: Tensor) -> None:
 
 
 def peak_bytes(work: Work, loss: str, side: str, chunk_tokens: int) -> int:
-    """Peak memory of one pass in this process, which must not have done one before on a CPU."""
+    """Peak memory of one pass; on a CPU it must be the first in this process."""
     if work.hidden_NH.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -93,20 +94,15 @@ def peak_bytes(work: Work, loss: str, side: str, chunk_tokens: int) -> int:
         work.run(loss, side, chunk_tokens)
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # the mark starts again at what is resident now
-    before = _high_water_bytes()
+    before = status_bytes("VmHWM")
     work.run(loss, side, chunk_tokens)
-    return _high_water_bytes() - before
-
-
-def _high_water_bytes() -> int:
-    """Of this process. Not getrusage's: after a fork that begins at the parent's."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return 1024 * int(line.split()[1])
+    return status_bytes("VmHWM") - before
 
 
 def peak_in_a_process(options: argparse.Namespace, loss: str, side: str, tokens: int) -> tuple[int, float]:
-    """Peak bytes and seconds of one pass in a process of its own."""
+    """Peak bytes and seconds of one pass in a process of its own, which gets the GPU memory that this process has cached."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # at the nominal size 101 GB, and the other process needs as much
     sizes = {
         name: str(getattr(options, name)) for name in ("sequences", "vocab", "hidden", "chunk", "device", "threads")
     }
@@ -128,19 +124,17 @@ def tokens_that_fit(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("losses", __doc__, pairs=MIN_PAIRS)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4096, help="per sequence")
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk")
     parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES))
-    parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
-    parser.add_argument("--memory-gib", type=float, default=4.0, help="what the plain side may take")
+    parser.add_argument("--memory-gib", type=float, default=4.0, help="limit of the plain side")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--full", action="store_true", help="also run our side alone at the nominal size")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("LOSS", "SIDE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -1,36 +1,34 @@
-"""How near is the simulator to the live plugin? The same trajectories under the same policy, in both.
+"""Simulator against live plugin: the same trajectories under the same policy in both.
 
-``makespan_virtual_<policy>``: live over simulated makespan where the live scheduler's engines and tools take virtual time: what
-differs is decisions, and those only where two requests end in one step (the simulator sees both, then dispatches; Dask sees one
-after the other). ``makespan_scaled_<policy>``: the same with emulated engines in scaled wall time, so that messages, event loops
-and timers of real Dask are in it. The share of dispatches that are the same in the same order is printed; without ties it is 1,
-which a test checks (``tests/scheduler/test_parity.py``). Workers and scheduler are in one process, engines declared emulations (see
-`libra.testing.emulated_run`). Trajectories are drawn from the traces of ``--data``.
+``makespan_virtual_<policy>``: live over simulated makespan with engines and tools in virtual time on both sides. Decisions
+differ only if two requests end in one step: the simulator sees both before it dispatches, Dask sees one after the other.
+``makespan_scaled_<policy>``: the same with emulated engines in scaled wall time, which includes messages, event loops and
+timers of Dask. The share of equal dispatches in equal order is printed; without ties it is 1
+(``tests/scheduler/test_parity.py``). Workers and scheduler are in one process; engines are emulated
+(`benchmarks.emulated_run`). Trajectories are drawn from the traces of ``--data``.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import Figure, emit
+from benchmarks.emulated_run import emulate, plugin_events
+from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
 from libra.sim import EngineSpec, SimulationOptions, Simulator, Workload, draw, fleet
 from libra.sim.recorded_agents import load_traces
-from libra.testing.emulated_run import emulate, plugin_events
 
-DATA = Path(__file__).parent / "data"
 LAYOUT = {1: 4, 2: 3, 4: 2, 8: 1}
 TOOL_SLOTS = 64
 
 
 def in_order_of(workload: Workload, directory: Path) -> Workload:
-    """The workload in the order in which the live scheduler saw its trajectories first."""
+    """The workload in the order in which the live scheduler first saw its trajectories."""
     events = plugin_events(directory)
     seen = [event["key"] for event in events if event["name"] == "trajectory_parked" and not event["quanta"]]
     by_key = {workload.key(plan): plan for plan in workload.trajectories}
@@ -38,10 +36,7 @@ def in_order_of(workload: Workload, directory: Path) -> Workload:
 
 
 def without_ties(workload: Workload) -> Workload:
-    """Every tool a little slower than the one before, every first turn longer by its number: no two trajectories are alike.
-
-    What happens in one instant has no order that could be compared.
-    """
+    """Every tool a little slower than the one before, every first turn longer by its number, so that no two events coincide."""
     count, plans = 0, []
     for number, plan in enumerate(workload.trajectories):
         turns = []
@@ -54,14 +49,14 @@ def without_ties(workload: Workload) -> Workload:
 
 
 def both(workload: Workload, specs: tuple[EngineSpec, ...], name: str, speedup: float | None) -> tuple[float, float]:
-    """Share of dispatches that agree in order, and live over simulated makespan."""
+    """Share of equal dispatches in equal order, and live over simulated makespan."""
     policy = {"name": name, "objective": "makespan", "patience": 16}
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         live, live_s = asyncio.run(emulate(workload, specs, policy, directory, tool_slots=TOOL_SLOTS, speedup=speedup))
         ordered = in_order_of(workload, directory)
     around = SimulationOptions(tool_slots=TOOL_SLOTS)
-    outcome = Simulator(ordered, specs, make_ordering(**policy), surroundings=around).run()
+    outcome = Simulator(ordered, specs, make_ordering(**policy), options=around).run()
     simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]
     agree = sum(a == b for a, b in zip(live, simulated, strict=False)) / max(len(live), len(simulated))
     return agree, live_s / outcome.makespan_s
@@ -69,14 +64,12 @@ def both(workload: Workload, specs: tuple[EngineSpec, ...], name: str, speedup: 
 
 def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="directory with agent_turns/*.csv")
+    parser = command_parser("parity", __doc__, data=True)
     parser.add_argument("--trace", default="mini_swe_gemini3", help="which file of it")
     parser.add_argument("--groups", type=int, default=6)
     parser.add_argument("--policies", nargs="+", default=["fifo", "cmlfq"])
     parser.add_argument("--speedup", type=float, default=25.0, help="emulated seconds per second")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     tables = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in LAYOUT}
     specs = fleet(LAYOUT, tables, dict.fromkeys(LAYOUT, 8))

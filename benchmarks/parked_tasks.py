@@ -1,7 +1,7 @@
-"""Trajectories that wait on a real scheduler: the plugin, tasks without work, and the workers that run them.
+"""Trajectories that wait on a real scheduler, with emulated work.
 
-Declared emulation of work and nothing else: scheduler, plugin, policy, event log, messages and task states are those of a run. A
-quantum only waits and reports. ``python -m benchmarks.parked_tasks ADDRESS ...`` is the process of the workers.
+Scheduler, plugin, policy, event log, messages and task states are those of a run; a quantum only waits and reports.
+``python -m benchmarks.parked_tasks ADDRESS ...`` is the process of the workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
-from libra.scheduler import LibraPlugin
+from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
 
 RUN = "parked"
@@ -50,7 +50,7 @@ class Stage:
     @property
     def num_quanta(self) -> int:
         """Quanta finished so far."""
-        return sum(self.plugin.runs[RUN].quanta.values())
+        return sum(self.plugin.runs[RUN].counts.quanta.values())
 
     @property
     def num_waiting(self) -> int:
@@ -59,7 +59,7 @@ class Stage:
 
 
 async def quantum(key: str, generation_s: float, tool_s: float) -> int:
-    """A quantum without work: it waits, reports, and parks again; its numbers follow from the key."""
+    """A quantum without work: it waits, reports, and parks again; the key determines its numbers."""
     done = _DONE.get(key, 0)
     chance = random.Random(zlib.crc32(key.encode()) + done)
     length = 2 * chance.randint(4, MAX_QUANTA // 2)
@@ -99,10 +99,9 @@ async def parked(
     generation_s: float = 0.0,
     tool_s: float = 0.0,
 ) -> AsyncIterator[Stage]:
-    """A scheduler on which ``waiting`` trajectories are parked; ``workers`` of them then take ``slots`` quanta of each phase.
+    """A scheduler with ``waiting`` parked trajectories, then with ``workers`` workers of ``slots`` slots of each phase.
 
-    The workers are in a process of their own, so that CPU time of this thread is the scheduler's (and that of a client
-    which only waits).
+    The workers are in another process, so that CPU time of this thread is the scheduler's (and that of a waiting client).
     """
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(dask.config.set(DASK_SETTINGS))
@@ -113,9 +112,8 @@ async def parked(
         await client.register_plugin(LibraPlugin())
         plugin = scheduler.plugins[LibraPlugin.name]
         plugin.register_run(
-            run=RUN, epoch=0, directory=str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=event_log,
-            policy={"name": policy}, family="parked",
-        )  # fmt: skip
+            RunRegistration(RUN, 0, str(directory), 0, 1, 1, event_log, policy={"name": policy}, family="parked")
+        )
         names = [
             keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)
         ]

@@ -1,21 +1,20 @@
-"""How far the planner's prediction of a step is from the step, in a real run with two engines of different speed and one trainer.
+"""Error of the planner's predicted step in a real run with two engines of different speed and one trainer.
 
 The quick start's run (a model that learns to chain calls of a calculator; 32 questions of 1 to 8 operations, 8 samples each) on
 worker processes of this machine: one engine that generates for 64 trajectories at once and one for 8, a trainer, a tool worker.
-Batches differ: by the questions drawn, by what the model has learned, and by how many groups there is something to learn from.
-Before each iteration the run says how long it will take (metric ``plan/predicted_s``), from nothing but its earlier iterations and
-the questions to come; after it, how long it took (``plan/realised_s``). Nothing is calibrated before.
+Batches differ by the drawn questions, by what the model has learned, and by the number of groups with different rewards. Before
+each iteration the run predicts its seconds (metric ``plan/predicted_s``) from its earlier iterations and the coming questions;
+after it, it records the seconds taken (``plan/realised_s``). Nothing is calibrated before.
 
 Figures: ``error_after_first``, |predicted / realised - 1| of the second iteration, predicted from the first alone;
 ``error_after_ten``, the mean of the same over all iterations after the tenth. Both are means over ``--runs`` runs of different
 seeds. ``error_after_ten_worst`` is the worst single iteration after the tenth, ``speed_ratio`` tokens per second of the faster
-engine over those of the slower. With ``--same`` the figure ``same_after_ten`` says what "as long as the iteration before" would
-have been off by.
+engine over those of the slower. With ``--same`` the figure ``same_after_ten`` is the error of the prediction "as long as the
+iteration before".
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,14 +22,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import Figure, emit
+from benchmarks.report import QUICKSTART, Figure, command_parser, emit
 from libra.config import load_config
 from libra.driver.session import Session
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ENGINES = "[{threads: 1, slots: 64}, {threads: 1, slots: 8}]"
 LEARNED = 10
-"""Iterations that "after ten" has seen."""
+"""Iterations before those that count as after ten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +43,18 @@ class Step:
 
     @property
     def error_frac(self) -> float:
-        """Of the seconds, with its sign."""
+        """Of the seconds, signed."""
         return self.predicted_s / self.realised_s - 1.0
 
 
 def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Step], float, list[float]]:
-    """Steps of a run that were predicted, the ratio of its engines' speeds, and seconds of all its iterations."""
+    """Predicted steps of a run, the ratio of its engines' speeds, and the seconds of all its iterations."""
     changes = (
         f"run.name=accuracy_{seed}", f"run.dir={directory}", f"run.iterations={iterations}", f"run.eta={eta}",
         f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "cluster.dashboard_port=0",
         "trainer.prompts=32", "evaluation.prompts=0", "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
     )  # fmt: skip
-    with Session(load_config(str(CONFIG), changes)) as session:
+    with Session(load_config(str(QUICKSTART), changes)) as session:
         for values in session.iterations():
             print(
                 f"iteration {values['iteration']}: {values['iteration_s']:.2f} s, load {os.getloadavg()[0]:.1f}",
@@ -77,10 +75,7 @@ def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Ste
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan_accuracy", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    parser = command_parser("plan_accuracy", __doc__)
     parser.add_argument("--iterations", type=int, default=14, help="iterations of a run, at least 12 (default 14)")
     parser.add_argument("--runs", type=int, default=2, help="runs, each with a seed of its own (default 2)")
     parser.add_argument("--eta", type=int, default=0, help="staleness bound; from 1 on steps overlap (default 0)")

@@ -4,16 +4,15 @@
 ``predicted_over_measured_peak_LAYOUT`` (that of its worst cell). On two cores about six minutes.
 
 A cell is a random Qwen3 of 40 to 110 million parameters, a batch of random tokens, and a layout: ddp and fsdp2 on two processes
-(gloo), one replica alone, each with gradient checkpointing and without. Each process first trains a tiny model of the same layout,
-so that what interpreter, libraries, thread pools and the process group take is there before: that resident memory is the baseline.
-Then it loads the model and takes two steps, for the optimizer's states are there from the second on; measured is the high-water
-mark of the resident set in that one (`libra.train.process_memory`), less the baseline. Of a trainer whose model is on a GPU it
-would be
+(gloo), one replica alone, each with gradient checkpointing and without. Each process first trains a tiny model of the same
+layout, so that interpreter, libraries, thread pools and the process group are in memory: that resident memory is the baseline.
+Then it loads the model and takes two steps, since the optimizer's states exist from the second on. Measured is the high-water
+mark of the resident set in the second step (`libra.train.process_memory`), less the baseline; on a GPU it would be
 ``max_memory_allocated``.
 
-The model has no fitted constants: every term of `libra.planner.cost.training_memory` is counted from what torch holds. Its list of
-moments was checked with cells 3 (57M, fsdp2, checkpointing) and 0 (41M, ddp); and the fsdp2 terms with
-a profile of the 41M model; of the others nothing was known when it was written.
+The cost model has no fitted constants: every term of `libra.planner.cost.training_memory` counts tensors of torch. Cells 3
+(57M, fsdp2, checkpointing) and 0 (41M, ddp), and a profile of the 41M model under fsdp2, were used while it was written; the
+others were not.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 
 FITTED_CONSTANTS = 0
 GOAL = 0.10
@@ -94,7 +93,7 @@ class Cell:
 
 
 def cells(quick: bool) -> list[Cell]:
-    """What is measured; ``quick``: one cell, to see that it works."""
+    """The measured cells; ``quick``: one small cell."""
     if quick:
         return [Cell("41M", "alone", True, tokens=512, sequences=2, micro_batch_tokens=512)]
     each = [
@@ -112,9 +111,10 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def predicted_bytes(cell: Cell) -> float:
-    """What the planner says of this cell, without what is there beside tensors."""
+    """The planner's prediction for this cell: bytes of tensors only."""
     from libra.hardware.shapes import shape_from_config
-    from libra.planner.cost.training_cost import Layout, memory_parts_bytes
+    from libra.planner.cost.training_cost import memory_parts_bytes
+    from libra.planner.cost.training_layout import Layout
 
     given = dict(cell.settings)
     layout = Layout(
@@ -153,50 +153,31 @@ def _config(sizes: dict[str, int], tied: bool = True) -> Any:
 
 def write_model(directory: Path, sizes: dict[str, int], tied: bool = True) -> None:
     """A random model in Hugging Face layout."""
-    import torch
-    from transformers import Qwen3ForCausalLM
+    from benchmarks.random_training import save_random_model
 
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(_config(sizes, tied)).save_pretrained(directory)
+    save_random_model(_config(sizes, tied), directory)
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
 
 
-def batch(cell: Cell, vocabulary: int, step: int) -> list[Any]:
-    """Sequences of random tokens with advantages of both signs."""
-    from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
-
-    made = []
-    for index in range(cell.sequences):
-        rng = np.random.default_rng((step, index))
-        is_action = np.arange(cell.tokens) >= cell.tokens // 8
-        version = np.where(is_action, step, -1).astype(np.int32)
-        made.append(
-            Trajectory(
-                trajectory_id=TrajectoryId(step, 0, index),
-                prompt=Prompt("p", ()),
-                token_ids=rng.integers(0, vocabulary, cell.tokens).astype(np.int32),
-                is_action=is_action,
-                behaviour_logprob=np.where(is_action, -5.0, 0.0).astype(np.float32),
-                weight_version=version,
-                kv_version=version.copy(),
-                turns=[],
-                end_reason=EndReason.ANSWERED,
-                reward=0.0,
-                advantage=1.0 if index % 2 else -1.0,
-            )
-        )
-    return made
+_kept: list[Any] = []
+"""What lives as long as this process's group."""
 
 
 def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> dict[str, Any]:
-    """In a process of its own: the tiny model, then the model; what its steps held at most."""
+    """In a process of its own: the tiny model, then the model; peak bytes of its steps."""
     import torch
 
+    from benchmarks.random_training import random_trajectories
     from libra.train import Replica, TrainSettings
+    from libra.train.rendezvous import Rendezvous
     from libra.train.replica_group import TrainGroup
 
     torch.set_num_threads(1)
-    group = TrainGroup.join(("127.0.0.1", port), rank, cell.processes, timeout_s=600.0) if cell.processes > 1 else None
+    token, group = "of a benchmark", None
+    if cell.processes > 1:
+        if rank == 0:
+            _kept.append(Rendezvous(token, "127.0.0.1", port))
+        group = TrainGroup.join(("127.0.0.1", port), rank, cell.processes, token=token, timeout_s=600.0)
     settings = TrainSettings(
         lr=1e-4,
         layout="fsdp2" if cell.layout == "fsdp2" else "ddp",
@@ -209,13 +190,14 @@ def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> 
     )
     warm = Replica(tiny_dir, settings, group=group)
     for step in range(2):
-        warm.step(batch(replace(cell, tokens=64), TINY["vocab"], step), step)
+        warm.step(random_trajectories(cell.sequences, 64, 8, TINY["vocab"], step), step)
     del warm
     gc.collect()
     replica = Replica(model_dir, settings, group=group)
     peaks, seconds = [], []
     for step in range(STEPS):
-        report = replica.step(batch(cell, MODELS[cell.model]["vocab"], step), step)
+        vocab = MODELS[cell.model]["vocab"]
+        report = replica.step(random_trajectories(cell.sequences, cell.tokens, cell.tokens // 8, vocab, step), step)
         peaks.append(report.peak_bytes)
         seconds.append(report.total_s)
     parameters = sum(parameter.numel() for parameter in replica.parameters().values())
@@ -223,7 +205,7 @@ def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> 
 
 
 def measure(cell: Cell, number: int, scratch: Path) -> dict[str, Any]:
-    """Peak bytes of the fuller of the cell's processes, each started afresh."""
+    """Peak bytes of the larger of the cell's processes, which are new."""
     model_dir = scratch / cell.model.replace(" ", "-")
     if not model_dir.exists():
         write_model(model_dir, MODELS[cell.model], tied=not cell.model.endswith("untied"))
@@ -249,8 +231,7 @@ def measure(cell: Cell, number: int, scratch: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every cell and compare it with what was predicted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as the last line")
+    parser = command_parser("plan_memory", __doc__)
     parser.add_argument(
         "--only", type=int, nargs="*", help="numbers of the cells to measure, from 0; all where none is given"
     )

@@ -1,43 +1,41 @@
-"""How long the planner takes, how close to the best its plans provably are, and what a wrong cost model costs.
+"""The planner's time, the proven gap of its plans to the optimum, and the regret under a wrong cost model.
 
-Qwen3-14B on A800 nodes of eight, batches of 256 and 4,096 agent trajectories drawn with replacement from the mini-SWE-agent trace
-and cut at 40,960 tokens (the limit of the Libra paper), staleness bound 1.
+Qwen3-14B on A800 nodes of eight, batches of 256 and 4,096 agent trajectories drawn with replacement from the mini-SWE-agent
+trace and cut at 40,960 tokens (the limit of the Libra paper), staleness bound 1.
 
 ``python -m benchmarks.planner --json``; figures, for each number of GPUs and of requests:
 
 ``wall_s_<gpus>_<requests>``
-    Median of three, from trajectories to costs, layout and proof; nothing is remembered between them. ``cpu_s_...`` are seconds of
-    this process alone, which say more on a shared machine.
+    Median of three, from trajectories to costs, layout and proof, without caches between them. ``cpu_s_...`` are CPU seconds,
+    which are steadier on a shared machine.
 ``gap_<gpus>_<requests>``
     Step found over proven lower bound, less 1. The bound holds for every split, every layout and every assignment of whole
-    trajectories as they are: nothing is binned for it.
+    trajectories, without binning.
 ``search_s_<gpus>_<requests>``, ``binning_<gpus>_<requests>``
     Of that, the search; and the largest error of the programs over classes against the trajectories themselves.
 ``regret_<side>_<gpus>_<requests>``
-    The step of a plan made with seconds that are 20 % off on that side, evaluated with the true ones (its split and engines kept,
-    trajectories placed anew), over the best step, less 1: the worst of both signs. ``tp`` is off by opposite signs for
+    The step of a plan with seconds that are 20 % off on that side, evaluated with the true ones (same split and engines,
+    trajectories placed again), over the best step, less 1: the worse of both signs. ``tp`` is off by opposite signs for
     degrees above and below 2.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import cvxpy  # noqa: F401  (imported before anything is timed)
 import numpy as np
 
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import load_gpu, load_shape
-from libra.planner.cost import Layout, Workload
+from libra.planner.cost import Layout, TrajectoryTotals
+from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_packing import filled
 from libra.planner.planning_problem import Problem
 from libra.planner.search import search
 from libra.planner.snapshot import PlanningSnapshot, formulate
-from libra.planner.trace_workload import COLUMNS, drawn, workload_of_turns
 from libra.traces.agent_turns import read_agent_turns
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 10_000)
@@ -51,11 +49,11 @@ TRACE = "agent_turns/mini_swe_gemini3.csv"
 
 
 def goal_s(num_gpus: int) -> float | None:
-    """Seconds a search may take; None where nothing is asked for."""
+    """Goal for a search in seconds, or None."""
     return {1024: 0.3, 10_000: 2.0}.get(num_gpus)
 
 
-def posed(workload: Workload, num_gpus: int) -> Problem:
+def posed(workload: TrajectoryTotals, num_gpus: int) -> Problem:
     """The planning problem of a batch on A800 nodes."""
     snapshot = PlanningSnapshot(
         load_gpu("A800-80G"),
@@ -68,7 +66,7 @@ def posed(workload: Workload, num_gpus: int) -> Problem:
     return formulate(snapshot).problem
 
 
-def measure(workload: Workload, num_gpus: int, repeats: int) -> dict[str, Figure]:
+def measure(workload: TrajectoryTotals, num_gpus: int, repeats: int) -> dict[str, Figure]:
     """Figures of one size."""
     name = f"{num_gpus}_{len(workload)}"
     walls, searches, cpus = [], [], []
@@ -97,7 +95,7 @@ def measure(workload: Workload, num_gpus: int, repeats: int) -> dict[str, Figure
 
 
 def wrong(problem: Problem, side: str, sign: int) -> Problem:
-    """The problem as a cost model sees it that is 20 % off."""
+    """The problem under a cost model that is 20 % off."""
     factor = 1.0 + 0.2 * sign
     if side == "train":
         return problem.having(train_s=problem.train_s * factor)
@@ -127,19 +125,19 @@ def regret(problem: Problem, name: str) -> dict[str, Figure]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, last")
-    parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data", help=f"folder that has {TRACE}")
+    parser = command_parser("planner", __doc__, data=True)
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--repeats", type=int, default=3, help="searches of which the median is taken")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of trajectories")
     options = parser.parse_args(arguments)
-    trace = workload_of_turns(read_agent_turns(options.data / TRACE, COLUMNS, "--data"), TOOL_S)
-    search(posed(drawn(trace, 8, options.seed, MAX_CONTEXT_TOKENS), 16))  # solver and tables are loaded once, untimed
+    trace = totals_of_trace(read_agent_turns(options.data / TRACE, TRACE_COLUMNS, "--data"), TOOL_S)
+    search(
+        posed(trace.resampled(8, options.seed, MAX_CONTEXT_TOKENS), 16)
+    )  # solver and tables are loaded once, untimed
     figures: dict[str, Figure] = {}
     for requests in options.requests:
-        workload = drawn(trace, requests, options.seed, MAX_CONTEXT_TOKENS)
+        workload = trace.resampled(requests, options.seed, MAX_CONTEXT_TOKENS)
         for num_gpus in options.gpus:
             figures |= measure(workload, num_gpus, options.repeats)
             if num_gpus in REGRET_GPUS:

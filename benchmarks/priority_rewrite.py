@@ -1,21 +1,21 @@
-"""What the plugin costs Dask's scheduler: rewriting the order of many, carrying quanta, and answering what a tool returned.
+"""Cost of the plugin in Dask's scheduler: rewriting priorities, quanta, and the delay from a tool's return to the new order.
 
 ``python -m benchmarks.priority_rewrite --json``. The scheduler, the plugin, C-MLFQ and the event log are real; trajectories are
 tasks without work (`benchmarks.parked_tasks`).
 
 ``rewrites_per_s_<n>``
-    Priorities rewritten per CPU second while n trajectories wait, all through the one command applier: `SetPriority` in, a line
-    of the event log, ``ts.priority`` and the dispatcher's order out, buffered lines written to the file. Commands come 16 at a
-    time, as when a group is looked at anew; keys and levels are drawn at random. Median of the repeats. What was done is checked:
-    every line is there, and who comes first is who has the least ``ts.priority``.
+    Priorities rewritten per CPU second while n trajectories wait, through the command applier: from `SetPriority` to a line of
+    the event log, ``ts.priority`` and the dispatcher's order, file writes included. Commands come 16 at a time, as for one
+    group; keys and levels are random. Median of the repeats. Every rewrite must have its line, and the dispatcher's order must
+    be that of ``ts.priority``.
 ``scheduler_us_per_quantum``
-    CPU time of the scheduler's thread for each quantum that finished, all of Dask's own work included (two messages of a worker,
-    the transitions, placing it again), with 10k trajectories waiting and as many quanta at once as there are slots. The workers
-    are in another process. Median over windows. ``_fifo`` and ``_no_log`` are the same with another policy, without event log.
+    CPU time of the scheduler's thread per finished quantum, Dask's own work included (two messages of a worker, the
+    transitions, the next dispatch), with 10k trajectories waiting and all slots busy. The workers are in another process.
+    Median over windows. ``_fifo`` and ``_no_log`` are the same with another policy, and without event log.
 ``signal_to_order_ms``
-    From the moment when a tool is back, on the worker, until ``ts.priority`` of its trajectory is what follows from that: with 10k
-    waiting and the scheduler at a moderate load that is printed (``scheduler_load``). ``_p99`` is the slowest hundredth;
-    ``_saturated`` the median while the scheduler has more reports than it can take, where it is a queue's length.
+    From a tool's return on the worker until the resulting ``ts.priority`` of its trajectory is set, with 10k waiting and the
+    scheduler at a moderate load (printed, ``scheduler_load``). ``_p99`` is the slowest hundredth; ``_saturated`` is the median
+    while the scheduler gets more reports than it can handle, where it measures the queue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parked_tasks import RUN, Stage, parked
-from benchmarks.report import Figure, emit
+from benchmarks.report import Figure, command_parser, emit
 from libra.policy import Priority, SetPriority
 from libra.scheduler import dask_internals
 from libra.store.event_log import read_events
@@ -47,7 +47,7 @@ MODERATE = {"generation_s": 0.2, "tool_s": 0.1}
 
 
 def commands(stage: Stage, count: int, seed: int) -> list[tuple[SetPriority, ...]]:
-    """So many rewrites of random waiting trajectories, in the tuples in which an ordering answers."""
+    """So many rewrites of random waiting trajectories, in tuples as an ordering returns them."""
     rng = random.Random(seed)
     names = list(stage.plugin.trajectories.dispatcher.waiting(Phase.ROLLOUT))
     drawn = [
@@ -76,20 +76,20 @@ async def rewrites(waiting: int, count: int, repeats: int) -> float:
 
 
 def rewrites_logged(stage: Stage) -> int:
-    """Lines of the event log that give a trajectory another place."""
+    """Lines of the event log that set a priority."""
     stage.plugin.runs[RUN].log.flush()
     return sum(event["name"] == "priority_set" for event in read_events(stage.directory / "events.jsonl").events)
 
 
 def check(stage: Stage, logged: int, asked: int) -> None:
-    """Every rewrite has a line, and what ``ts.priority`` holds is the place by which the dispatcher orders."""
-    assert logged == asked, f"{asked} rewrites were asked for, {logged} are in the log"
+    """Every rewrite has a line, and ``ts.priority`` is the dispatcher's priority."""
+    assert logged == asked, f"{asked} rewrites were requested, {logged} are in the log"
     tasks, waiting = stage.scheduler.tasks, stage.plugin.trajectories.dispatcher.waiting(Phase.ROLLOUT)
     assert all(tasks[key].priority == tuple(priority) for key, priority in waiting.items())
 
 
 async def windows(stage: Stage, quanta: int, repeats: int) -> list[tuple[float, float]]:
-    """CPU and wall seconds per quantum, for windows of so many quanta each; the first is not among them."""
+    """CPU and wall seconds per quantum, for windows of so many quanta each; the first window is left out."""
     found: list[tuple[float, float]] = []
     for window in range(repeats + 1):
         began, cpu, wall = stage.num_quanta, time.thread_time(), time.perf_counter()
@@ -102,14 +102,14 @@ async def windows(stage: Stage, quanta: int, repeats: int) -> list[tuple[float, 
 
 
 async def quantum_us(options: argparse.Namespace, **how: Any) -> float:
-    """Microseconds of the scheduler's thread per quantum, as many quanta at once as there are slots."""
+    """Microseconds of the scheduler's thread per quantum, with all slots busy."""
     with tempfile.TemporaryDirectory() as directory:
         async with parked(Path(directory), options.waiting, workers=4, **how) as stage:
             return 1e6 * statistics.median(cpu for cpu, _ in await windows(stage, options.quanta, options.repeats))
 
 
 class Delays:
-    """Milliseconds from each tool's return to the priority that follows from it; a context manager that listens in."""
+    """Milliseconds from each tool's return to the resulting priority; a context manager that patches the plugin."""
 
     def __init__(self, stage: Stage) -> None:
         self._trajectories, self._write = stage.plugin.trajectories, dask_internals.set_priority
@@ -168,13 +168,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Figure]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("priority_rewrite", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="trajectories that wait")
     parser.add_argument("--rewrites", type=int, default=50_000, help="in each repeat")
-    parser.add_argument("--waiting", type=int, default=10_000, help="trajectories that wait while quanta run")
+    parser.add_argument("--waiting", type=int, default=10_000, help="waiting trajectories while quanta run")
     parser.add_argument("--quanta", type=int, default=4_000, help="in each window")
     parser.add_argument("--repeats", type=int, default=5, help="repeats and windows")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.ERROR)  # workers are killed while tasks of theirs are held
     emit("priority_rewrite", asyncio.run(measure(options)), as_json=options.json)

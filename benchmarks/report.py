@@ -1,12 +1,12 @@
-"""What every benchmark prints, and how two sides are compared.
+"""What all benchmarks share: command line, figures, and the comparison of two sides in pairs.
 
 The last line of a benchmark is one JSON object::
 
     {"benchmark": NAME, "figures": {figure: {"value": x, "unit": "...", "better": "higher|lower", "goal": y}},
      "command": "...", "machine": "..."}
 
-Two sides are compared in pairs within one run, A B A B ..., never in one block after the other: on a shared machine the
-speed drifts by more than the differences of interest, and a pair sees the same drift on both of its sides.
+Two sides are compared in pairs within one run, A B A B ...: the speed of a shared machine drifts by more than the differences of
+interest, and both sides of a pair see the same drift.
 
 Invariants
 ----------
@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import math
@@ -33,12 +34,14 @@ from typing import Literal, TextIO
 from libra.errors import ConfigError
 
 MIN_PAIRS = 5
-"""Fewest pairs a comparison may rest on; below it a median of ratios is one lucky pair."""
+"""Fewest pairs of a comparison; below it a median of ratios is one lucky pair."""
+DATA = Path(__file__).parent / "data"
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number with the direction in which it is good.
+    """One measured number, and whether higher or lower is better.
 
     Attributes
     ----------
@@ -48,12 +51,12 @@ class Figure:
         ``"ratio"``, ``"us"``, ``"tokens"``, ...
     better : "higher" or "lower"
     goal : float or None
-        The value to reach; None where the figure is only reported.
+        The value to reach; None: the figure is only reported.
 
     Raises
     ------
     ValueError
-        A number is not finite, or ``better`` is neither word.
+        A number is not finite, or ``better`` is another word.
     """
 
     value: float
@@ -66,11 +69,11 @@ class Figure:
             raise ValueError(f"Figure.better: got {self.better!r}; allowed are 'higher' and 'lower'")
         for name, number in (("value", self.value), ("goal", self.goal)):
             if number is not None and not math.isfinite(number):
-                raise ValueError(f"Figure.{name}: got {number}; a figure is a finite number, or it was not measured")
+                raise ValueError(f"Figure.{name}: got {number}; a figure is a finite number")
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
+        """Whether the goal is reached; None without a goal."""
         if self.goal is None:
             return None
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
@@ -78,7 +81,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Seconds (or any positive quantity) of two sides, measured in turns.
+    """Seconds (or another positive quantity) of two sides, measured in turns.
 
     Attributes
     ----------
@@ -105,7 +108,7 @@ class Pairs:
 
     @property
     def ratio(self) -> float:
-        """Median of the pairs' ratios (not the ratio of the two medians, which would mix different moments)."""
+        """Median of the pairs' ratios; the ratio of the two medians would mix different moments."""
         return statistics.median(self.ratios)
 
     @property
@@ -132,9 +135,9 @@ def alternate(
     Parameters
     ----------
     first, second : callable
-        Does its side's work once and returns the measured quantity; whatever is left running must be idle.
+        Does its side's work once and returns the measured quantity; it leaves nothing busy.
     pairs : int
-        At least ``MIN_PAIRS``, checked before anything runs.
+        At least ``MIN_PAIRS``, checked first.
     after_pair : callable, optional
         Called with (pair index, first, second), e.g. to show progress.
 
@@ -156,7 +159,7 @@ def alternate(
 
 
 def machine() -> str:
-    """The machine in words: cores we may use, CPU model, memory, versions of Python and torch. Names no host or path."""
+    """The machine in words, without host and path: available cores, CPU model, memory, versions of Python and torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     torch = importlib.metadata.version("torch")
@@ -175,8 +178,33 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
+def status_bytes(field: str) -> int:
+    """A field of this process's status in bytes (Linux): ``VmRSS`` is resident now, ``VmHWM`` the most that was.
+
+    Not getrusage's maximum: after a fork that begins at the parent's.
+    """
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return 1024 * int(line.split()[1])
+
+
+def command_parser(
+    benchmark: str, doc: str | None, *, pairs: int | None = None, data: bool = False
+) -> argparse.ArgumentParser:
+    """The options that benchmarks share: ``--json``, and ``--pairs`` (with this default) and ``--data`` where wanted."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{benchmark}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    if pairs is not None:
+        parser.add_argument("--pairs", type=int, default=pairs, help=f"at least {MIN_PAIRS} (default {pairs})")
+    if data:
+        parser.add_argument("--data", type=Path, default=DATA, help="directory with agent_turns/*.csv")
+    return parser
+
+
 def command_line(benchmark: str, arguments: Sequence[str]) -> str:
-    """What to type to run it again, e.g. ``python -m benchmarks.vs_trl --json``."""
+    """The command, e.g. ``python -m benchmarks.vs_trl --json``."""
     return shlex.join(["python", "-m", f"benchmarks.{benchmark}", *arguments])
 
 
@@ -197,12 +225,12 @@ def emit(
         Module name inside ``benchmarks``.
     figures : mapping of name to Figure
     arguments : sequence of str, optional
-        Command-line arguments as typed; None takes those of this process.
+        Command-line arguments; None: those of this process.
     as_json : bool
     stream : text stream, optional
         None is standard output.
     beside : mapping, optional
-        Further keys of the JSON object, with values that JSON can hold.
+        Further keys of the JSON object.
     """
     out = sys.stdout if stream is None else stream
     for name, figure in figures.items():

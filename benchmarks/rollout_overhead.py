@@ -1,24 +1,23 @@
-"""What Libra's machinery costs a rollout: tokens/s through Dask over tokens/s of the same turns fed straight to the engine.
+"""Overhead of Libra in a rollout: tokens/s through Dask over tokens/s of the same turns sent directly to the engine.
 
 64 concurrent trajectories (8 groups of 8) of 4 turns, every turn of exactly ``--tokens`` tokens (end-of-turn ignored), an
 observation between turns. Both sides use the same engine object in the same worker process, with the same prompts, seeds and
 observations:
 
 * *Libra*: the trajectories of an iteration graph on real worker processes, parked and dispatched by the scheduler's plugin;
-  every generation and action is written to the journal, every quantum reported and in the event log. The tool is inline,
-  as suits one that costs nothing (the bare side has none at all), and nobody waits for a slot, so a trajectory keeps its
-  own between turns. With ``--tool-slot`` each action goes to a slot of a tool worker, and each turn is dispatched: that is
-  what a tool with a worker of its own costs. Seconds are from the first dispatch to the last quantum's report, read from
-  the event log; grading and storing come after.
+  every generation and action is in the journal, every quantum is reported and in the event log. The tool costs nothing and is
+  inline (the bare side has none), and no trajectory waits for a slot, so each keeps its slot between turns. With
+  ``--tool-slot`` each action goes to a slot of a tool worker and each turn is dispatched: the cost of a tool on another worker.
+  Seconds are from the first dispatch to the last quantum's report, from the event log; grading and storing come after.
 * *bare*: in the rollout worker, one coroutine per trajectory calls ``engine.generate`` for turn after turn, and appends the
-  same observation tokens at once. With ``--engine vllm`` it calls vLLM's own ``AsyncLLM.generate``, in the event loop that
-  AsyncLLM lives in and past everything of Libra's.
+  same observation tokens at once. With ``--engine vllm`` it calls vLLM's own ``AsyncLLM.generate`` in AsyncLLM's event loop,
+  without any code of Libra.
 
 Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``, ``throughput_ratio_256``,
-``throughput_ratio_tool_slot`` (64 tokens per turn, actions on TOOL slots, unless everything is measured so),
+``throughput_ratio_tool_slot`` (64 tokens per turn, actions on TOOL slots; not with ``--tool-slot``),
 ``break_even_tokens`` (turn length at which the ratio falls below 0.90, interpolated between measured lengths), and
-``scheduler_us_per_quantum`` (CPU of the thread that runs scheduler and client, event log on, less what it takes when
-nothing runs, over generation and action quanta at 16 tokens; building and submitting the graph is in it).
+``scheduler_us_per_quantum`` (CPU of the thread that runs scheduler and client, event log on, less its idle CPU, over generation
+and action quanta at 16 tokens; building and submitting the graph is included).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks import even_words as task
-from benchmarks.report import MIN_PAIRS, Figure, alternate, emit
+from benchmarks.report import Figure, alternate, command_parser, emit
 from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.graph.iteration import iteration_graph
@@ -49,7 +48,7 @@ IDLE_S = 3.0
 
 
 class Side:
-    """A started run whose iterations are only generated, never trained on; a context manager."""
+    """A started run that only generates; a context manager."""
 
     def __init__(
         self, model_dir: Path, runs_dir: Path, tokens: int, options: argparse.Namespace, *, inline: bool
@@ -118,7 +117,7 @@ class Side:
         return float(max(e["t_s"] for e in finished) - min(e["t_s"] for e in mine if e["name"] == "quantum_dispatched"))
 
     def bare_s(self) -> float:
-        """The same trajectories straight on the engine, in its process."""
+        """The same trajectories directly on the engine, in its process."""
         session = self.session
         assert session.client is not None
         workers = session.client.scheduler_info(n_workers=-1)["workers"]
@@ -135,7 +134,7 @@ def thread_seconds(dask_scheduler: Any) -> float:
 
 
 async def idle_share(dask_scheduler: Any) -> float:
-    """Share of a core that this thread takes with nothing to do: heartbeats, Dask's system monitor, samplers."""
+    """Share of a core that this thread takes when idle: heartbeats, Dask's system monitor, samplers."""
     import asyncio
 
     began_s, began_wall_s = time.thread_time(), time.perf_counter()
@@ -144,13 +143,13 @@ async def idle_share(dask_scheduler: Any) -> float:
 
 
 def flush_events(dask_scheduler: Any) -> None:
-    """Bring the event log up to date."""
+    """Flush the event log."""
     for state in dask_scheduler.plugins["libra"].runs.values():
         state.log.flush()
 
 
 async def feed(run: str, concurrent: int, group_size: int, turns: int, k: int, dask_worker: Any) -> float:
-    """Turns of ``concurrent`` trajectories, each as soon as the one before is there; wall seconds."""
+    """Generate ``concurrent`` trajectories, turn after turn; wall seconds."""
     import asyncio
 
     import numpy as np
@@ -158,22 +157,21 @@ async def feed(run: str, concurrent: int, group_size: int, turns: int, k: int, d
     from libra.types import TrajectoryId, TurnRequest
 
     host = dask_worker.plugins[host_name(run)]
+    engine, chat, environment = host.engine.serving.engine, host.quanta.chat, host.context.environment
     rollout = host.spec.config.rollout
     groups = concurrent // group_size
-    asked = [
-        host.chat.prompt_ids(list(host.environment.prompt("train", k * groups + g).messages)) for g in range(groups)
-    ]
+    asked = [chat.prompt_ids(list(environment.prompt("train", k * groups + g).messages)) for g in range(groups)]
     first = [asked[i // group_size] for i in range(concurrent)]
-    observation = host.chat.observation_ids(["y" * host.environment.payload_chars], ended=False)
+    observation = chat.observation_ids(["y" * environment.payload_chars], ended=False)
 
-    llm = getattr(getattr(host.engine, "_core", None), "llm", None)  # the AsyncLLM within a VLLMEngine
+    llm = getattr(getattr(engine, "_core", None), "llm", None)  # the AsyncLLM within a VLLMEngine
 
     async def answer(name: str, turn: int, context: Any, seed: int) -> Any:
         if llm is None:
             request = TurnRequest(
                 name, turn, context, rollout.max_new_tokens, temperature=rollout.temperature, seed=seed
             )
-            return (await host.engine.generate(request)).token_ids
+            return (await engine.generate(request)).token_ids
         return await bare_answer(llm, f"{name}-{turn}", context, seed, rollout)
 
     async def one(g: int) -> None:
@@ -182,20 +180,20 @@ async def feed(run: str, concurrent: int, group_size: int, turns: int, k: int, d
             seed = host.spec.turn_seed(TrajectoryId(k, g // group_size, g % group_size), turn)
             token_ids = await answer(f"bare-{k}-{g}", turn, context, seed)
             context = np.concatenate([context, token_ids, observation])
-        host.engine.forget(f"bare-{k}-{g}")
+        engine.forget(f"bare-{k}-{g}")
 
-    async def everybody() -> float:
+    async def every_trajectory() -> float:
         began_s = time.perf_counter()
         await asyncio.gather(*(one(g) for g in range(concurrent)))
         return time.perf_counter() - began_s
 
     if llm is None:
-        return await everybody()
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(everybody(), host.engine._loop))
+        return await every_trajectory()
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(every_trajectory(), engine._loop))
 
 
 async def bare_answer(llm: Any, name: str, context: Any, seed: int, rollout: Any) -> Any:
-    """Tokens of one turn from vLLM, asked as its users ask it for ids and log-probabilities."""
+    """Tokens of one turn from vLLM's own API, with ids and log-probabilities."""
     import numpy as np
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -219,8 +217,8 @@ async def bare_answer(llm: Any, name: str, context: Any, seed: int, rollout: Any
 def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
     """Turn length below which the ratio is under ``kept``, linear in log length between the two measured around it.
 
-    The shortest measured length where every ratio is at least ``kept``. Where none is, the length at which it would be if
-    a turn cost the same overhead at any length, from the longest one measured.
+    The shortest measured length if every ratio is at least ``kept``. If none is, extrapolated from the longest one, assuming the
+    same overhead per turn at any length.
     """
     lengths = sorted(ratios)
     below = [n for n in lengths if ratios[n] < kept]
@@ -258,11 +256,7 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollout_overhead", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
-    parser.add_argument("--pairs", type=int, default=7, help=f"pairs per turn length, at least {MIN_PAIRS} (default 7)")
+    parser = command_parser("rollout_overhead", __doc__, pairs=7)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="tokens per turn to measure")
     parser.add_argument("--engine", choices=sorted(GOALS), default="transformers", help="engine of the rollout worker")
     parser.add_argument("--concurrent", type=int, default=64)

@@ -97,7 +97,7 @@ def fit() -> Array:
         found = rates(values, seeds=(0,))
         return np.array([np.log(found[cell] / PAPER[cell]) for cell in cells])
 
-    return fit_positive(residuals, START, rounds=25, outlier=1.0, tether=0.02)
+    return fit_positive(residuals, START, outlier=1.0, tether=0.02)
 
 
 def hindcast_figures() -> tuple[dict[str, Figure], list[str]]:

@@ -1,10 +1,10 @@
-"""TRL's own environment, and the process in it that takes training steps on command.
+"""TRL's environment, and its process that takes training steps on command.
 
 Invariants
 ----------
 1. Nothing replaces the torch of that environment: it is installed first and constrained afterwards.
-2. An environment that is there already is used only if it was made of exactly what is wanted now.
-3. Whatever the child generated is counted; a step with another number of tokens is an error.
+2. An existing environment is used only if it was created from exactly the same requirements.
+3. The child's tokens are counted; a step with another number of tokens is an error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Step = dict[str, float]
 
 
 class SideError(LibraError, RuntimeError):
-    """One side of the comparison could not be made, stopped, or did other work than it was asked for."""
+    """One side of the comparison could not start, stopped, or did other work than requested."""
 
 
 def trl_python(environment: Path) -> Path:
-    """Python of TRL's own environment, which is made where it is not there yet (a few minutes, once).
+    """Python of TRL's environment, which is created if it does not exist (a few minutes).
 
     torch is installed first and constrained after, so that nothing replaces it.
 
@@ -79,17 +79,17 @@ def _install(command: list[str]) -> None:
 
 
 class TrlSide:
-    """A child process with TRL's trainer in it, which takes steps when told to; a context manager.
+    """A child process with TRL's trainer, which takes steps on command; a context manager.
 
     Parameters
     ----------
     python : Path
         Of TRL's environment.
     model_dir, log : Path
-        What to train; where the child's standard error goes.
+        The model; the file for the child's standard error.
     threads, seed : int
     extra : list of str
-        Further options of `trl_side`, to try other settings of TRL.
+        Further options of `trl_side`, for other settings of TRL.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class TrlSide:
         return statistics.fmean(step["step_s"] for step in taken)
 
     def close(self) -> None:
-        """End the child; it leaves by itself when its input ends."""
+        """End the child, which exits when its input ends."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.close()
@@ -163,7 +163,7 @@ class TrlSide:
 
 
 def check_tokens(side: str, generated: list[float]) -> None:
-    """SideError unless every step generated what the comparison is about."""
+    """SideError unless every step generated the expected number of tokens."""
     wrong = [int(number) for number in generated if number != TOKENS_PER_STEP]
     if wrong:
         raise SideError(

@@ -2,18 +2,18 @@
 
 Both sides train the same saved model (random Qwen3, 2.4 M parameters, float32) on the same kind of prompts: 16 prompts x
 8 samples a step, 21 prompt tokens each, exactly 32 new tokens each, one AdamW step on the batch, one turn, no reference
-model, the same number of torch threads. TRL 1.16 lives in an environment of its own, which this benchmark makes once,
-with the torch and transformers of Libra's; it is given the settings that were fastest for it here (`trl_side`,
-`README.md`). Libra runs its whole stack as ``libra.train`` does: Dask scheduler, worker processes, event log, journal,
-zarr store, published weights, at eta 0, where every step samples from the weights of the step before.
+model, the same number of torch threads. TRL 1.16 has an environment of its own, which this benchmark creates once, with Libra's
+torch and transformers, and its fastest settings on this task (`trl_side`, `README.md`). Libra runs its whole stack as
+``libra.train`` does: Dask scheduler, worker processes, event log, journal, zarr store, published weights, at eta 0, where every
+step samples from the weights of the step before.
 
 How it is measured
 ------------------
 1. Both sides are started once and warmed up, then take blocks of steps in turns: TRL, Libra, TRL, Libra, ... While one
-   works the other is blocked on a read or has nothing submitted, and uses no CPU.
+   works, the other blocks on a read or has nothing submitted, and uses no CPU.
 2. A side's seconds are wall time of its block over its steps, everything included. For Libra that counts the first
    step's submission, which in a longer run overlaps the step before.
-3. Every step of both sides is checked to have generated 16 x 8 x 32 tokens; one that did not is an error, not a figure.
+3. Every step of both sides must generate 16 x 8 x 32 tokens; any other number is an error.
 4. ``step_time_ratio`` is the median over pairs of TRL's seconds over Libra's.
 """
 
@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import even_words as task
-from benchmarks.report import MIN_PAIRS, Figure, alternate, emit, machine
+from benchmarks.report import MIN_PAIRS, Figure, alternate, command_parser, emit, machine
 from benchmarks.trl_process import (
     TOKENS_PER_STEP,
     TRL_ENVIRONMENT,
@@ -61,10 +61,10 @@ class LibraSide:
     model_dir, runs_dir : Path
     threads, seed : int
     steps : int
-        Iterations it will be asked for in all.
+        Iterations in all.
     block : int
-        Iterations in a block. Nothing past a block is submitted before it is over (the driver looks no further ahead
-        than the next evaluation, which is put there and never asked), so between blocks the cluster is idle.
+        Iterations in a block. An evaluation after each block, whose questions are never requested, keeps the driver from
+        submitting further iterations, so that the cluster is idle between blocks.
     """
 
     def __init__(self, model_dir: Path, runs_dir: Path, *, threads: int, seed: int, steps: int, block: int) -> None:
@@ -115,7 +115,7 @@ class LibraSide:
         self._session.__exit__(kind, error, trace)
 
     def step_seconds(self, steps: int) -> float:
-        """Seconds per step of a block of ``steps`` (a multiple of the block, so that nothing is left running)."""
+        """Seconds per step over ``steps``, a multiple of the block."""
         if steps % self.block:
             raise SideError(
                 f"Libra: {steps} steps are no whole blocks of {self.block}; something would be left running"
@@ -128,13 +128,8 @@ class LibraSide:
         return spent_s / steps
 
 
-def libra_step_seconds(side: LibraSide, steps: int) -> float:
-    """Seconds per step of Libra over a block of ``steps``."""
-    return side.step_seconds(steps)
-
-
 def even_words(completion: str) -> float:
-    """The task's reward in the form that ``libra.train`` takes."""
+    """The task's reward as ``libra.train`` takes it."""
     return task.reward(completion)
 
 
@@ -143,13 +138,13 @@ def _median(steps: list[Step], name: str) -> float:
 
 
 def trl_split(steps: list[Step]) -> str:
-    """Where TRL's seconds go, medians over steps."""
+    """Parts of TRL's seconds, medians over steps."""
     parts = {"generate": "generate_s", "reward and advantage": "score_s", "loss and optimizer": "train_s"}
     return ", ".join(f"{name} {_median(steps, column):.3f}" for name, column in parts.items())
 
 
 def measure_trl(options: argparse.Namespace, python: Path, model_dir: Path, scratch: Path) -> None:
-    """TRL alone: its seconds per step, and what Libra's must be for the issue's bound and the goal."""
+    """TRL alone: its seconds per step, and Libra's that would give a ratio of 1.2 and the goal."""
     with TrlSide(python, model_dir, scratch / "trl.log", threads=options.threads, seed=options.seed) as trl:
         print(f"TRL's side: {trl.versions}")
         trl.step_seconds(WARM_UP_STEPS)
@@ -180,12 +175,12 @@ def compare(options: argparse.Namespace, python: Path, model_dir: Path, scratch:
     ):
         print(f"TRL's side: {trl.versions}")
         trl.step_seconds(max(WARM_UP_STEPS, block))
-        libra_step_seconds(libra, block)
+        libra.step_seconds(block)
         trl.steps_taken.clear()
         libra.steps_taken.clear()
         measured = alternate(
             lambda: trl.step_seconds(block),
-            lambda: libra_step_seconds(libra, block),
+            lambda: libra.step_seconds(block),
             pairs=options.pairs,
             after_pair=lambda i, a, b: say(f"pair {i}: TRL {a:.3f} s, Libra {b:.3f} s, ratio {a / b:.3f}"),
         )
@@ -202,9 +197,7 @@ def compare(options: argparse.Namespace, python: Path, model_dir: Path, scratch:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vs_trl", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
-    parser.add_argument("--pairs", type=int, default=7, help=f"pairs of blocks, at least {MIN_PAIRS} (default 7)")
+    parser = command_parser("vs_trl", __doc__, pairs=7)
     parser.add_argument("--steps", type=int, default=3, help="steps in a block (default 3)")
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="torch threads of each side (default: cores)"

@@ -15,7 +15,6 @@ of each version from another process-local server over a loopback socket.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -28,8 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import MIN_PAIRS, Figure, Pairs, emit
+from benchmarks.random_training import save_random_model
+from benchmarks.report import MIN_PAIRS, Figure, Pairs, command_parser, emit
 from libra.errors import ConfigError
+from libra.events.reports import EngineReport, ServedReport
 from libra.rollout import RolloutEngine, TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.weights import WeightStore
@@ -87,18 +88,10 @@ class Times:
 
 def make_model(size: str, directory: Path) -> str:
     """Save a random model of this size; returns the type of its weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig
 
     family, dtype, shape = SIZES[size]
-    torch.manual_seed(0)
-    kind, configuration = (Qwen3ForCausalLM, Qwen3Config) if family == "qwen3" else (LlamaForCausalLM, LlamaConfig)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        model = kind(configuration(**shape, max_position_embeddings=2048))
-    finally:
-        torch.set_default_dtype(before)
-    model.save_pretrained(directory, max_shard_size="8GB")
+    save_random_model(AutoConfig.for_model(family, **shape, max_position_embeddings=2048), directory, dtype=dtype)
     return dtype
 
 
@@ -139,7 +132,7 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
     dtype = make_model(size, directory / "model")
     replica = Replica(directory / "model", TrainSettings(), dtype=dtype, threads=threads)
     store, generator = WeightStore(directory / "weights"), torch.Generator().manual_seed(1)
-    told: list[tuple[str, dict[str, Any]]] = []
+    reports: list[EngineReport] = []
 
     async def newest() -> Any:
         return store.latest()
@@ -148,7 +141,7 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
         directory / "model",
         build=lambda path, version: build(engine, path, version, dtype, threads),
         newest=newest,
-        tell=lambda kind, **fields: told.append((kind, fields)),
+        report=reports.append,
         store=store,
     )
     times = Times(publish_checked(store, replica, 0, CONTEXT).num_bytes, [], [], [], [], [], [])
@@ -164,16 +157,16 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
             serving.announced = version
             await serving.pull()
             served = time.perf_counter()
-            kind, fields = told[-1]
-            if kind != "served" or len(told) != version + 1:
-                raise ConfigError(f"{size}: version {version} was not served as it should: {told[-1]}")
+            last = reports[-1]
+            if not isinstance(last, ServedReport) or len(reports) != version + 1:
+                raise ConfigError(f"{size}: version {version} was not served as it should: {last}")
             times.stall.append(announced - began)
             times.served.append(served - announced)
-            times.check.append(fields["check"]["check_s"])
-            times.stopped.append(fields["check"]["stopped_s"])
+            times.check.append(last.check.check_s)
+            times.stopped.append(last.check.stopped_s)
             times.memcpy.append(memcpy_s(times.num_bytes))
             fetching = time.perf_counter()
-            await asyncio.to_thread(fetch, version, [server.holder], directory / "fetched", secret="secret")
+            await asyncio.to_thread(fetch, version, [server.address], directory / "fetched", secret="secret")
             times.fetched.append(time.perf_counter() - fetching)
             store.drop(keep_last=3)
             WeightStore(directory / "fetched").drop(keep_last=1)
@@ -184,7 +177,7 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
         f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s; published to served "
         f"{times.median('served'):.3f} s, of which the check {times.median('check'):.3f} s and the engine stopped "
         f"{times.median('stopped'):.3f} s; memcpy {times.median('memcpy'):.3f} s; fetched over loopback in "
-        f"{times.median('fetched'):.3f} s; the check said {told[-1][1]['check']['method']}",
+        f"{times.median('fetched'):.3f} s; the check said {last.check.method}",
         flush=True,
     )
     return times
@@ -192,13 +185,10 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weight_sync", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_parser("weight_sync", __doc__)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--versions", type=int, default=MIN_PAIRS, help=f"versions per model, at least {MIN_PAIRS}")
     parser.add_argument("--threads", type=int, help="torch threads; default: all cores")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
     options = parser.parse_args()
     if options.versions < MIN_PAIRS:
         raise ConfigError(f"--versions: got {options.versions}; type --versions {MIN_PAIRS} or more")

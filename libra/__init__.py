@@ -11,7 +11,8 @@ __all__ = ["RunSummary", "Session", "__version__", "train"]
 
 if TYPE_CHECKING:
     from libra.api import train
-    from libra.driver.session import RunSummary, Session
+    from libra.driver.run_summary import RunSummary
+    from libra.driver.session import Session
 
 
 class _Libra(types.ModuleType):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
-from libra.driver.session import RunSummary, run
+from libra.driver.run_summary import RunSummary
+from libra.driver.session import run
 from libra.envs import Environment, FunctionEnvironment
 from libra.errors import ConfigError
 
@@ -35,50 +36,64 @@ def train(
     resume: bool = False,
     **settings: Any,
 ) -> RunSummary:
-    """Train a model on prompts of yours, graded by a function of yours, with Python functions as its tools.
+    """Train a model on your prompts, graded by your function, with Python functions as its tools.
 
     Parameters
     ----------
     model : str
         A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
     prompts : sequence of str, list of messages, or dict with "prompt" and further columns
-        Required unless ``environment`` is given.
     reward : callable, the name of one, or a list of those
-        ``reward(completion, ...)``: takes by name any of prompt, completion, episode and the columns of a row; returns
-        one finite number. Or one written for TRL (``reward(prompts, completions, **columns) -> list``) or for a rubric of verifiers
-        (``reward(prompt, completion, answer, state, info)``), with a weight as ``{"function": f, "weight": 0.5}``
-        (`libra.envs.rewards.signatures`). Or a name such as "gsm8k", a mapping with "name" and options, or a list of those
-        (`libra.envs.rewards`). Required unless ``environment`` is given.
+        ``reward(completion, ...)`` takes by name any of prompt, completion, episode and the columns of a row, and returns one
+        finite number. Also one written for TRL or verifiers, with a weight as ``{"function": f, "weight": 0.5}``
+        (`libra.envs.rewards.signatures`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`).
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
     environment : Environment, optional
-        Instead of prompts, reward and tools.
+        Replaces prompts, reward and tools. Otherwise prompts and reward are required.
     config : path, optional
         A YAML file to start from.
     score : callable, optional
-        Adds a node of your own to the graph; see ``workflows/custom_reward.py``.
+        Adds your own node to the graph; see ``workflows/custom_reward.py``.
     client : distributed.Client, optional
-        A cluster to use; None: one of local processes is made.
+        A cluster to use; None: one of local processes is started.
     resume : bool
-        Go on with the run of this ``run__name`` and ``run__dir`` from what it committed; everything else as it was.
+        Continue the run of this ``run__name`` and ``run__dir`` from what it committed, with the same other arguments.
     **settings
         Any setting with its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``.
 
     Returns
     -------
     RunSummary
-        Rewards, run directory and checkpoint.
-
-    Raises
-    ------
-    ConfigError
-        A setting or an argument is wrong; the message says which and what to type.
+        Rewards, run directory and checkpoint. ConfigError if a setting or an argument is wrong.
 
     Notes
     -----
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
-    values: dict[str, dict[str, Any]] = {"model": {"path": model}}
+    values = _sections(settings)
+    values.setdefault("model", {})["path"] = settings.get("model__path", model)
+    own = environment is not None or prompts is not None or reward is not None or bool(tools)
+    if own and "environment" in values:
+        raise ConfigError(
+            f"libra.train: environment__{next(iter(values['environment']))} names an environment, and one was given as Python "
+            "objects; leave either out"
+        )
+    checked = config_from_dict(values) if config is None else load_config(config, values=values)
+    typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
+    for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
+        logger.warning("%s", line)
+    if own and environment is None:
+        if prompts is None or reward is None:
+            missing = "prompts" if prompts is None else "reward"
+            raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
+        environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=list(tools), seed=checked.run.seed)
+    return run(checked, environment=environment, score=score, client=client, resume=resume)
+
+
+def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """``section__key=value`` as nested mappings; ConfigError if there is no such section."""
+    values: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, separator, key = name.partition("__")
         if not separator:
@@ -90,19 +105,4 @@ def train(
                 f"libra.train: {name}: there is no section {section!r}; sections are {', '.join(RunConfig.model_fields)}"
             )
         values.setdefault(section, {})[key] = value
-    own = environment is not None or prompts is not None or reward is not None or bool(tools)
-    if own and "environment" in values:
-        raise ConfigError(
-            f"libra.train: environment__{next(iter(values['environment']))} names an environment, and one was given as Python "
-            "objects; leave either out"
-        )
-    checked = config_from_dict(values) if config is None else load_config(config, values=values)
-    typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
-    for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
-        logger.warning("%s", line)
-    if environment is None and (prompts is not None or reward is not None or tools):
-        if prompts is None or reward is None:
-            missing = "prompts" if prompts is None else "reward"
-            raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
-        environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=list(tools), seed=checked.run.seed)
-    return run(checked, environment=environment, score=score, client=client, resume=resume)
+    return values

@@ -9,30 +9,40 @@
     +-- ClusterError(RuntimeError)         Dask, its workers, ports or settings do not fit
     +-- EngineError(RuntimeError)          an inference engine failed
     |   +-- ContextOverflow(ValueError)    a request does not fit the engine's context
-    |   +-- EngineAsleep                   the engine gave its memory to something else; ask another one
+    |   +-- EngineAsleep                   the engine released its memory; use another one
     +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
     |   +-- RewardFault(ValueError)        a reward is not one finite number
-    |   |   +-- RewardTimeout              it did not come in time
-    |   +-- ToolFault                      a tool failed in a way that is not to be shown to the model
-    |   |   +-- ToolTimeout                it did not return in time, and says that this is fatal
+    |   |   +-- RewardTimeout              the reward did not return in time
+    |   +-- ToolFault                      a tool failed in a way that the model must not read
+    |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
-    |   +-- RecordExists(FileExistsError)  somebody else already wrote this record
+    |   +-- Unstorable                     a value has no form in a record; nothing is wrong with the disk
+    |   +-- RecordExists(FileExistsError)  another writer wrote this record first
     |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
+    |   +-- DamagedRun                     files of a run are gone, torn or altered; says which and what to type
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
+    |   +-- NothingToLearn                 no reward of several batches in a row said anything
     |   +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
     |   +-- CheckpointError                a checkpoint cannot be written or read, or is none
-    |   +-- GroupLost                      a member of a process group is gone; its epoch is over
-    |   +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came from a stranger
-    +-- DispatchError(ConnectionError)     rows of a batch did not arrive whole from any holder, or a stranger asked for them
-    +-- LayoutError(ValueError)            rows of a batch that nobody holds, or that lie in two ways at once
-    +-- PlanError(ValueError)              no plan fits what was asked, or what was asked contradicts itself
+    |   +-- GroupLost                      a process group lost a member; its epoch has ended
+    |   +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came without the secret
+    +-- TransportError(ConnectionError)    a connection broke, or its peer does not know the run's secret
+    +-- DispatchError(ConnectionError)     rows of a batch did not arrive whole from any server, or a client had no secret
+    +-- LayoutError(ValueError)            rows of a batch that no worker has, or with two layouts
+    +-- PlanError(ValueError)              no plan fits the request, or the request contradicts itself
 
-Each class also subclasses the built-in that a caller would catch. A message says what, where, what was got, what is
-allowed and what to type.
+Each class also subclasses the built-in that a caller would catch. A message says what, where, the value, the allowed values and
+what to type.
 """
 
 from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors writes in Rust, and has the number in its message only
 
 
 class LibraError(Exception):
@@ -44,7 +54,7 @@ class ConfigError(LibraError, ValueError):
 
 
 class RunDirectoryError(LibraError, FileExistsError):
-    """The run directory already holds a run, or holds none where one was expected."""
+    """The run directory already holds a run, or holds none if one was expected."""
 
 
 class ModelError(LibraError, FileNotFoundError):
@@ -60,11 +70,12 @@ class EngineError(LibraError, RuntimeError):
 
 
 class ContextOverflow(EngineError, ValueError):
-    """A request asks for more tokens than the engine's context holds."""
+    """A request needs more tokens than the engine's context holds."""
 
 
 class EngineAsleep(EngineError):
-    """The engine sleeps, or is about to, while its worker does something else. No fault: the turn is to be generated elsewhere."""
+    """The engine sleeps, or is about to, while its worker has another role. Not a failure: another engine generates the
+    turn."""
 
 
 class EnvironmentFault(LibraError, RuntimeError):
@@ -76,27 +87,36 @@ class RewardFault(EnvironmentFault, ValueError):
 
 
 class RewardTimeout(RewardFault):
-    """A reward function did not return in time. No TimeoutError: Dask cannot send an OSError that is a ValueError too."""
+    """A reward function did not return in time. Not a TimeoutError: Dask cannot send an OSError that is also a
+    ValueError."""
 
 
 class ToolFault(EnvironmentFault):
-    """A tool failed in a way that is not the model's to read. A tool that raises it ends its trajectory as class ``tool``."""
+    """A tool failed in a way that the model must not read. A tool that raises it ends its trajectory as class ``tool``."""
 
 
 class ToolTimeout(ToolFault):
-    """A tool that calls its time-out fatal did not return in time; the trajectory ends as class ``timeout``."""
+    """A tool with a fatal time limit did not return in time; the trajectory ends as class ``timeout``."""
 
 
 class StoreError(LibraError, OSError):
     """A record, group or batch could not be written or read."""
 
 
+class Unstorable(StoreError):
+    """A value has no form in a record, so trying again would fail again. In a trajectory it is that trajectory's failure."""
+
+
 class RecordExists(StoreError, FileExistsError):
-    """Another writer created this record first; whoever sees this has lost the race and must stop."""
+    """Another writer created this record first; the loser of the race must stop."""
 
 
 class FencedOff(StoreError, PermissionError):
-    """A newer start of the run exists; whoever sees this must stop and write nothing more."""
+    """A newer start of the run exists; this process must stop and write nothing more."""
+
+
+class DamagedRun(StoreError):
+    """Files of a run are gone, torn or altered. The message names them in three lines, the last with what to type."""
 
 
 class WeightsError(LibraError, RuntimeError):
@@ -107,12 +127,16 @@ class TrainError(LibraError, RuntimeError):
     """A training step cannot be taken."""
 
 
+class NothingToLearn(TrainError):
+    """As many batches in a row as ``trainer.no_signal_batches`` had no advantage."""
+
+
 class MismatchAlarm(TrainError):
     """Log-probabilities of rollout and trainer, under the same weights, are further apart than ``trainer.mismatch_alarm``."""
 
 
 class CheckpointError(TrainError):
-    """A checkpoint cannot be written or read, is torn, is of another model, or is no checkpoint at all."""
+    """A checkpoint cannot be written or read, is torn, is of another model, or is not a checkpoint."""
 
 
 class GroupLost(TrainError):
@@ -120,16 +144,33 @@ class GroupLost(TrainError):
 
 
 class TransferError(TrainError, ConnectionError):
-    """A connection between replicas broke, was refused, or carried what is no message of ours."""
+    """A connection between replicas broke, was refused, or carried an invalid message."""
+
+
+class TransportError(LibraError, ConnectionError):
+    """An authenticated connection could not be made, broke, or carried a message that is not one of ours."""
 
 
 class DispatchError(LibraError, ConnectionError):
-    """Rows of a batch did not arrive whole from any of their holders, or came from or for somebody without the secret."""
+    """Rows of a batch did not arrive whole from any server, or a peer did not have the secret."""
 
 
 class LayoutError(LibraError, ValueError):
-    """A layout contradicts itself: a row that nobody holds, a row wanted twice, or copies of different sizes."""
+    """A layout contradicts itself: a row that no worker has, a row requested twice, or copies of different sizes."""
 
 
 class PlanError(LibraError, ValueError):
-    """No plan fits what was asked; the message names the constraint and what to change."""
+    """No plan fits the request; the message names the constraint and what to change."""
+
+
+def disk_refusal(path: str | Path, fault: Exception) -> str:
+    """Why ``path`` could not be written, as text that says what to do where the disk is full."""
+    match = _OS_ERROR.search(str(fault))
+    number = fault.errno if isinstance(fault, OSError) and fault.errno else int(match[1]) if match else None
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path}: cannot write: {getattr(fault, 'strerror', None) or fault}"
+    what = "quota exceeded" if number == errno.EDQUOT else "disk full"
+    return (
+        f"{path}: {what}; nothing that was committed is lost. Make space on that file system "
+        f"(df -h {Path(path).parent}), then type libra resume RUN"
+    )

@@ -1,8 +1,8 @@
-"""The end of a causal language model: its output head, and what the architecture does to logits after it.
+"""The end of a causal language model: its output head, and the operations on logits after it.
 
-A forward pass makes (tokens, V) logits. `at_head` takes the hidden states in front of the head instead, so that whoever scores
-can make logits of a few tokens at a time; `after_head` is the rest of the way (caps, scales), found by running the model's own
-code with its layers left out, so that no list of architectures has to be kept.
+A forward pass computes (tokens, V) logits. `at_head` gives the hidden states before the head instead, so that logits of a few
+tokens at a time can be computed. `after_head` is the rest of the model (caps, scales): its own code, run without its layers, so
+that no list of architectures is needed.
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -23,18 +23,19 @@ AfterHead = Callable[[Tensor], Tensor]
 
 
 def at_head(model: Any, make: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
-    """``make`` of the hidden states (N, H) that ``inputs`` have in front of the head of ``model``, rows flattened.
+    """``make`` applied to the hidden states (N, H) before the head of ``model``, rows flattened.
 
-    What is made leaves the model in place of its logits, through all its hooks: a sharded model looks there for gradients.
-    ``make`` is called within the forward pass, when weights that are sharded are whole.
+    The model returns the result in place of its logits, through all its hooks: a sharded model attaches its backward
+    hooks there.
+    ``make`` runs within the forward pass, while sharded weights are gathered.
     """
     made: list[Tensor] = []
 
     def take(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if made:  # what is made may run the end of the model
+        if made:  # ``make`` may run the end of the model
             return None
         hidden_NH = args[0].flatten(0, -2)
-        none_0H = hidden_NH.new_empty(0, hidden_NH.shape[1])  # of its own: a slice would keep all of them
+        none_0H = hidden_NH.new_empty(0, hidden_NH.shape[1])  # a slice would keep hidden_NH alive
         made.append(none_0H)
         made.append(make(hidden_NH))
         return (none_0H,)
@@ -53,23 +54,23 @@ def at_head(model: Any, make: Callable[[Tensor], Tensor], **inputs: Any) -> Tens
 
 
 def head_of(model: Any) -> torch.nn.Linear:
-    """The output head of a transformers causal model; ModelError where it is not one linear map."""
+    """The output head of a transformers causal model; ModelError if it is not one linear map."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(
             f"model: the output head of {type(model).__name__} is {type(head).__name__}; allowed is torch.nn.Linear: "
-            "log-probabilities are made of a few tokens at a time, from its weight"
+            "log-probabilities are computed a few tokens at a time, from its weight"
         )
     return head
 
 
 def after_head(model: Any) -> AfterHead | None:
-    """What ``model`` does to logits after its head; None where that is nothing.
+    """The operations of ``model`` on logits after its head, or None.
 
     Raises
     ------
     ModelError
-        Its head is no linear map, or its layers are no module of their own.
+        Its head is not a linear map, or its layers are not a separate module.
     """
     head = head_of(model)
     after = _end_of(model, head)
@@ -80,12 +81,12 @@ def after_head(model: Any) -> AfterHead | None:
 
 
 def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
-    """The forward pass of ``model`` with its layers left out and its head's logits given."""
+    """The forward pass of ``model`` without its layers, from its head's logits."""
     layers = model.base_model
     if layers is model:
         raise ModelError(
-            f"model: {type(model).__name__} keeps its layers and its head in one module, so that what it does after its head "
-            "cannot be told apart; allowed is a model whose layers are a module of their own (base_model_prefix)"
+            f"model: {type(model).__name__} keeps its layers and its head in one module, so that its operations after the head "
+            "cannot be separated; allowed is a model whose layers are a module of their own (base_model_prefix)"
         )
 
     def after(logits_CV: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
 
 
 class _OnlyHidden:
-    """What layers would have returned: hidden states, and None for whatever else an architecture asks for."""
+    """Output of the layers: hidden states, and None for everything else."""
 
     def __init__(self, hidden_1CH: Tensor) -> None:
         self.last_hidden_state = hidden_1CH
@@ -113,7 +114,7 @@ class _OnlyHidden:
 
 @contextmanager
 def _forward(module: Any, instead: Callable[..., Any]) -> Iterator[None]:
-    """``module.forward`` is ``instead`` in here; hooks of the module still run."""
+    """Replace ``module.forward`` by ``instead``; hooks of the module still run."""
     own = module.__dict__.get("forward")
     module.forward = instead
     try:

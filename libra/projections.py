@@ -1,7 +1,7 @@
-"""Random projections of linear layers: what a layer does to a vector that a seed and its name decide.
+"""Random projections of linear layers: outputs for inputs that a seed and the layer's name determine.
 
-Trainer and engine compute the same few numbers of each layer, each from the weights as it holds them, and never exchange a
-tensor. The convention, for the layer whose weight is called ``name`` in a Hugging Face state dict:
+Trainer and engine compute the same few numbers of each layer from their own weights, and exchange no tensor. The convention, for
+the layer whose weight is ``name`` in a Hugging Face state dict:
 
 * the generator is ``numpy.random.default_rng((seed, crc32(name)))``;
 * a linear layer with d inputs: x is ``standard_normal(d, float32) / sqrt(d)``, cast to the type served, and y = W x (no
@@ -31,11 +31,11 @@ NUM_PROJECTIONS = 8
 NUM_ROWS = 64
 """Token ids whose embeddings are averaged."""
 EMBEDDING_ENDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-"""Names of input embeddings: tables whose rows are looked up."""
+"""Endings of the names of input embeddings."""
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a weight of this name is an input embedding, not the matrix of a linear layer."""
+    """Whether a weight is an input embedding, not the matrix of a linear layer."""
     return name.endswith(EMBEDDING_ENDINGS)
 
 
@@ -45,17 +45,17 @@ def generator_of(seed: int, name: str) -> np.random.Generator:
 
 
 def draw_input(generator: np.random.Generator, inputs: int) -> NDArray[np.float32]:
-    """The vector pushed through a linear layer (inputs,)."""
+    """The input of a linear layer (inputs,)."""
     return generator.standard_normal(inputs, dtype=np.float32) / np.float32(math.sqrt(inputs))
 
 
 def draw_rows(generator: np.random.Generator, rows: int) -> NDArray[np.int64]:
-    """The token ids looked up in an embedding (64,)."""
+    """The token ids for an embedding (64,)."""
     return generator.integers(0, rows, NUM_ROWS)
 
 
 def numbers_of(generator: np.random.Generator, output: Tensor) -> tuple[float, ...]:
-    """The 8 numbers of an output (n,), or of looked-up rows (64, n), whose generator has given its input already."""
+    """The 8 numbers of an output (n,), or of embedding rows (64, n); the generator has drawn the input before."""
     y = output.detach().to(torch.float64).cpu().numpy()
     if y.ndim == 2:
         y = y.mean(0)
@@ -86,7 +86,7 @@ def _apply(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Ten
 def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple[float, ...]]:
     """The numbers of every layer of a state dict, each matrix multiplied as it is; the reference for engines.
 
-    ``tensors`` has tied weights under every name they have; what is not a matrix is left out.
+    ``tensors`` has tied weights under all their names; only matrices count.
     """
     found = {}
     for name, tensor in tensors.items():

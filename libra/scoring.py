@@ -1,7 +1,7 @@
-"""Log-probabilities of one sequence, computed alone and without a cache: the one way of scoring that trainer and engine share.
+"""Log-probabilities of one sequence, computed alone and without a cache, for trainer and engine alike.
 
-The same weights, tokens, thread count and machine give the same bits, wherever the model lives: there is no batch whose shape
-could change the order of a sum, no padding, no cache, and the attention is torch's scaled dot product.
+The same weights, tokens, thread count and machine give the same bits in every process: there is no batch whose shape could change
+the order of a sum, no padding, no cache, and attention is torch's scaled dot product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from libra.heads import after_head, at_head, head_of
 
 CHUNK_TOKENS = 1024
-"""Tokens whose logits are there at once. Not a setting: trainer and engine have to cut at the same places."""
+"""Tokens whose logits are in memory at once. Not a setting: trainer and engine must cut at the same places."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Named tensors: which of them share storage, and one content digest that trainer, registry and engines agree on."""
+"""Named tensors: shared storage, and the content digest that trainer, registry and engines agree on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 def compute_device(wanted: str) -> torch.device:
-    """Where this process computes: ``auto`` is its first GPU where it sees one (CUDA_VISIBLE_DEVICES), else the CPU.
+    """The device of this process: ``auto`` is its first visible GPU (CUDA_VISIBLE_DEVICES), else the CPU.
 
     Raises
     ------
     ConfigError
-        A GPU is asked for by name, and torch sees none.
+        ``cuda`` is requested, and torch sees no GPU.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -35,10 +35,9 @@ def compute_device(wanted: str) -> torch.device:
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every storage once, and for each name left out the name that holds the same elements.
+    """Every storage once under its first name, and for each other name (alias) that first name.
 
-    The first name in the order of ``tensors`` keeps the elements; in a Hugging Face state dict that is the input
-    embedding, and ``lm_head.weight`` is the alias.
+    In a Hugging Face state dict the input embedding is first, and ``lm_head.weight`` is the alias.
     """
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -56,7 +55,7 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Hexadecimal blake2b-128 over names, dtypes, shapes and elements, in the order of the names.
 
-    Tied names are hashed once (see `untied`), so a tied model has the digest of what is written to disk.
+    Tied names are hashed once (see `untied`), so a tied model has the digest of its file.
     """
     kept, _ = untied(tensors)
     state = hashlib.blake2b(digest_size=16)

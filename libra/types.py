@@ -1,14 +1,14 @@
 """Value types shared by every part of Libra. Nothing here does I/O, reads a clock, or imports torch or dask.
 
 The hierarchy is run > iteration > group (one prompt, G samples) > trajectory > turn (one generation, then at most one
-round of tool calls). A *quantum* is what a trajectory does in one go on one worker: a generation (ROLLOUT slot) or an
-action (TOOL slot). A *version* is a number given to weights, 0 for those the run started from.
+round of tool calls). A *quantum* is one uninterrupted piece of work of a trajectory on one worker: a generation (ROLLOUT slot) or
+an action (TOOL slot). A *version* is the number of published weights; version 0 is what the run started from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class Phase(StrEnum):
-    """What a trajectory needs next, which is also the Dask resource its quantum takes one slot of."""
+    """What a trajectory needs next: the Dask resource of which its quantum takes one slot."""
 
     ROLLOUT = "ROLLOUT"
     TOOL = "TOOL"
@@ -41,30 +41,30 @@ class EndReason(StrEnum):
 
 
 class Boundary(StrEnum):
-    """On which side of which boundary something went wrong. Every failure belongs to exactly one."""
+    """Failure boundaries. Every failure belongs to exactly one."""
 
-    INFRASTRUCTURE = "infrastructure"  # machines, processes, engines: nobody's answer
-    TIMEOUT = "timeout"  # a time limit of a tool or a grader passed, and its environment calls that fatal
-    TOOL = "tool"  # what the model acts on: tools and environment
+    INFRASTRUCTURE = "infrastructure"  # machines, processes, engines
+    TIMEOUT = "timeout"  # a tool or a grader exceeded its time limit, and its environment calls that fatal
+    TOOL = "tool"  # tools and environment
     GRADER = "grader"
-    POLICY = "policy"  # the model; the only one that enters the gradient
+    POLICY = "policy"  # the model; only these failures enter the gradient
 
 
 class FailureClass(StrEnum):
     """What went wrong in a trajectory; ``docs/failures.md`` is the table. Only ``none`` and ``policy`` enter the gradient."""
 
     NONE = "none"
-    POLICY = "policy"  # the model's own doing: malformed calls to the end, cut by length, too many turns
-    TOOL = "tool"  # a tool failed in a way that is not to be shown to the model
-    TIMEOUT = "timeout"  # the same by time, or the grader did not return
-    ENVIRONMENT = "environment"  # it gave no prompt, one that does not fit, or could not read the model's text
+    POLICY = "policy"  # caused by the model: malformed calls to the end, cut by length, too many turns
+    TOOL = "tool"  # a tool failed in a way that the model must not read
+    TIMEOUT = "timeout"  # a tool exceeded a fatal time limit, or the grader did not return
+    ENVIRONMENT = "environment"  # no prompt, one that does not fit, or its parser failed
     REWARD = "reward"  # the grader raised, or returned no finite number
     ENGINE = "engine"
     WORKER = "worker"  # three processes died under the same quantum
 
     @property
     def boundary(self) -> Boundary | None:
-        """The one boundary this class belongs to; None where nothing failed."""
+        """The boundary of this class; None if nothing failed."""
         return _BOUNDARIES[self]
 
     @property
@@ -74,9 +74,9 @@ class FailureClass(StrEnum):
 
     @property
     def keeps_records(self) -> bool:
-        """Whether another attempt goes on from the quanta committed so far, instead of from the prompt.
+        """Whether another attempt continues from the committed quanta, instead of from the prompt.
 
-        So for what cannot be the doing of the tokens themselves. After a lost worker that was tried already, thrice.
+        Only for failures that the tokens cannot cause. A quantum whose worker died was already tried three times.
         """
         return self is FailureClass.ENGINE
 
@@ -94,7 +94,7 @@ _BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
 
 
 class ToolStatus(StrEnum):
-    """How one tool call came back. All of these are shown to the model; none ends the trajectory, unless its tool says so."""
+    """How one tool call returned. The model reads all of these; none ends the trajectory, unless its tool is fatal."""
 
     OK = "ok"
     ERROR = "error"  # the tool raised, or reported an error of its own
@@ -104,26 +104,26 @@ class ToolStatus(StrEnum):
 
 
 NO_TOOL: Final = ""
-"""In place of a `ToolStatus` where no tool came back: after a generation alone, and in a trajectory's last turn."""
+"""In place of a `ToolStatus` if no tool returned: after a generation alone, and in a trajectory's last turn."""
 
 ToolOutcome = ToolStatus | Literal[""]
-"""How a turn's tools came back, or `NO_TOOL`. Every log, store, trace and policy has these words and no others."""
+"""How a turn's tools returned, or `NO_TOOL`. Logs, stores, traces and policies have these words and no others."""
 
 _OUTCOMES: Mapping[str, ToolOutcome] = {NO_TOOL: NO_TOOL, **{str(status): status for status in ToolStatus}}
 
 
 def tool_outcome(word: str) -> ToolOutcome:
-    """The outcome that a word of Libra's own files means; ValueError where it is none."""
+    """The outcome by its word in Libra's files; ValueError for any other word."""
     try:
         return _OUTCOMES[word]
     except KeyError:
         raise ValueError(
-            f"status {word!r} is no tool outcome; allowed are {', '.join(ToolStatus)}, and nothing where no tool came back"
+            f"status {word!r} is not a tool outcome; allowed are {', '.join(ToolStatus)}, and nothing if no tool returned"
         ) from None
 
 
 def turn_outcome(statuses: Iterable[ToolStatus]) -> ToolOutcome:
-    """One outcome for all calls of a turn: that of the first that is not `ToolStatus.OK`; `NO_TOOL` where there was no call."""
+    """One outcome for all calls of a turn: the first that is not `ToolStatus.OK`; `NO_TOOL` without calls."""
     outcome: ToolOutcome = NO_TOOL
     for status in statuses:
         if status is not ToolStatus.OK:
@@ -146,7 +146,7 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question: what the model sees, and what only the grader knows.
+    """One question: messages for the model, and facts for tools and grader.
 
     Attributes
     ----------
@@ -165,7 +165,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call parsed from generated text. ``error`` is set, and the rest empty, where the text was malformed."""
+    """One call parsed from generated text. For malformed text ``error`` is set, and the rest is empty."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -174,9 +174,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """What one call gave back. ``content`` is what the model reads; ``latency_s`` is wall time of the call.
+    """Result of one call. The model reads ``content``; ``latency_s`` is wall time of the call.
 
-    ValueError where ``status`` is no `ToolStatus`: whatever it says goes to logs, stores and forecasts.
+    ValueError if ``status`` is not a `ToolStatus`: logs, stores and forecasts depend on it.
     """
 
     tool: str
@@ -195,7 +195,7 @@ class ToolReturn:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One generation asked of an engine.
+    """One generation requested from an engine.
 
     Attributes
     ----------
@@ -229,7 +229,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TurnOutput:
-    """What an engine generated for one request; all arrays have one entry per new token (T,).
+    """The generation for one request; all arrays have one entry per new token (T,).
 
     Attributes
     ----------
@@ -240,7 +240,7 @@ class TurnOutput:
         Version of the weights that produced the token, and of those that produced the KV cache it attended to.
     stop_reason : StopReason
     cached_tokens : int
-        Context tokens whose KV was already there.
+        Context tokens whose KV was cached.
     queued_s, busy_s : float
         Wall seconds before the first forward pass, and from then to the end.
     """
@@ -273,7 +273,7 @@ class StepSeconds:
     num_steps : int
         Passes behind the fit.
     error_frac : float
-        Mean of abs(predicted / measured - 1) over passes that were not fitted, up to eight in a row added up.
+        Mean of abs(predicted / measured - 1) over passes outside the fit, in sums of up to eight consecutive passes.
     """
 
     fixed_s: float
@@ -284,7 +284,8 @@ class StepSeconds:
     error_frac: float
 
     def step_s(self, sequences: float, context_tokens: float, prefill_tokens: float = 0.0) -> float:
-        """Seconds of a pass over ``sequences`` running sequences with ``context_tokens`` in all, and so much prefill."""
+        """Seconds of a pass over ``sequences`` running sequences with ``context_tokens`` in all, and ``prefill_tokens``
+        to prefill."""
         return (
             self.fixed_s
             + self.sequence_s * sequences
@@ -295,12 +296,12 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What an engine can hold and how fast it is, as the engine itself declares it.
+    """Memory and speed of an engine, as the engine declares them.
 
     Attributes
     ----------
     kv_tokens : int
-        Tokens of KV that it holds for all its trajectories together.
+        Capacity of its KV memory, for all trajectories together.
     kv_bytes, kv_token_bytes : int
         Bytes of that memory, and of one token in it, all layers and all tensor-parallel ranks together.
     slots : int
@@ -310,7 +311,7 @@ class EngineCapacity:
     steps : StepSeconds or None
         Measured seconds of its passes; None before enough of them ran.
     max_context_tokens : int
-        Longest context of one trajectory; 0: not known.
+        Longest context of one trajectory; 0: unknown.
     """
 
     kv_tokens: int
@@ -323,18 +324,23 @@ class EngineCapacity:
 
     @classmethod
     def from_declaration(cls, declared: Mapping[str, Any]) -> EngineCapacity:
-        """From the fields of `libra.events.EngineDeclared`; others are left alone."""
+        """From the fields of `libra.events.EngineDeclared`; others are ignored."""
         steps = None
         if declared["fixed_s"] is not None:
             steps = StepSeconds(**{each.name: declared[each.name] for each in fields(StepSeconds)})
         return cls(**{each.name: int(declared[each.name]) for each in fields(cls) if each.name != "steps"}, steps=steps)
 
+    def declaration(self) -> dict[str, Any]:
+        """The flat fields that `from_declaration` reads; those of ``steps`` are None before any were measured."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "steps"}
+        if self.steps is not None:
+            return own | asdict(self.steps)
+        return own | {each.name: None for each in fields(StepSeconds)} | {"num_steps": 0}
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a finished trajectory: the text generated (``num_tokens`` tokens, ``token_ids``), its calls, and what they
-    returned.
-    """
+    """One turn of a finished trajectory: the generated text (``num_tokens`` tokens, ``token_ids``), its calls and their results."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -354,7 +360,7 @@ class Episode:
 
     @property
     def answer(self) -> str:
-        """Text of the last turn, empty where there is none."""
+        """Text of the last turn, or empty."""
         return self.turns[-1].text if self.turns else ""
 
     @property
@@ -376,9 +382,9 @@ class Trajectory:
         One flat, JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens, generated_tokens,
         observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, text_chars, payload_chars.
     reward : float
-        NaN where the failure class is not one that trains.
+        NaN for failure classes that do not train.
     retried : str
-        Failure classes of the attempts before this one, in order, joined by commas; empty: the first attempt is this one.
+        Failure classes of earlier attempts, in order, joined by commas; empty: this is the first attempt.
     """
 
     trajectory_id: TrajectoryId
@@ -409,5 +415,5 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest weight version among generated tokens, -1 where nothing was generated."""
+        """Oldest weight version among generated tokens, -1 without any."""
         return int(self.weight_version[self.is_action].min()) if self.is_action.any() else -1

@@ -1,1 +1,1 @@
-"""The command line: ``libra run | config | inspect | doctor``."""
+"""The command line: ``libra run``, ``plan``, ``doctor``, ...; `libra.cli.main` lists them."""

@@ -20,9 +20,7 @@ def calibrate_command(paths: tuple[Path, ...], *, gpu: str | None, save: Path | 
     """Calibrate from a run directory, or from profile files and directories of them; see `libra.cli.main`."""
     if len(paths) == 1 and (paths[0] / "events.jsonl").is_file():
         if gpu is not None:
-            raise ConfigError(
-                f"--gpu {gpu}: it is for profiles; {paths[0]} is a run, which tells its own speed; leave --gpu out"
-            )
+            raise ConfigError(f"--gpu {gpu}: it is for profiles, and {paths[0]} is a run; leave --gpu out")
         _from_run(paths[0], save, as_json)
         return
     profiles = _profiles(paths)
@@ -55,7 +53,7 @@ def _profiles(paths: tuple[Path, ...]) -> list[Profile]:
             here = read_profiles(path, relative_to=path.parent)
             if not here:
                 raise ConfigError(
-                    f"{path}: its columns are those of no known profile; allowed are Vidur's and Frontier's CSV files and "
+                    f"{path}: its columns match no known profile format; allowed are Vidur's and Frontier's CSV files and "
                     "Sailor's JSON, see docs/hardware.md"
                 )
             found += here
@@ -88,7 +86,7 @@ def _from_run(run_dir: Path, save: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(json.loads(found.to_json())))
         return
     click.echo("\n".join(_run_lines(found)))
-    use = "simulation.calibration=FILE of libra simulate and planner.calibration=FILE of libra plan take it"
+    use = "use it with simulation.calibration=FILE (libra simulate) or planner.calibration=FILE (libra plan)"
     click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
 
 
@@ -99,9 +97,9 @@ def _between_s(engine: EngineOfRun) -> float:
 def _run_lines(found: RunCalibration) -> list[str]:
     declared = all(engine.declared for engine in found.engines)
     how = (
-        "as its engines declared their passes"
+        "by the declared capacity of its engines"
         if declared
-        else "fitted to its generations, for no engine declared its seconds"
+        else "fitted to its generations, as no engine declared its seconds"
     )
     lines = [
         f"{found.model} (sizes {found.digest[:12] or 'unknown'}), {how}",
@@ -127,7 +125,7 @@ def _run_lines(found: RunCalibration) -> list[str]:
             f"error {100 * trainer.error_frac:.1f}%; publishing {1e3 * found.update_s:.1f} ms, loading {1e3 * found.load_s:.1f} ms"
         )
     lines.append(
-        "Errors are of parts of the run that were not fitted. wall: seconds of turns over those of their passes. between: seconds "
-        "of a generation on its way and on the worker, outside the engine."
+        "Errors are measured on parts of the run left out of the fit. wall: seconds of turns over those of their passes. between: "
+        "seconds of a generation outside the engine, in transport and on the worker."
     )
     return lines

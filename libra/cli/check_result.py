@@ -1,4 +1,4 @@
-"""What a check of `libra doctor` is."""
+"""The result of a check of `libra doctor`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """One check.
 
     Attributes
     ----------
     name : str
-        What was looked at.
+        What was checked.
     state : "ok", "warn" or "fail"
-        "fail": a run cannot work or would be wrong; "warn": it works, and this may surprise.
+        "fail": a run cannot work or would be wrong; "warn": it works with a limitation.
     detail : str
         What was found.
     advice : str
-        What to type; empty where all is well.
+        What to type; empty if the check passed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`libra doctor`: what a run needs, what is wrong, and what to type."""
+"""`libra doctor`: every check of this machine and of a cluster, and what to type where one fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     checks = list(machine_checks(config, local_cluster=scheduler is None))
     if scheduler is not None:
         return [*checks, *cluster_checks(scheduler, config)]
-    detail = f"a run makes its own local cluster and sets the {len(SETTINGS)} settings it needs"
+    detail = f"a run starts its own local cluster with the {len(SETTINGS)} settings it needs"
     return [*checks, Check("Dask settings", "ok", detail)]
 
 
@@ -47,4 +47,5 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
     console.print(table)
     count = {state: sum(check.state == state for check in checks) for state in _STYLE}
     worst = next(state for state in ("fail", "warn", "ok") if count[state] or state == "ok")
-    console.print(Text(f"{count['ok']} ok, {count['warn']} to know about, {count['fail']} to mend", _STYLE[worst]))
+    warnings = f"{count['warn']} warning{'s' * (count['warn'] != 1)}"
+    console.print(Text(f"{count['ok']} passed, {warnings}, {count['fail']} failed", _STYLE[worst]))

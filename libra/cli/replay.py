@@ -1,11 +1,11 @@
-"""``libra replay``: a run's decisions taken again from its event log, and where one of them came from."""
+"""``libra replay``: repeats a run's decisions from its event log, and shows what led to one of them."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from libra.cli.replay_text import NAMES, Subject, concerns, event_text, subject_
 from libra.errors import ConfigError, RunDirectoryError, StoreError
 from libra.policy import OpenBatch
 from libra.policy.log_replay import Told, replay
-from libra.store.event_log import from_last_snapshot
-from libra.store.line_log import LineReader
+from libra.store.event_log import EventReader, from_last_snapshot
 
 MAX_SHOWN = 60
 """Lines of history printed for one subject; the oldest are left out first."""
@@ -26,7 +25,7 @@ MAX_SHOWN = 60
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What a replay came to."""
+    """The result of a replay."""
 
     events: int = 0
     first_line: int = 0
@@ -37,7 +36,7 @@ class ReplayResult:
     cut: Told | None = None
     torn: bool = False
     asked: dict[int, Told] = field(default_factory=dict)  # by line of the decision
-    decision_lines: list[int] = field(default_factory=list)  # kept only where a decision is asked for
+    decision_lines: list[int] = field(default_factory=list)  # kept only for --decision
 
     def add(self, told: Told, decisions: Sequence[int]) -> None:
         """Count one event with its commands."""
@@ -59,16 +58,20 @@ class ReplayResult:
 def replay_run(
     run_dir: Path, *, from_snapshot: bool, keys: Sequence[str], decisions: Sequence[int], as_json: bool
 ) -> bool:
-    """Print what a replay of ``run_dir`` comes to; whether every decision was reproduced."""
+    """Print the result of a replay of ``run_dir``; True if every decision was reproduced.
+
+    For ``keys`` alone the log is only read, and nothing is replayed.
+    """
     if as_json and (keys or decisions):
-        raise click.UsageError("--json gives the result as a whole; leave it out with --key and --decision")
+        raise click.UsageError("--json prints the whole result; leave it out with --key and --decision")
     path = event_log_path(run_dir)
+    if keys and not decisions:
+        click.echo("\n\n".join("\n".join(_history_of_key(lambda: _reader(path, from_snapshot), key)) for key in keys))
+        return True
     reader = _reader(path, from_snapshot)
     outcome = _outcome(reader, decisions)
     if not outcome.events:
-        raise StoreError(
-            f"{path}: holds no event; the run died before anything reached it, so there is nothing to replay"
-        )
+        raise StoreError(f"{path}: no event; the run died before its first one, so there is nothing to replay")
     if as_json:
         click.echo(json.dumps(_as_json(path, outcome)))
     else:
@@ -99,28 +102,28 @@ def event_log_path(run_dir: Path) -> Path:
             hint = f"did you mean {run_dir.parent / near[0]}?"
         raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
     if (run_dir / "config.resolved.yaml").is_file():
-        hint = "its event log is gone, or it ran with observe.event_log=false, which leaves nothing to replay"
-    raise RunDirectoryError(f"{run_dir}: holds no events.jsonl; {hint}")
+        hint = "its event log was removed, or it ran with observe.event_log=false"
+    raise RunDirectoryError(f"{run_dir}: no events.jsonl; {hint}")
 
 
-def _reader(path: Path, from_snapshot: bool) -> LineReader:
+def _reader(path: Path, from_snapshot: bool) -> EventReader:
     if not from_snapshot:
-        return LineReader(path)
+        return EventReader(path)
     reader = from_last_snapshot(path)
     if reader is None:
-        raise ConfigError(f"--from-snapshot: {path} holds no snapshot; leave the option out")
+        raise ConfigError(f"--from-snapshot: {path} has no snapshot; leave the option out")
     return reader
 
 
-def _parsed(reader: LineReader) -> Iterator[tuple[int, events.Event]]:
-    for line, values in reader:
+def _parsed(reader: EventReader, words: Sequence[bytes] = ()) -> Iterator[tuple[int, events.Event]]:
+    for line, values in reader.with_any(words):
         try:
             yield line, events.from_dict(values)
         except StoreError as error:
             raise StoreError(f"{reader.path}, line {line}: {error}") from error
 
 
-def _outcome(reader: LineReader, decisions: Sequence[int]) -> ReplayResult:
+def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
     outcome = ReplayResult()
 
     def counted() -> Iterator[tuple[int, events.Event]]:
@@ -146,25 +149,23 @@ def _outcome(reader: LineReader, decisions: Sequence[int]) -> ReplayResult:
 def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     total = outcome.commands.total()
     since = f" from line {outcome.first_line}, the last snapshot," if outcome.first_line > 1 else ""
-    lines = [f"{path}: {outcome.events:,} events{since} hold {total:,} decisions."]
+    lines = [f"{path}: {outcome.events:,} events{since} with {total:,} decisions."]
     kinds = ", ".join(f"{outcome.commands[name]:,} {words}" for name, words in NAMES.items() if outcome.commands[name])
     if kinds:
         lines.append(f"  {kinds}; {outcome.snapshots} snapshots compared on the way")
     if outcome.torn:
-        lines.append("The last line is torn (its writer died, or is writing) and was left out.")
+        lines.append("The last line is incomplete (its writer died, or is writing) and was left out.")
     if outcome.cut is not None:
-        lines.append(
-            f"The log breaks off after line {outcome.cut.line}: the answers to that event had not all been written."
-        )
+        lines.append(f"The log ends after line {outcome.cut.line}, before all decisions on that event were written.")
     difference = outcome.first_difference
     if difference is None:
         lines.append("Every decision was reproduced.")
-        lines.append(f"Where did one come from? Type libra replay {run_dir} --key KEY, or --decision LINE.")
+        lines.append(f"To see what led to one, type libra replay {run_dir} --key KEY, or --decision LINE.")
         return lines
-    lines.append(f"{outcome.differing:,} events have another answer now. The first is in line {difference.line}:")
-    lines.append(f"  told: {event_text(difference.event)}")
+    lines.append(f"{outcome.differing:,} events lead to other decisions now. The first is in line {difference.line}:")
+    lines.append(f"  event: {event_text(difference.event)}")
     lines.append(f"  {difference.difference}")
-    lines.append("What follows may differ only because this one does.")
+    lines.append("Later ones may differ only because this one does.")
     return lines
 
 
@@ -191,47 +192,66 @@ def _near(line: int, outcome: ReplayResult) -> str:
     before = [known for known in outcome.decision_lines if known < line][-1:]
     after = [known for known in outcome.decision_lines if known > line][:1]
     if not before and not after:
-        return "it holds no decision at all"
+        return "it has no decision"
     return f"the nearest are in {' and '.join(f'line {known}' for known in (*before, *after))}"
 
 
-def _origin(reader: LineReader, line: int, told: Told) -> Iterator[str]:
+def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
     (entry,) = (entry for entry in told.logged if entry.line == line)
     command, before = entry.command, entry.before
     subject = subject_of(command)
     yield f"Line {line}: {NAMES[type(command).__name__].removesuffix('s')} of {subject_text(subject)}"
     if hasattr(command, "priority"):
-        yield f"  before: {list(before) if before is not None else 'no place yet'}"
+        yield f"  before: {list(before) if before is not None else 'no priority yet'}"
         yield f"  after:  {list(command.priority)} (iteration, level, order; smaller goes first)"
     if isinstance(command, OpenBatch):
         yield f"  members: {', '.join(f'group {g} of iteration {i}' for i, g in command.members)}"
     yield f"  reason: {command.reason}"
-    yield f"  taken when told, in line {told.line}: {event_text(told.event)}"
+    yield f"  event:  line {told.line}, {event_text(told.event)}"
     same = command in told.now
-    yield "  taken again now: the same" if same else f"  taken again now: differently; {told.difference}"
-    yield "  what led to it:"
+    yield "  replay: the same decision" if same else f"  replay: another decision; {told.difference}"
+    yield "  history:"
     yield from _history(reader, subject, members=getattr(command, "members", ()), last=line)
 
 
-def _history_of_key(reader: Any, name: str) -> Iterator[str]:
-    subject, near = _find(reader(), name)
+_ABOUT_ALL = (events.RunStarted, events.VersionPublished)
+_ABOUT_GATES = (events.GateParked, events.GateOpened, events.BatchParked, events.BatchOpened, events.GroupCommitted)
+
+
+def _words(name: str) -> tuple[bytes, ...]:
+    """What the lines about a trajectory, gate or batch contain, as `_find` takes its name."""
+    kinds = [f'"name":"{kind.name}"'.encode() for kind in (*_ABOUT_ALL, *_ABOUT_GATES)]
+    return tuple(kinds) if name.startswith(("gate-", "batch-")) else (name.encode(errors="replace"), *kinds[:1])
+
+
+def _history_of_key(reader: Callable[[], EventReader], name: str) -> Iterator[str]:
+    words = _words(name)
+    subject, near = _find(reader(), name, words)
+    if subject is None:
+        words = ()
+        subject, near = _find(reader(), name)
     if subject is None:
         hint = f"did you mean {near}?" if near else "type e.g. --key train-0-0-0, --key gate-0 or --key batch-0"
-        raise ConfigError(f"--key {name}: the event log knows no such trajectory, gate or batch; {hint}")
+        raise ConfigError(f"--key {name}: no such trajectory, gate or batch in the event log; {hint}")
     members: tuple[tuple[int, int], ...] = ()
     if subject[0] == "batch":
-        for _, event in _parsed(reader()):
+        for _, event in _parsed(reader(), words):
             if isinstance(event, events.BatchOpened) and event.batch == subject[1]:
-                members = event.members
+                members = event.members or members
     yield f"{subject_text(subject)[0].upper()}{subject_text(subject)[1:]}"
-    yield from _history(reader(), subject, members=members)
+    yield from _history(reader(), subject, members=members, words=words)
 
 
 def _history(
-    reader: LineReader, subject: Subject, *, members: tuple[tuple[int, int], ...], last: int | None = None
+    reader: EventReader,
+    subject: Subject,
+    *,
+    members: tuple[tuple[int, int], ...],
+    last: int | None = None,
+    words: Sequence[bytes] = (),
 ) -> Iterator[str]:
     found: list[str] = []
-    for line, event in _parsed(reader):
+    for line, event in _parsed(reader, words):
         if last is not None and line > last:
             break
         if concerns(event, subject, members):
@@ -241,10 +261,10 @@ def _history(
     yield from found[-MAX_SHOWN:]
 
 
-def _find(reader: LineReader, name: str) -> tuple[Subject | None, str]:
-    """What ``name`` means in this log, or the nearest name there is."""
+def _find(reader: EventReader, name: str, words: Sequence[bytes] = ()) -> tuple[Subject | None, str]:
+    """The subject that ``name`` means in this log, or the nearest name in it."""
     known: dict[str, Subject] = {}
-    for _, event in _parsed(reader):
+    for _, event in _parsed(reader, words):
         key = getattr(event, "key", "")
         if key and key not in known:
             parsed = keys.parse(key)

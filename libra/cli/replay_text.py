@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from libra import events
 from libra.policy import Command, OpenBatch, OpenGate, Place, Prefer, SetPriority
+from libra.untrusted import shown_line
+
+MAX_EVENT_CHARS = 3000
+"""Longest sentence of one event; the detail of a failure has at most 2,000."""
 
 Subject = tuple[str, str | int]
 """What a decision is about: ("trajectory", key), ("gate", iteration) or ("batch", step)."""
 
 NAMES = {
-    "SetPriority": "places in the order",
-    "Prefer": "expected lengths",
-    "Place": "slots given",
+    "SetPriority": "priorities",
+    "Prefer": "bucket preferences",
+    "Place": "dispatches",
     "OpenGate": "gate openings",
     "OpenBatch": "batch openings",
 }
-"""What each command is called, in the plural."""
+"""The name of each command, in the plural."""
 
 
 def subject_of(command: Command) -> Subject:
-    """What a command is about."""
+    """The subject of a command."""
     match command:
         case SetPriority(key=key) | Prefer(key=key) | Place(key=key):
             return "trajectory", key
@@ -30,14 +34,14 @@ def subject_of(command: Command) -> Subject:
 
 
 def subject_text(subject: Subject) -> str:
-    """The subject as it is read."""
+    """The subject in words."""
     kind, which = subject
     words = {"gate": f"iteration {which}", "batch": f"batch {which}"}
     return words.get(kind, str(which))
 
 
 def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, int], ...]) -> bool:
-    """Whether an event is part of the story of a subject; ``members`` are the groups of a batch."""
+    """Whether an event belongs to the history of a subject; ``members`` are the groups of a batch."""
     kind, which = subject
     match event:
         case events.RunStarted():
@@ -54,39 +58,41 @@ def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, in
 
 
 def event_text(event: events.Event) -> str:
-    """One event as a sentence without a subject it shares with its neighbours."""
+    """One event as a sentence, on one line."""
+    return shown_line(_text_of(event), MAX_EVENT_CHARS)
+
+
+def _text_of(event: events.Event) -> str:
     match event:
         case events.RunStarted():
-            return f"epoch {event.epoch} begins: eta {event.eta}, {event.groups_per_batch} groups a batch, policy {event.policy}"
+            return f"epoch {event.epoch} begins: eta {event.eta}, {event.groups_per_batch} groups per batch, policy {event.policy}"
         case events.GateParked():
-            return f"iteration {event.iteration} asks to begin"
+            return f"iteration {event.iteration} waits at its gate"
         case events.GateOpened():
             return f"iteration {event.iteration} begins: {event.reason}"
         case events.TrajectoryParked():
-            place = f"gets place {list(event.priority)}: {event.reason}" if event.priority else "gets no place"
+            place = f"priority {list(event.priority)}: {event.reason}" if event.priority else "no priority"
             return f"{event.key} waits for {event.phase} after {event.quanta} quanta, {place}"
         case events.PrioritySet():
-            return f"{event.key} gets place {list(event.priority)}: {event.reason}"
+            return f"{event.key} has priority {list(event.priority)}: {event.reason}"
         case events.QuantumDispatched():
             return (
-                f"quantum {event.quantum} is given a {event.phase} slot on {event.worker}, from place {list(event.priority)}: "
+                f"quantum {event.quantum} gets a {event.phase} slot on {event.worker}, priority {list(event.priority)}: "
                 f"{event.reason}"
             )
         case events.BucketsPreferred():
-            buckets = f"may take slots of {', '.join(event.buckets)} too" if event.buckets else "stays in its bucket"
-            return f"{event.key} {buckets}: {event.reason}, {event.final_tokens} of context in the end"
+            buckets = f"may also use {', '.join(event.buckets)}" if event.buckets else "stays in its bucket"
+            return f"{event.key} {buckets}: {event.reason}, forecast final context {event.final_tokens} tokens"
         case events.HomeForgotten():
-            return f"{event.key} goes on wherever there is room: its last attempt failed"
+            return f"{event.key} no longer has a home: its last attempt failed"
         case events.QuantumContinued():
-            return (
-                f"quantum {event.quantum} begins in the same {event.phase} slot on {event.worker}: nobody waited for it"
-            )
+            return f"quantum {event.quantum} begins in the same {event.phase} slot on {event.worker}: no trajectory waited for it"
         case events.QuantumFinished():
             what = f"{event.tokens} tokens" if event.tokens else f"tool {event.tool or '-'}: {event.status or '-'}"
             end = f"; the trajectory ends: {event.end}" if event.end else ""
             return f"quantum {event.quantum} of {event.key} is committed by {event.worker} ({event.phase}, {what}){end}"
         case events.TrajectoryEnded():
-            return f"{event.key} is over" + ("" if event.completed else ", without an end of its own")
+            return f"{event.key} has ended" + ("" if event.completed else ", incomplete")
         case _:
             return _other_text(event)
 
@@ -94,16 +100,16 @@ def event_text(event: events.Event) -> str:
 def _other_text(event: events.Event) -> str:
     match event:
         case events.QuantumLost():
-            return f"quantum {event.quantum} is lost with {event.address}, the {event.times}. time in a row"
+            return f"quantum {event.quantum} is lost with worker {event.address}, time {event.times} in a row"
         case events.QuantumGivenBack():
-            return f"quantum {event.quantum} is given back by {event.address}, whose engine was put to sleep"
+            return f"quantum {event.quantum} is returned by {event.address}, whose engine sleeps"
         case events.FailureClassified():
             return f"failure of class {event.failure}: {event.detail}"
         case events.GroupCommitted():
             which = f"group {event.group} of iteration {event.iteration} ({event.split})"
             return f"{which} is committed, oldest version {event.oldest_version}"
         case events.BatchParked():
-            return f"batch {event.batch} asks for its groups"
+            return f"batch {event.batch} waits for its groups"
         case events.BatchOpened():
             return f"batch {event.batch} opens with {len(event.members)} groups: {event.reason}"
         case events.VersionPublished():
@@ -111,7 +117,7 @@ def _other_text(event: events.Event) -> str:
         case events.StallDetected():
             return f"no progress for {event.idle_s:.0f} s: {event.detail}"
         case events.PlanConsidered():
-            return f"a plan of {event.proposed_step_s:.1f} s a step is weighed against {event.current_step_s:.1f} s: {event.reason}"
+            return f"a plan of {event.proposed_step_s:.1f} s per step, now {event.current_step_s:.1f} s: {event.reason}"
         case events.PlanAccepted():
             return f"the plan is accepted: {event.train_gpus} GPUs for training, engines {dict(event.engines)}"
         case events.PlanRealised():
@@ -120,7 +126,7 @@ def _other_text(event: events.Event) -> str:
                 f"{100 * event.predicted_gain_frac:.1f} % were predicted"
             )
         case events.PolicySnapshot():
-            return "snapshot of what the policy knows"
+            return "snapshot of the policy"
         case _:
             return _role_text(event)
 
@@ -131,7 +137,7 @@ def _role_text(event: events.Event) -> str:
             wanted = ", ".join(f"{worker}: {has['role']} tp={has['tp']}" for worker, has in event.assignments.items())
             return f"role change {event.generation} begins ({event.reason}): {wanted}"
         case events.RoleChanged():
-            return f"{event.worker} goes from {event.from_role} to {event.to_role} in {event.seconds:.1f} s"
+            return f"{event.worker} changes from {event.from_role} to {event.to_role} in {event.seconds:.1f} s"
         case events.RoleChangeFailed():
             return f"role change {event.generation} is undone: {event.detail}"
     return event.name

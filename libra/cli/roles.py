@@ -1,4 +1,4 @@
-"""``libra roles``: which roles the workers of a running run have, and how to ask for others."""
+"""``libra roles``: the roles of the workers of a running run, and changes of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("worker", "role", "tp", "stage", "for_s", "generation", "seconds", "r
 
 
 def assignments(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What ``rollout-0=train`` or ``rollout-0=rollout:tp2`` ask for, by worker; ConfigError where a word is none of these."""
+    """The roles in ``rollout-0=train`` or ``rollout-0=rollout:tp2``, by worker; ConfigError for any other word."""
     wanted: dict[str, dict[str, Any]] = {}
     for word in words:
         match = _WANTED.fullmatch(word)
@@ -29,7 +29,7 @@ def assignments(words: Sequence[str]) -> dict[str, dict[str, Any]]:
                 "e.g. rollout-0=train"
             )
         if match["worker"] in wanted:
-            raise ConfigError(f"libra roles: {match['worker']} is asked for two roles; type one of them")
+            raise ConfigError(f"libra roles: {match['worker']} has two roles in this command; type one of them")
         wanted[match["worker"]] = {"role": match["role"]} | ({"tp": int(match["tp"])} if match["tp"] else {})
     return wanted
 
@@ -43,21 +43,21 @@ def roles_command(
     wait: bool = False,
     as_json: bool = False,
 ) -> bool:
-    """Show, or ask for a change and show; False where a change that was waited for was undone."""
+    """Show the roles, after a change if one is given; False if ``wait`` saw the change undone."""
     wanted = assignments(words)
     if wanted and cancel is not None:
         raise ConfigError(
-            "libra roles: --cancel undoes a change, and another one is asked for; type one of them at a time"
+            "libra roles: --cancel undoes a change, and this command also begins one; type one of them at a time"
         )
     if wait and not wanted and cancel is None:
         raise ConfigError(
-            "libra roles: --wait waits for the change that is asked for, and none is; type e.g. rollout-0=train"
+            "libra roles: --wait waits for a change, and this command begins none; type e.g. rollout-0=train"
         )
     client, contact = reach(run_dir, scheduler)
     generation, done, rows = None, True, list[dict[str, Any]]()
     with client:
         if contact.hybrid_workers:
-            roles = RoleClient.of_run(client, contact.run, contact.epoch)
+            roles = RoleClient(client, contact.run, contact.epoch)
             if wanted:
                 generation = roles.change(wanted)
             elif cancel is not None:
@@ -65,7 +65,7 @@ def roles_command(
             if generation is not None and wait:
                 done = roles.wait(generation)
             rows = roles.rows()
-        elif wanted or cancel is not None:  # its scheduler knows no such request
+        elif wanted or cancel is not None:  # its scheduler has no such handler
             raise ClusterError(f"libra roles: {table(rows)[0]}")
     if as_json:
         click.echo(

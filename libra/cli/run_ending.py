@@ -1,4 +1,4 @@
-"""The last lines of `libra run`: what changed, where it lies, and how to look at it."""
+"""The last lines of `libra run`: rewards, failures, files, and the commands that show more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from libra.observe.progress import failure_causes
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
-    from libra.driver.session import RunSummary
+    from libra.driver.run_summary import RunSummary
 
 
 def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
-    """Lines for the end of a run; rewards are means, and a question without a grade counts in none of them."""
+    """The closing lines of a run; rewards are means over graded prompts."""
     directory = shlex.quote(_short(summary.directory))
     lines = [f"done          {len(summary.iterations)} iterations in {_duration(summary.wall_s)}"]
     if len(summary.evaluations) >= 2:
@@ -33,7 +33,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         failures = int(first.get("failures", 0)) + int(last.get("failures", 0))
         if failures:
             lines.append(
-                f"not graded    {failures} questions, for failures that are not the model's; see libra inspect --failed"
+                f"not graded    {failures} questions, because of failures outside the model; see libra inspect --failed"
             )
     elif summary.iterations:
         rewards = [float(values.get("reward", math.nan)) for values in summary.iterations]
@@ -41,6 +41,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
             f"reward        {rewards[0]:.3f} in the first iteration, {rewards[-1]:.3f} in the last, on training questions"
         )
     lines += _failures(summary)
+    lines += _no_signal(summary)
     lines.append(f"run           {directory}")
     if summary.checkpoint is not None:
         lines.append(f"model         {shlex.quote(_short(summary.checkpoint))}")
@@ -53,7 +54,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
 
 
 def _failures(summary: RunSummary) -> list[str]:
-    """What failed for reasons that are not the model's, where anything did."""
+    """Failures outside the model, where there were any."""
     total: Counter[str] = Counter()
     for values in summary.iterations:
         total.update(
@@ -72,8 +73,17 @@ def _failures(summary: RunSummary) -> list[str]:
     ]
 
 
+def _no_signal(summary: RunSummary) -> list[str]:
+    """How many iterations had nothing to learn from, where any had."""
+    causes = [str(values["no_signal"]) for values in summary.iterations if values.get("no_signal")]
+    if not causes:
+        return []
+    last = f"; the last: {causes[-1]}" if len(causes) > 1 else f": {causes[0]}"
+    return [f"no signal     in {len(causes)} of {len(summary.iterations)} iterations there was nothing to learn{last}"]
+
+
 def _short(path: Path) -> str:
-    """``path`` from the current directory where it lies in it."""
+    """``path``, relative where it is inside the current directory."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 

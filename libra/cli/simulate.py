@@ -1,4 +1,4 @@
-"""``libra simulate``: a configuration or a run in virtual time, and what came of it."""
+"""``libra simulate``: a configuration or a recorded run in virtual time, and its result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from libra.config.models import RunConfig
+from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim import SimulationResult, load_workload
-from libra.sim.from_config import OfRun, drawn_workload, simulator_of, simulator_of_setting
+from libra.sim.from_config import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.from_run import RunSetting, run_setting
 from libra.sim.workload import Workload
 
@@ -26,12 +26,12 @@ def simulate_run(
     as_json: bool,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Simulate and print; ConfigError where the workload cannot be read, written or run.
+    """Simulate and print; ConfigError if the workload cannot be read, written or simulated.
 
-    ``overrides`` are those that ``config`` was loaded with: what they say goes over what a run says of itself.
+    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded run.
     """
     if from_run is not None and workload is not None:
-        raise click.UsageError("--from-run and --workload both say what to simulate; leave one out")
+        raise click.UsageError("--from-run and --workload both name a workload; leave one out")
     if from_run is not None:
         _simulate_of_run(config, run_setting(from_run), save_workload, as_json, overrides)
         return
@@ -39,20 +39,22 @@ def simulate_run(
         what, source = load_workload(workload), f"{workload}"
     else:
         traces = config.simulation.traces
-        what, source = drawn_workload(config), f"drawn from {traces}" if traces else "made up"
+        what, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
     _save(what, save_workload)
     outcome = simulator_of(config, what).run()
-    section = config.simulation
+    choices = Simulated(config)
     if as_json:
-        asked = section.model_dump(mode="json")
+        asked = config.simulation.model_dump(mode="json") | choices.as_settings()
         click.echo(json.dumps({"simulation": asked, "source": source, "seed": config.run.seed, **outcome.row()}))
         return
-    layout = " + ".join(f"{count} x {name}" for name, count in section.layout.items())
+    layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
     engines = (
-        f"{section.model} on {section.gpu}" if section.calibration is None else f"as {section.calibration} measured"
+        f"{Path(choices.model).name} on {choices.gpu}"
+        if choices.calibration is None
+        else f"as {choices.calibration} measured"
     )
     head = (
-        f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {section.policy}"
+        f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {choices.policy}"
     )
     click.echo("\n".join([head, *_lines(outcome)]))
 
@@ -80,16 +82,18 @@ def _simulate_of_run(
     lines = [
         f"{outcome.trajectories} trajectories, {outcome.turns} turns (of {source}); {policy}",
         *_engine_lines(setting, of_run),
-        f"given here: {', '.join(overrides)}; all else is the run's own" if overrides else "all of it is the run's own",
+        f"overrides: {', '.join(overrides)}; all other settings are the run's"
+        if overrides
+        else "all settings are the run's",
         *_lines(outcome),
         *_compared(setting, outcome),
     ]
     click.echo("\n".join(lines))
 
 
-def _engine_lines(setting: RunSetting, of_run: OfRun) -> list[str]:
+def _engine_lines(setting: RunSetting, of_run: RunSimulation) -> list[str]:
     if not of_run.measured:
-        return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, not the run's"]
+        return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, instead of the run's"]
     declared = [engine for engine in setting.calibration.engines if engine.declared]
     counts: dict[str, int] = {}
     for spec in of_run.simulator.engines:
@@ -98,9 +102,9 @@ def _engine_lines(setting: RunSetting, of_run: OfRun) -> list[str]:
     engines = " + ".join(f"{count} x {name}" for name, count in counts.items())
     error = max(engine.steps.error_frac for engine in setting.calibration.engines)
     how = (
-        f"as they declared themselves (off by {100 * error:.0f} % of a pass at most)"
+        f"by their declared capacity (error at most {100 * error:.0f} % of a pass)"
         if declared
-        else f"fitted to its generations (off by {100 * error:.0f} %): its log has no engine_declared with seconds"
+        else f"fitted to its generations (error {100 * error:.0f} %): its log has no engine_declared with seconds"
     )
     return [f"engines of {setting.calibration.model}: {engines}, {how}"]
 
@@ -108,14 +112,16 @@ def _engine_lines(setting: RunSetting, of_run: OfRun) -> list[str]:
 def _compared(setting: RunSetting, outcome: SimulationResult) -> list[str]:
     realised = setting.realised
     if realised is None:
-        return ["the run        was resumed, or stopped in an iteration: nothing to compare with"]
+        return ["the run        was resumed, or stopped during an iteration: no comparison"]
     return [
-        f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves: predicted is "
-        f"{outcome.makespan_s / realised.makespan_s:.3f} of its seconds"
+        f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves; predicted / realised "
+        f"seconds {outcome.makespan_s / realised.makespan_s:.3f}"
     ]
 
 
-def _document(config: RunConfig, setting: RunSetting, of_run: OfRun, outcome: SimulationResult) -> dict[str, Any]:
+def _document(
+    config: RunConfig, setting: RunSetting, of_run: RunSimulation, outcome: SimulationResult
+) -> dict[str, Any]:
     realised = setting.realised
     return {
         "source": str(setting.record.directory),
@@ -137,11 +143,11 @@ def _lines(outcome: SimulationResult) -> list[str]:
     lines = [
         f"rollout       {outcome.makespan_s:10.1f} s to the last trajectory, {outcome.generated_tokens / outcome.makespan_s:.0f} "
         "tokens/s generated",
-        f"groups        {outcome.group_completion_s:10.1f} s until one is complete, on average",
+        f"groups        {outcome.group_completion_s:10.1f} s until a group is complete, on average",
         f"engines       {100 * outcome.busy_frac:10.1f} % of their time busy",
-        f"context       {100 * outcome.cached_tokens / max(1, computed):10.1f} % was in the prefix cache; "
-        f"{outcome.recomputed_tokens} tokens were computed again",
-        f"moves         {outcome.moves:10d} turns began on another engine than the one before",
+        f"context       {100 * outcome.cached_tokens / max(1, computed):10.1f} % from the prefix cache; "
+        f"{outcome.recomputed_tokens} tokens recomputed",
+        f"moves         {outcome.moves:10d} turns on another engine than the turn before",
     ]
     if len(outcome.iteration_s) > 1:
         mean = sum(outcome.iteration_s) / len(outcome.iteration_s)

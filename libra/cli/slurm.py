@@ -1,4 +1,4 @@
-"""What ``libra cluster slurm`` prints."""
+"""``libra cluster slurm``: its actions and what they print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra.config import RunConfig
 
 def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
     """Carry out ``up``, ``status``, ``down`` or ``print``; ``name`` is the configuration as it was typed."""
-    from libra.cluster.slurm import control
+    from libra.cluster.slurm import start_stop
     from libra.cluster.slurm.jobs import CONTACT_FILE, scripts
 
     path = config.slurm.dir / CONTACT_FILE
@@ -21,19 +21,19 @@ def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
                 click.secho(f"# ---- {worker_name}", bold=True)
                 click.echo(script)
         case "up":
-            contact = control.up(config)
-            click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
+            contact = start_stop.up(config)
+            click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
             if contact.dashboard:
                 port = contact.dashboard.split(":")[2].split("/")[0]
                 click.echo(
-                    f"dashboard {contact.dashboard} (from elsewhere: ssh -L {port}:127.0.0.1:{port} {contact.host})"
+                    f"dashboard {contact.dashboard} (from another machine: ssh -L {port}:127.0.0.1:{port} {contact.host})"
                 )
-            click.echo(f"its jobs are submitted; next: libra run {name} --scheduler {path}")
+            click.echo(f"jobs submitted; next: libra run {name} --scheduler {path}")
         case "down":
-            contact = control.down(config)
-            click.echo(f"scheduler {contact.address} is stopped, its jobs are cancelled")
+            contact = start_stop.down(config)
+            click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
         case "status":
-            contact, workers = control.status(config)
+            contact, workers = start_stop.status(config)
             click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
             for worker in workers:
                 seen = "connected" if worker.connected else "not connected"

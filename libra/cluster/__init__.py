@@ -1,1 +1,1 @@
-"""The Dask cluster a run stands on: its settings, its workers, and what is wrong with them."""
+"""The Dask cluster of a run: its settings, its workers, and checks of both."""

@@ -1,4 +1,4 @@
-"""What a machine, or the workers of a cluster, can compute on: how many GPUs of which kind, or the cores of a CPU."""
+"""Hardware of this machine, or of the workers of a cluster: GPUs by number and kind, or CPU cores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
+from libra.cluster.present_workers import present_workers
 from libra.hardware import GPU, known_gpus
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 CPU = "cpu"
 """Name of a machine without a GPU."""
 MEMORY_SLACK_FRAC = 0.15
-"""What a driver reports may be so far below the datasheet's memory: error correction and the driver itself take some."""
+"""Largest difference between the memory that a driver reports and the datasheet's: error correction and the driver take
+a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Machine:
     cores: int
 
     def ranks(self, threads: int | None) -> int:
-        """GPUs; without one, how many ranks of ``threads`` cores (None: of all) the machine has."""
+        """GPUs; without one, ranks of ``threads`` cores each (None: of all)."""
         return self.num_gpus or max(self.cores // (threads or self.cores), 1)
 
 
@@ -56,7 +58,7 @@ def this_machine() -> Machine:
 
 
 def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | None = None) -> str:
-    """Name of the datasheet of a GPU that the driver calls ``reported``; that itself where no datasheet fits.
+    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` where no datasheet fits.
 
     A datasheet fits where all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA GeForce RTX 4090") and the memory
     is about the datasheet's.
@@ -70,8 +72,8 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
 
 
 def cluster_gpu(client: Client) -> str:
-    """What the rollout and training workers of a cluster compute on; several names, joined, where they differ."""
-    workers: Mapping[str, Mapping[str, Any]] = client.scheduler_info(n_workers=-1)["workers"]
+    """Name of the hardware of a cluster's rollout and training workers; several names, joined, where they differ."""
+    workers: Mapping[str, Mapping[str, Any]] = present_workers(client)
     used = [
         address for address, worker in workers.items() if {keys.ROLLOUT, keys.TRAIN} & set(worker.get("resources", {}))
     ]

@@ -1,55 +1,100 @@
-"""A cluster of local processes with a role each: the laptop's stand-in for a Slurm or Kubernetes deployment."""
+"""A cluster of local processes, one per worker, on one machine."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import dask
 from distributed import Nanny, Scheduler, SpecCluster
+from distributed.core import Status
 from distributed.deploy.cluster import Cluster
+from tornado.ioloop import PeriodicCallback
 
 from libra import keys
+from libra.cluster import page_names
+from libra.cluster.certificates import new_security
 from libra.cluster.hardware_inventory import this_machine
-from libra.cluster.settings import DASK_SETTINGS
+from libra.cluster.settings import DASK_SETTINGS, GUARD
 from libra.config import RunConfig
 from libra.errors import ClusterError
 
+logger = logging.getLogger(__name__)
+
 SPARE_THREADS = 8
-"""Threads beside the slots of a worker, for graders, steps and control tasks."""
+"""Threads of a worker beside its slots, for graders, steps and control tasks."""
 LOOPBACK = "127.0.0.1"
+NANNY_CHECK_S = 0.5
+RENEW_AFTER_S = (0.0, 1.0, 5.0, 30.0)
+"""Delay before another nanny is started: after the first, second, third end in a row, and after any other."""
+ENDED = (Status.closed, Status.failed)
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DASK_LOGGING__DISTRIBUTED": "warning",
-    # Dask's nanny has glibc give memory back after every large tensor, which costs training two fifths of its CPU time.
+    # Dask's nanny makes glibc return memory after every large tensor, which costs training two fifths of its CPU time.
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_MMAP_THRESHOLD_": str(
-        2**25
-    ),  # the most glibc accepts; a larger one is ignored, and every tensor is mapped anew
-    "MALLOC_ARENA_MAX": "1",  # steps come on any thread of a pool, and each would keep and fault in memory of its own
-    # Threads of torch that wait for each other must leave the cores to scheduler and engine soon; never spinning costs an
-    # engine's small products a third of their speed.
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most glibc accepts; it ignores a larger one, and maps every tensor
+    "MALLOC_ARENA_MAX": "1",  # steps run on any thread of a pool, and each would keep and fault in its own memory
+    # Waiting torch threads must leave the cores to scheduler and engine soon; without any spinning an engine's small products
+    # lose a third of their speed.
     "GOMP_SPINCOUNT": "20000",
 }
 """Environment of every local worker process, set before torch is loaded."""
 
 
 class LocalWorkers(SpecCluster):
-    """Worker processes that are never given up: whoever dies is started again by its nanny, however long that takes.
+    """Worker processes whose nannies restart them always, however long that takes, and nannies that are restarted too.
 
-    ``distributed.deploy.lost-worker-timeout`` after a worker was lost, Dask closes the nanny of that name for good if no worker
-    of it is there just then. It asks for the name only, so a worker that is lost twice, that long apart, never comes back.
+    ``distributed.deploy.lost-worker-timeout`` after a worker was lost, Dask closes the nanny of that name permanently if it has no
+    worker at that moment. So a worker that is lost twice, that long apart, would never return.
+
+    A nanny ends permanently if it cannot start its worker (a full disk, no process to be had), and where the worker ends by
+    itself, as one does that the scheduler has removed. Here another takes its place, after ``RENEW_AFTER_S``.
     """
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         Cluster._update_worker_status(self, op, msg)
 
+    async def _start(self) -> None:
+        await super()._start()
+        self._attempts = Counter[str]()  # in a row, at starting a nanny of that name
+        self._due_s: dict[str, float] = {}  # monotonic, by name
+        renewals = self.periodic_callbacks["libra-nannies"] = PeriodicCallback(self._renew, NANNY_CHECK_S * 1000)
+        renewals.start()
+
+    async def _renew(self) -> None:
+        """Start another nanny for each that has ended."""
+        now_s, removed = time.monotonic(), False
+        for name, nanny in list(self.workers.items()):
+            if name not in self.worker_spec:  # the cluster is closed
+                continue
+            if nanny.status not in ENDED:
+                if nanny.status is Status.running:
+                    self._attempts.pop(name, None)
+                continue
+            if name not in self._due_s:
+                tries = self._attempts[name] = self._attempts[name] + 1
+                wait_s = RENEW_AFTER_S[min(tries, len(RENEW_AFTER_S)) - 1]
+                self._due_s[name] = now_s + wait_s
+                logger.warning("the nanny of worker %s has ended; another is started in %g s", name, wait_s)
+            elif now_s >= self._due_s[name]:
+                del self._due_s[name], self.workers[name]
+                removed = True
+        if removed:
+            try:
+                await self._correct_state()
+            except Exception as error:  # noqa: BLE001  the boundary to Dask: whatever keeps a worker from starting
+                logger.warning("a worker could not be started: %s: %s", type(error).__name__, error)
+
 
 def check_port(port: int) -> None:
-    """ClusterError where the dashboard's port is taken; 0 asks for any free one and is always right."""
+    """ClusterError if the dashboard's port is taken; 0 means any free one."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -61,21 +106,35 @@ def check_port(port: int) -> None:
             ) from error
 
 
-def worker_resources(config: RunConfig) -> dict[str, dict[str, int]]:
-    """Resources of each local worker, by name."""
+def number_of_workers(config: RunConfig) -> dict[str, int]:
+    """Workers of each role, as section ``cluster`` lists them."""
     cluster = config.cluster
-    workers = {f"rollout-{i}": resources for i, resources in enumerate(engine_resources(config))}
-    for i in range(cluster.hybrid_workers):
-        workers[f"rollout-{i}"] = {**workers[f"rollout-{i}"], keys.HYBRID: 1}
-    for i in range(cluster.tool_workers):
-        workers[f"tool-{i}"] = {keys.TOOL: cluster.tool_slots, keys.GRADE: 4}
-    workers["tool-0"][keys.COMMIT] = 1
-    workers |= {f"train-{i}": {keys.TRAIN: 1} for i in range(cluster.train_workers)}
+    engines = sum(group.count for group in cluster.engines) or cluster.rollout_workers
+    return {"rollout": engines, "train": cluster.train_workers, "tool": cluster.tool_workers}
+
+
+def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
+    """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, None: `number_of_workers`.
+
+    The first rollout workers are the hybrid ones, and the first tool worker is the committer.
+    """
+    number, engines = number or number_of_workers(config), engine_resources(config)
+    supplies = {
+        "rollout": engines if config.cluster.engines else engines[:1] * number["rollout"],
+        "train": [{keys.TRAIN: 1}] * number["train"],
+        "tool": [{keys.TOOL: config.cluster.tool_slots, keys.GRADE: 4}] * number["tool"],
+    }
+    workers = {f"{role}-{i}": dict(supply) for role, every in supplies.items() for i, supply in enumerate(every)}
+    for name in [f"rollout-{i}" for i in range(config.cluster.hybrid_workers)]:
+        if name in workers:
+            workers[name][keys.HYBRID] = 1
+    if "tool-0" in workers:
+        workers["tool-0"][keys.COMMIT] = 1
     return workers
 
 
 def engine_resources(config: RunConfig) -> list[dict[str, int]]:
-    """Resources of each rollout worker; those of `cluster.engines` say what their engine is like."""
+    """Resources of each rollout worker; those of `cluster.engines` describe their engine."""
     cluster, rollout = config.cluster, config.rollout
     found = []
     for group in cluster.engines:
@@ -88,7 +147,7 @@ def engine_resources(config: RunConfig) -> list[dict[str, int]]:
 
 
 def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
-    """Cores of each vLLM engine by worker, a list per rank, where there are enough for all; else none, and the kernel decides."""
+    """Cores of each vLLM engine by worker, a list per rank; empty, and left to the kernel, where there are too few for all."""
     kinds = [
         (resources.get(keys.TP, config.rollout.tp), resources.get(keys.THREADS, config.cluster.threads))
         for resources in engine_resources(config)
@@ -103,10 +162,10 @@ def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
 
 
 def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
-    """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker that is not there sees them all.
+    """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker without an entry sees all.
 
-    Where there are enough for all, training workers and engines have GPUs of their own, an engine as many as its tensor-parallel
-    degree, the engines first. Else workers share, but for training workers that form a group: each of those has one of its own.
+    With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines first, and every training worker
+    one. With fewer, workers share, except that each training worker of a group has its own.
 
     Raises
     ------
@@ -132,10 +191,20 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     return {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
 
 
+def preloads(process: str) -> list[str]:
+    """Modules that a ``worker`` or ``scheduler`` loads when it starts: ours, and those of the user's own Dask settings."""
+    configured = dask.config.get(f"distributed.{process}.preload") or []
+    own = [configured] if isinstance(configured, str) else list(configured)
+    return [GUARD, *(name for name in own if name != GUARD)]
+
+
 def local_cluster(config: RunConfig) -> SpecCluster:
-    """Start scheduler (in this process) and workers (a process each), bound to loopback."""
+    """Start scheduler (in this process) and workers (a process each), bound to loopback.
+
+    Only who has the key of this cluster, which is in memory, can connect to any of them: other users of the machine could.
+    """
     check_port(config.cluster.dashboard_port)
-    logging.getLogger("distributed").setLevel(logging.WARNING)  # a line per connection and worker is of no use to a run
+    logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker
     threads = config.cluster.threads or os.cpu_count() or 1
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
@@ -143,10 +212,12 @@ def local_cluster(config: RunConfig) -> SpecCluster:
         {
             **DASK_SETTINGS,
             "distributed.nanny.pre-spawn-environ": environment,
+            page_names.SETTING: list(config.cluster.dashboard_names),
         }
     )
     bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
     devices = device_bindings(config, this_machine().num_gpus)
+    security = new_security()
     spec: dict[str, Any] = {
         name: {
             "cls": Nanny,
@@ -155,6 +226,9 @@ def local_cluster(config: RunConfig) -> SpecCluster:
                 "resources": resources,
                 "memory_limit": 0,
                 "host": LOOPBACK,
+                "protocol": "tls://",
+                "security": security,
+                "preload": preloads("worker"),
                 "dashboard": False,
                 "env": ({"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {})
                 | ({"CUDA_VISIBLE_DEVICES": devices[name]} if name in devices else {}),
@@ -164,6 +238,12 @@ def local_cluster(config: RunConfig) -> SpecCluster:
     }
     scheduler = {
         "cls": Scheduler,
-        "options": {"host": LOOPBACK, "dashboard_address": f"{LOOPBACK}:{config.cluster.dashboard_port}"},
+        "options": {
+            "host": LOOPBACK,
+            "protocol": "tls://",
+            "security": security,
+            "preload": preloads("scheduler"),
+            "dashboard_address": f"{LOOPBACK}:{config.cluster.dashboard_port}",
+        },
     }
-    return LocalWorkers(workers=spec, scheduler=scheduler, name="libra", silence_logs=False)
+    return LocalWorkers(workers=spec, scheduler=scheduler, security=security, name="libra", silence_logs=False)

@@ -1,18 +1,23 @@
-"""What a connected cluster lacks for a run, told before anything is submitted."""
+"""What a connected cluster lacks for a run, checked before anything is submitted."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
+from libra.cluster.present_workers import present_workers
 from libra.cluster.settings import check_settings
 from libra.config import RunConfig
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler
+
+logger = logging.getLogger(__name__)
 
 NEEDED = {
     keys.ROLLOUT: ("an engine's slots", "--nthreads 72 --resources ROLLOUT=64"),
@@ -22,17 +27,19 @@ NEEDED = {
     keys.GRADE: ("graders at once", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
     keys.COMMIT: ("the one committer", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
 }
-"""What each resource stands for, and options of ``dask worker`` that supply it."""
+"""Meaning of each resource, and options of ``dask worker`` that supply it."""
+RETURN_WAIT_S = 30.0
+"""How long a run that starts waits for a worker that has just left: a nanny starts it again within seconds."""
+RETURN_LOOK_S = 0.5
 
 
 def resource_problems(
     workers: Mapping[str, Mapping[str, Any]], address: str, *, train_workers: int = 1, hybrid_workers: int = 0
 ) -> list[str]:
-    """What the workers of a cluster do not supply, each with the line to type.
+    """Resources that the workers of a cluster lack, each with the line to type.
 
-    ``train_workers`` is ``cluster.train_workers``; workers beyond that many wait to replace one that is lost.
-    ``hybrid_workers`` is ``cluster.hybrid_workers``.
-    ``workers`` is ``client.scheduler_info(n_workers=-1)["workers"]``: by address, with ``resources`` and ``nthreads``.
+    ``workers`` is what `libra.cluster.present_workers` gives: by address, with ``resources`` and ``nthreads``. Training
+    workers beyond ``train_workers`` wait to replace a lost one.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():
@@ -40,7 +47,7 @@ def resource_problems(
         if resource == keys.HYBRID:
             if (found := sum(units > 0 for units in supply)) < hybrid_workers:
                 problems.append(
-                    f"{found} workers supply HYBRID ({meaning}), cluster.hybrid_workers={hybrid_workers} are asked for; type for "
+                    f"{found} workers supply HYBRID ({meaning}), cluster.hybrid_workers={hybrid_workers} are needed; type for "
                     f"each that is missing: dask worker {address} {options}"
                 )
         elif sum(supply) <= 0:
@@ -58,23 +65,23 @@ def resource_problems(
         elif resource == keys.TRAIN and (len([units for units in supply if units]) < train_workers or max(supply) > 1):
             problems.append(
                 f"{sum(supply):g} units of TRAIN on {len([units for units in supply if units])} workers are supplied, "
-                f"cluster.train_workers={train_workers} are asked for, one unit each; type for each that is missing: "
+                f"cluster.train_workers={train_workers} are needed, one unit each; type for each that is missing: "
                 f"dask worker {address} {options}"
             )
     for where, worker in workers.items():
         slots = max(float(worker.get("resources", {}).get(r, 0)) for r in (keys.ROLLOUT, keys.TOOL))
         if slots > worker.get("nthreads", 0):
             problems.append(
-                f"worker {worker.get('name', where)}: {slots:g} slots but {worker.get('nthreads')} threads; every slot takes "
-                f"a thread's place: start it with --nthreads {slots + 8:g} or more"
+                f"worker {worker.get('name', where)}: {slots:g} slots but {worker.get('nthreads')} threads; every slot needs a "
+                f"thread: start it with --nthreads {slots + 8:g} or more"
             )
     return problems
 
 
 def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig) -> list[str]:
-    """Where the rollout workers of a cluster are not those of ``cluster.engines``, each with the line to type.
+    """Differences between the rollout workers of a cluster and ``cluster.engines``, each with the line to type.
 
-    Empty where ``cluster.engines`` is: then whatever engines the workers say they have are used.
+    None if ``cluster.engines`` is empty: then a run uses the engines that the cluster has.
     """
     cluster, rollout = config.cluster, config.rollout
     listed: Counter[tuple[int, int, int]] = Counter()
@@ -93,38 +100,69 @@ def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, conf
         if found[kind] < listed[kind]:
             supply = f"ROLLOUT={slots},TP={tp}" + (f",THREADS={threads}" if threads else "")
             problems.append(
-                f"cluster.engines: {listed[kind]} engines of {words} are listed, {found[kind]} are there; type for each that is "
-                f"missing: dask worker {address} --nthreads {slots + 8} --resources {supply}, or cluster.engines=[] for a run on "
-                "the engines that are there"
+                f"cluster.engines: {listed[kind]} engines of {words} are listed, the cluster has {found[kind]}; type for each "
+                f"that is missing: dask worker {address} --nthreads {slots + 8} --resources {supply}, or "
+                "cluster.engines=[] for a run on the engines that the cluster has"
             )
         elif found[kind] > listed[kind]:
             problems.append(
-                f"cluster.engines: {found[kind]} engines of {words} are there, {listed[kind]} are listed; type cluster.engines=[] "
-                "for a run on all that are there"
+                f"cluster.engines: {found[kind]} engines of {words} are running, {listed[kind]} are listed; type "
+                "cluster.engines=[] for a run on all of them"
             )
     return problems
 
 
-def check_cluster(client: Client, config: RunConfig) -> None:
-    """ClusterError naming everything that is missing or set wrongly on the scheduler and the workers ``client`` sees."""
+def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_WAIT_S) -> None:
+    """ClusterError with everything that is missing or set wrongly on the scheduler and the workers of ``client``.
+
+    Where something is missing and a worker left less than ``wait_s`` ago, as at the end of the run before, its return is awaited
+    until then.
+    """
+    began_s, said = time.monotonic(), False
+    while problems := _problems(client, config):
+        left_s = wait_s - (time.monotonic() - began_s)
+        returning = client.run_on_scheduler(_returning, wait_s) if left_s > 0 else []
+        if not returning:
+            raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
+        if not said:
+            said = True
+            logger.warning(
+                "the cluster is not complete; waiting for %s to come back, up to %.0f s", ", ".join(returning), left_s
+            )
+        time.sleep(RETURN_LOOK_S)
+
+
+def _problems(client: Client, config: RunConfig) -> list[str]:
+    """What is missing or set wrongly now."""
     train_workers, hybrid_workers = config.cluster.train_workers, config.cluster.hybrid_workers
-    info = client.scheduler_info(n_workers=-1)
-    workers, held = info["workers"], client.run_on_scheduler(_held_back)
-    for address in held.keys() & workers.keys():  # set up for another run, or for an earlier start of this one
-        workers[address]["resources"] = {**workers[address]["resources"], **held[address]}
-    problems = resource_problems(workers, info["address"], train_workers=train_workers, hybrid_workers=hybrid_workers)
-    problems += engine_problems(workers, info["address"], config)
+    workers, address = present_workers(client), str(client.scheduler_info(n_workers=0)["address"])
+    held = client.run_on_scheduler(_held_back, config.run.name)
+    for worker in held.keys() & workers.keys():
+        workers[worker]["resources"] = {**workers[worker]["resources"], **held[worker]}
+    problems = resource_problems(workers, address, train_workers=train_workers, hybrid_workers=hybrid_workers)
+    problems += engine_problems(workers, address, config)
     in_force = client.run_on_scheduler(_distributed_settings)
-    problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
-    if problems:
-        raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
+    return problems + [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
 
 
-def _held_back(dask_scheduler: Scheduler) -> dict[str, dict[str, int]]:
-    """What workers that are being set up will supply; runs on the scheduler."""
+def _held_back(run: str | None, dask_scheduler: Scheduler) -> dict[str, dict[str, int]]:
+    """Resources that workers will supply by address, beside those they do; runs on the scheduler.
+
+    Those of workers in setup, for another run or an earlier start of this one, and what an earlier start of this run changed with
+    their roles.
+    """
     plugin: Any = dask_scheduler.plugins.get("libra")
     held: dict[str, dict[str, int]] = plugin.not_ready.held() if plugin is not None else {}
+    roles: Any = dask_scheduler.plugins.get("libra-roles")
+    for address, supply in (roles.as_started(run) if roles is not None else {}).items():
+        held[address] = held.get(address, {}) | supply
     return held
+
+
+def _returning(within_s: float, dask_scheduler: Scheduler) -> list[str]:
+    """Names of workers that left less than ``within_s`` ago and are not back; runs on the scheduler."""
+    plugin: Any = dask_scheduler.plugins.get("libra")
+    return [] if plugin is None else list(plugin.lost_workers.gone(within_s))
 
 
 def _distributed_settings() -> dict[str, Any]:

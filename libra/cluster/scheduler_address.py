@@ -1,17 +1,18 @@
-"""How a cluster that somebody started is reached: an address, or a file with the address and certificates.
+"""Connecting to a running cluster: by an address, or by a file with the address and certificates.
 
 `libra cluster slurm CONFIG up` writes the file; every command that takes ``--scheduler`` takes its path instead of an
-address. It names the private key, and is as secret as that.
+address. It names the private key, and is as secret. For an address, the key is the one of Dask's configuration.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from libra.cluster.certificates import security_of, write_private
+from libra.cluster.settings import DASK_SETTINGS, MESSAGE_LOG
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -28,20 +29,19 @@ class Contact:
     Attributes
     ----------
     address : str
-        Of the scheduler, tls://HOST:PORT.
+        tls://HOST:PORT of the scheduler.
     dashboard : str
-        Address of its pages, "" where there are none.
-    ca_file, cert_file, key_file : str
-        Certificates and key, absolute paths.
+        Address of its dashboard, "" without one.
+    cert_file, key_file : str
+        Certificate and key, absolute paths.
     host, pid : str, int
-        The machine and the process that keeps the scheduler and the jobs.
+        Machine and process of the scheduler, which keeps the jobs running.
     started_s : float
         Seconds since the epoch.
     """
 
     address: str
     dashboard: str
-    ca_file: str
     cert_file: str
     key_file: str
     host: str
@@ -49,58 +49,48 @@ class Contact:
     started_s: float
 
     def write(self, path: Path) -> None:
-        """Replace the file in one go; only its owner may read it."""
+        """Replace the file atomically; only its owner may read it."""
         write_private(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Contact:
-        """ClusterError where the file is not one that `write` wrote."""
+        """ClusterError if the file is not one that `write` wrote."""
         try:
-            return cls(**json.loads(path.read_text()))
+            values = json.loads(path.read_text())
+            values.pop("ca_file", None)  # of an older Libra: the certificate itself
+            return cls(**values)
         except FileNotFoundError:
             raise ClusterError(
                 f"{path}: there is no such file; type libra cluster slurm CONFIG up, which writes it"
             ) from None
         except (OSError, ValueError, TypeError) as error:
             raise ClusterError(
-                f"{path}: this is no cluster.json ({error}); type the one that libra cluster slurm CONFIG up wrote"
+                f"{path}: not a cluster.json ({error}); type the path of the one that libra cluster slurm CONFIG up wrote"
             ) from error
 
     def security(self) -> Security:
-        """For clients and workers: everything encrypted, both sides authenticated."""
-        from distributed.security import Security
-
-        names = ("scheduler", "worker", "client")
-        files = {f"tls_{name}_cert": self.cert_file for name in names} | {
-            f"tls_{name}_key": self.key_file for name in names
-        }
-        return Security(tls_ca_file=self.ca_file, require_encryption=True, **files)
+        """For clients and workers."""
+        return security_of(self.cert_file, self.key_file)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.touch(mode=0o600)
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def connect(scheduler: str, *, set_as_default: bool = True) -> Client:
+def connect(scheduler: str, *, security: Security | None = None, set_as_default: bool = True) -> Client:
     """A client of the scheduler at an address, or of the one whose ``cluster.json`` is at that path.
 
-    ClusterError where the file cannot be read or certificates are missing; OSError, TimeoutError or ValueError where nobody
-    answers.
+    ``security``: key and certificate for an address; None: those of Dask's configuration, if there are any. ClusterError if
+    the file cannot be read or certificates are missing; OSError, TimeoutError or ValueError if no scheduler answers.
     """
+    import dask.config
     from distributed import Client
 
+    dask.config.set({MESSAGE_LOG: DASK_SETTINGS[MESSAGE_LOG]})  # this process also keeps the graphs that it sends
     options: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_S, "set_as_default": set_as_default}
     if "://" not in scheduler and (scheduler.endswith(".json") or Path(scheduler).is_file()):
         contact = Contact.read(Path(scheduler))
-        return Client(contact.address, security=contact.security(), **options)  # type: ignore[no-untyped-call]
+        return Client(contact.address, security=contact.security(), **options)
     try:
-        return Client(scheduler, **options)  # type: ignore[no-untyped-call]
-    except TypeError as error:  # what distributed raises where no certificates are configured
+        return Client(scheduler, security=security, **options)
+    except TypeError as error:  # what distributed raises if no certificates are configured
         raise ClusterError(
-            f"{scheduler}: this scheduler wants certificates ({error}); type the path of its cluster.json instead, or set "
-            "distributed.comm.tls in Dask's configuration"
+            f"{scheduler}: this scheduler requires certificates ({error}); type the path of its cluster.json instead, or first "
+            "export DASK_CONFIG=DIR/dask.yaml of libra cluster tls DIR"
         ) from error

@@ -1,17 +1,19 @@
-"""Dask's settings as Libra needs them, why, and what differs from them.
+"""Dask settings that Libra needs, with reasons, and the check of a cluster's settings.
 
-Each was chosen from a measurement or a failure; the reason stands beside it. The driver sets them for a local cluster. A
-scheduler and workers that somebody else starts read them from a file: ``libra doctor --settings > libra-dask.yaml``, then
-``DASK_CONFIG=libra-dask.yaml`` in their environment.
+Each was chosen after a measurement or a failure. The driver sets them for a local cluster. For a scheduler and workers started by
+hand: ``libra cluster tls DIR``, then ``DASK_CONFIG=DIR/dask.yaml`` in their environment. It has a key of their own, too, without
+which anyone who reaches the scheduler's port may run code there. ``libra doctor --settings`` prints the settings alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from libra.config import yaml_text
+from libra.config.yaml_text import one_line_yaml
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -21,20 +23,11 @@ Process = Literal["scheduler", "worker"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One Dask setting.
+    """One Dask setting: its dotted key, Libra's value, and the process that reads it ("worker" includes the nanny).
 
-    Attributes
-    ----------
-    key : str
-        Dotted key in Dask's configuration.
-    value : object
-        What Libra sets.
-    process : "scheduler" or "worker"
-        The process that reads it; "worker" includes the nanny.
-    breaks : bool
-        Whether a run with another value hangs, fails or gives wrong order (else it is only slower or less robust).
-    reason : str
-        What another value does.
+    ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise it is only slower or less
+    robust.
+    ``reason``: the effect of another value.
     """
 
     key: str
@@ -44,100 +37,55 @@ class Setting:
     reason: str
 
 
+GUARD = "libra.cluster.connection_guard"
+"""Module that schedulers, workers and nannies load when they start."""
 MIN_WORKER_TTL_S = 30.0
-"""A worker that computes without giving way for longer than its time-to-live is taken for dead."""
+"""Minimum time-to-live: the scheduler counts a worker as dead if it does not answer for longer."""
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "distributed.scheduler.work-stealing",
-        False,
-        "scheduler",
-        True,
-        "stealing moves quanta away from their KV cache and ignores their priority",
-    ),
-    Setting(
-        "distributed.scheduler.no-workers-timeout",
-        None,
-        "scheduler",
-        True,
-        "a parked task waits for a resource that no worker has, and would be failed for it",
-    ),
-    Setting(
-        "distributed.scheduler.worker-ttl",
-        "120s",
-        "scheduler",
-        True,
-        "a worker that is silent for longer, e.g. while a model loads, is taken for dead",
-    ),
-    Setting(
-        "distributed.scheduler.worker-saturation",
-        1.0,
-        "scheduler",
-        False,
-        "above 1, workers are sent more tasks than they can run, out of reach of later priorities",
-    ),
-    Setting(
-        "distributed.scheduler.allowed-failures",
-        3,
-        "scheduler",
-        False,
-        "fewer, and two lost workers end a task for good",
-    ),
-    Setting(
-        "distributed.worker.daemon",
-        False,
-        "worker",
-        True,
-        "a daemonic worker may start no process: engines and sandboxes fail",
-    ),
-    Setting(
-        "distributed.worker.memory.target",
-        False,
-        "worker",
-        True,
-        "results are small; spilling them to disk would only hide a mistake",
-    ),
-    Setting(
-        "distributed.worker.memory.spill",
-        False,
-        "worker",
-        True,
-        "results are small; spilling them to disk would only hide a mistake",
-    ),
-    Setting(
-        "distributed.worker.memory.pause",
-        False,
-        "worker",
-        True,
-        "weights fill a worker's memory for good, and a paused worker never starts another task",
-    ),
-    Setting(
-        "distributed.worker.memory.terminate",
-        False,
-        "worker",
-        True,
-        "the nanny would kill a worker for the memory its weights need",
-    ),
+_SPILLS = "results are small; spilling them to disk would only hide a mistake"
+_TABLE: tuple[tuple[Process, str, Any, bool, str], ...] = (  # process that reads it, key, value, breaks, reason
+    ("scheduler", "work-stealing", False, True, "stealing moves quanta away from their KV cache, against their priority"),
+    ("scheduler", "no-workers-timeout", None, True, "it fails parked tasks, which wait for a resource that no worker has"),
+    ("scheduler", "worker-ttl", "120s", True, "a worker that is silent for longer, e.g. loading a model, counts as dead"),
+    ("scheduler", "worker-saturation", 1.0, False, "above 1, workers queue tasks out of reach of later priorities"),
+    ("scheduler", "allowed-failures", 3, False, "with fewer, two lost workers end a task permanently"),
+    ("scheduler", "dashboard.tasks.task-stream-length", 10_000, False, "a row of the task stream has 1.2 KB, in the scheduler"),
+    ("scheduler", "admin.low-level-log-length", 100, False, "logs of messages keep them all: a driver's are graphs of 60 KB"),
+    ("scheduler", "admin.system-monitor.log-length", 600, False, "each process keeps two samples of its machine a second"),
+    ("worker", "profile.enabled", False, False, "Dask's profiler keeps samples of every thread: 100 KB a second in each process"),
+    ("worker", "daemon", False, True, "a daemonic worker cannot start processes: engines and sandboxes fail"),
+    ("worker", "memory.target", False, True, _SPILLS),
+    ("worker", "memory.spill", False, True, _SPILLS),
+    ("worker", "memory.pause", False, True, "weights fill a worker's memory, and a paused worker never starts another task"),
+    ("worker", "memory.terminate", False, True, "the nanny would kill a worker for the memory of its weights"),
+)  # fmt: skip
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(f"distributed.{'' if key.startswith('admin.') else process + '.'}{key}", value, process, breaks, reason)
+    for process, key, value, breaks, reason in _TABLE
 )
 
 DASK_SETTINGS: dict[str, Any] = {setting.key: setting.value for setting in SETTINGS}
 """For ``dask.config.set``."""
 
+MESSAGE_LOG = "distributed.admin.low-level-log-length"
+"""Of `SETTINGS`; read by every process, clients included."""
+
 
 @dataclass(frozen=True, slots=True)
 class SettingProblem:
-    """A setting in force that is not as Libra needs it; ``got`` is its value there."""
+    """A setting in force with another value, ``got``."""
 
     setting: Setting
     got: Any
 
     @property
     def message(self) -> str:
-        """What differs, what that does, and what to type."""
-        setting = self.setting
+        """The difference, its effect, and what to type."""
+        setting, wanted = self.setting, one_line_yaml(self.setting.value)
         return (
-            f"{setting.key} is {_shown(self.got)} in the {setting.process}, not {_shown(setting.value)}: {setting.reason}; "
-            "type libra doctor --settings > libra-dask.yaml, and start it with DASK_CONFIG=libra-dask.yaml"
+            f"{setting.key} is {one_line_yaml(self.got)} in the {setting.process}, not {wanted}: {setting.reason}; type libra "
+            "doctor --settings > libra-dask.yaml, and start it with DASK_CONFIG=libra-dask.yaml"
         )
 
 
@@ -151,13 +99,8 @@ def check_settings(in_force: Mapping[str, Any], process: Process) -> tuple[Setti
     process : "scheduler" or "worker"
         Which settings matter there.
     """
-    problems = []
-    for setting in SETTINGS:
-        if setting.process == process:
-            got = _lookup(in_force, setting.key)
-            if not _fits(setting, got):
-                problems.append(SettingProblem(setting, got))
-    return tuple(problems)
+    found = ((s, _lookup(in_force, s.key)) for s in SETTINGS if s.process == process)
+    return tuple(SettingProblem(setting, got) for setting, got in found if not _fits(setting, got))
 
 
 def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
@@ -170,21 +113,33 @@ def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
     return tuple(found)
 
 
-def settings_yaml() -> str:
-    """`SETTINGS` as a Dask configuration file."""
+def settings_yaml(certificate: Path | None = None, key: Path | None = None) -> str:
+    """`SETTINGS` as a Dask configuration file; with paths of a certificate and its key, every connection needs them."""
+    values, name = dict(DASK_SETTINGS), "libra-dask.yaml"
+    if certificate is not None:
+        name = str(certificate.parent / "dask.yaml")
+        files = {"cert": str(certificate), "key": str(key)}
+        values |= {f"distributed.comm.tls.{role}": files for role in ("scheduler", "worker", "client")}
+        values |= {
+            "distributed.comm.tls.ca-file": str(certificate),
+            "distributed.comm.tls.min-version": 1.3,
+            "distributed.comm.require-encryption": True,
+            "distributed.comm.default-scheme": "tls",
+        }
+        values |= {f"distributed.{process}.preload": [GUARD] for process in ("scheduler", "worker", "nanny")}
     tree: dict[str, Any] = {}
-    for setting in SETTINGS:
-        *sections, last = setting.key.split(".")
+    for dotted, value in values.items():
+        *sections, last = dotted.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[last] = setting.value
-    head = "# Dask as Libra needs it, for a scheduler and workers you start yourself: DASK_CONFIG=libra-dask.yaml\n"
+        node[last] = value
+    head = f"# Dask as Libra needs it, for a scheduler and workers you start yourself: DASK_CONFIG={name}\n"
     return head + yaml_text.write(tree)
 
 
 def _lookup(tree: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, whose parts may be spelled with '-' or '_'; KeyError text where there is none."""
+    """The value of a dotted key, whose parts may have '-' or '_'; "not set" where there is none."""
     node: Any = tree
     for part in key.split("."):
         names = {name.replace("_", "-"): name for name in node} if isinstance(node, Mapping) else {}
@@ -201,6 +156,8 @@ def _fits(setting: Setting, got: Any) -> bool:
         return isinstance(got, int | float) and got <= 1.0
     if setting.key.endswith("allowed-failures"):
         return isinstance(got, int) and got >= setting.value
+    if setting.key.endswith("-length"):
+        return isinstance(got, int) and got <= setting.value
     if setting.value is False:
         return got is False
     return bool(got == setting.value)
@@ -213,7 +170,3 @@ def _seconds(got: Any) -> float:
         return float(parse_timedelta(got))
     except (ValueError, TypeError, KeyError):
         return 0.0
-
-
-def _shown(value: Any) -> str:
-    return yaml_text.write(value).removesuffix("\n").removesuffix("\n...")

@@ -1,7 +1,8 @@
-"""A worker that leaves before its batch job's time limit; ``dask worker --preload libra.cluster.time_limit``.
+"""A worker plugin that drains the worker before its batch job's time limit; ``dask worker --preload
+libra.cluster.time_limit``.
 
-``LIBRA_DRAIN_S`` seconds before the end it takes no new tasks; those it runs may end (a trajectory's quantum is committed
-and goes on elsewhere), and it leaves when the last one has, or ``LEAVE_S`` before the limit. Without a limit nothing happens.
+``LIBRA_DRAIN_S`` seconds before the limit it takes no new tasks. Running ones may finish (a trajectory continues on another worker
+after its quantum), and it leaves after the last one, or ``LEAVE_S`` before the limit. Without a limit nothing happens.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from distributed.core import Status
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 10.0
-"""Seconds before the time limit at which it leaves whatever it still runs."""
+"""Seconds before the time limit at which it leaves, even with running tasks."""
 _DRAINS: set[asyncio.Task[None]] = set()
 
 
 def end_of_job_s(environment: Mapping[str, str]) -> float | None:
-    """Time of the limit in seconds since the epoch, from what its script sets (``LIBRA_JOB_END_S``); None where there is none."""
+    """Time of the limit in seconds since the epoch, from ``LIBRA_JOB_END_S`` of the job's script; None without one."""
     end = environment.get("LIBRA_JOB_END_S", "")
     return float(end) if end.isdecimal() and int(end) > 0 else None
 
@@ -46,7 +47,7 @@ async def leave_in_time(worker: Worker, end_s: float, drain_s: float) -> None:
         "time limit in %.0f s: worker %s takes no new tasks and leaves when %d are done",
         end_s - time.time(), worker.name, worker.state.executing_count,
     )  # fmt: skip
-    worker.status = Status.paused  # the scheduler hears of it, and sends nothing more
+    worker.status = Status.paused  # the scheduler is notified, and sends no more
     while worker.state.executing_count and time.time() < end_s - LEAVE_S:  # noqa: ASYNC110 (the worker's state has no event)
         await asyncio.sleep(0.2)
     await worker.close_gracefully(restart=False)

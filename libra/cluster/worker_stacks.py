@@ -1,8 +1,8 @@
-"""Where the threads and coroutines of a worker are, also of one whose event loop is blocked.
+"""Stacks of a worker's threads and coroutines, also while its event loop is blocked.
 
-A worker whose event loop runs answers ``libra_stacks`` itself. One that is blocked cannot, so each worker has Python's
-faulthandler write its threads to a file in its local directory on SIGUSR1, which works in the middle of C code too. The
-signal is sent only to a process of this machine that holds that very file open: a process id alone may be anybody's.
+A worker whose event loop runs answers ``libra_stacks`` itself. A blocked one cannot, so on SIGUSR1 Python's faulthandler writes its
+threads to a file in its local directory, also from within C code. The signal goes only to a process of this machine that has that
+file open: a process id alone may belong to another program.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 FILE = "libra-stacks.txt"
 ANSWER_TIMEOUT_S = 2.0
-"""How long a worker may take to answer before its event loop is taken for blocked."""
+"""Seconds after which an event loop that does not answer counts as blocked."""
 SIGNAL_TIMEOUT_S = 1.0
-"""How long faulthandler may take to write."""
+"""Seconds that faulthandler may take to write."""
 
 _dumps: dict[int, Any] = {}
-"""The open file of this process, by process id (a fork inherits it, and has to open its own)."""
+"""The open file of this process, by process id (a fork inherits it, and must open its own)."""
 
 
 def install(worker: Worker) -> None:
-    """Let this worker be asked for its stacks. Calling it again changes nothing."""
+    """Let this worker answer requests for its stacks. A second call changes nothing."""
     worker.handlers["libra_stacks"] = stacks
     if os.getpid() in _dumps or not hasattr(faulthandler, "register"):
         return
@@ -65,7 +65,7 @@ def stacks() -> str:
 
 
 def _awaited(coroutine: Any) -> list[str]:
-    """Where a suspended coroutine stands, outermost first; ``Task.get_stack`` gives the first of these only."""
+    """Frames of a suspended coroutine, outermost first; ``Task.get_stack`` gives only the first."""
     lines: list[str] = []
     while coroutine is not None and len(lines) < 64:
         for kind in ("cr", "gi", "ag"):
@@ -81,14 +81,14 @@ def _awaited(coroutine: Any) -> list[str]:
 
 
 async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
-    """Stacks of a worker's process, asked from the scheduler; where none can be had, why not."""
+    """Stacks of a worker's process, requested by the scheduler; else why there are none."""
     try:
         answer: str = await asyncio.wait_for(scheduler.rpc(ws.address).libra_stacks(), ANSWER_TIMEOUT_S)
         return f"(answered by the worker itself)\n{answer}"
     except TimeoutError:
         why = f"its event loop did not answer within {ANSWER_TIMEOUT_S:g} s"
-    except Exception as error:  # noqa: BLE001 - the boundary to a process that may be in any state: what it is is the finding
-        why = f"it could not be asked: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - boundary to a process in an unknown state; the error is the finding
+        why = f"the request failed: {type(error).__name__}: {error}"
     dump = Path(ws.local_directory) / FILE
     if not _holds_open(ws.pid, dump):
         return f"({why}; process {ws.pid} is not on the scheduler's machine, or has no {FILE})\n"
@@ -108,7 +108,7 @@ async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Whether a process of this machine has this file open; False where that cannot be seen (no /proc, another user's)."""
+    """Whether a process of this machine has this file open; False if that is not visible (no /proc, another user's)."""
     try:
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
@@ -116,11 +116,11 @@ def _holds_open(pid: int, path: Path) -> bool:
 
 
 def _state(pid: int) -> str:
-    """What the kernel says of a process."""
+    """The kernel's state of a process, in words."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "it is gone"
+        return "it has ended"
     if letter in "Tt":
-        return f"it is stopped; kill -CONT {pid} lets it go on"
+        return f"it is stopped; kill -CONT {pid} continues it"
     return {"D": "it waits for a device or a network file system", "Z": "it has died"}.get(letter, f"state {letter}")

@@ -1,7 +1,7 @@
 """Training algorithms by name: the settings that each paper's defaults amount to.
 
 An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of `Preset` and were not given;
-a key that is given wins. docs/algorithms.md is made from this table (`libra.config.algorithms_page`).
+a key that is given wins. ``make docs`` makes docs/algorithms.md from this table.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Algorithm:
     ----------
     preset : Preset
     what : str
-        In one sentence.
+        Description in one sentence.
     when : str
         What it is good for.
     source : str
         Paper.
     differs : str
-        From the paper; "" where nothing does.
+        From the paper; "" if nothing does.
     """
 
     preset: Preset
@@ -96,15 +96,15 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
         ),
         "dapo": Algorithm(
             Preset(clip_high=0.28),
-            "GRPO with a higher upper clip, every token of the step weighing the same, and no KL term.",
+            "GRPO with a higher upper clip, equal weight for every token of the step, and no KL term.",
             "The default: verifiable rewards, answers of very different length.",
             "DAPO, arXiv:2503.14476",
-            "Groups without a difference are not replaced by new prompts; `trainer.drop_uniform_groups=true` leaves them out "
-            "of the mean. The overlong penalty is a matter of the reward.",
+            "Groups of equal rewards are not replaced by new prompts; `trainer.drop_uniform_groups=true` leaves them out "
+            "of the mean. The overlong penalty belongs in the reward function.",
         ),
         "gspo": Algorithm(
             Preset(loss="gspo", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4),
-            "The clip looks at the geometric mean of a whole answer's ratios.",
+            "The clip applies to the geometric mean of a whole answer's ratios.",
             "Mixtures of experts, whose token ratios jump; long answers.",
             "GSPO, arXiv:2507.18071",
             "The clip is about a thousand times narrower than PPO's: with engines that do not agree with the trainer to "
@@ -120,7 +120,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
         "sapo": Algorithm(
             Preset(loss="sapo", aggregation="seq-mean-token-mean"),
             "A sigmoid gate instead of a clip, steeper for negative advantages (tau 1.0 and 1.05).",
-            "The clip's edge makes training jump.",
+            "Training is unstable at the edge of the clip.",
             "SAPO, arXiv:2511.20347",
         ),
         "gmpo": Algorithm(
@@ -134,7 +134,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "The baseline of a sample is the mean of its siblings; whole answers, not tokens, are the actions.",
             "Few samples per prompt; an unbiased gradient.",
             "RLOO, arXiv:2402.14740",
-            "The paper's plain REINFORCE is clipped (0.2) here, which is the same on samples of the present weights. "
+            "The paper's plain REINFORCE is clipped (0.2) here, which is the same on samples of the current weights. "
             "Its KL penalty in the reward is not built; `trainer.kl_coef` puts one into the loss.",
         ),
         "reinforce_pp": Algorithm(
@@ -159,7 +159,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
         ),
         "ppo_decoupled": Algorithm(
             Preset(old_logp="proximal", correction="mask", correction_high=5.0),
-            "The clip is to the weights at the start of the step; what the engine's weights differ from those is a weight.",
+            "The clip is relative to the weights at the start of the step; a weight corrects for the engine's older weights.",
             "Asynchronous runs (`run.eta` above 0): stale tokens are neither clipped away nor trusted blindly.",
             "AReaL, arXiv:2505.24298",
             "Tokens whose weight exceeds 5 are masked, AReaL 1.0's default; the paper has no such bound.",
@@ -167,7 +167,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
         "dppo": Algorithm(
             Preset(normalize_std=False, loss="dppo", log_ratio_coef=1e-3),
             "Tokens leave the gradient when their probability, not their ratio, moved by more than 0.2.",
-            "Rare tokens: a ratio of 10 on a probability of 0.001 is no reason to stop.",
+            "Rare tokens: a ratio of 10 on a probability of 0.001 should not stop the update.",
             "DPPO, arXiv:2602.04879, as prime-rl runs it",
         ),
     }

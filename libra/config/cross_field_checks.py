@@ -1,341 +1,275 @@
-"""Checks that concern more than one field of a configuration."""
+"""Checks that concern more than one field of a configuration.
+
+Each check yields one message per contradiction: ``FIELD: what contradicts what; type A, or B``. The message names every field
+involved by its dotted name, the one to change first.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from libra.config.models import RunConfig
+from libra.config.models import RunSections
 
-
-@dataclass(frozen=True, slots=True)
-class CrossFieldProblem:
-    """Fields that contradict each other.
-
-    Attributes
-    ----------
-    fields : tuple of str
-        Dotted names of all fields involved; the first is the one to look at.
-    message : str
-        What is wrong and what to type, beginning with a field's name.
-    """
-
-    fields: tuple[str, ...]
-    message: str
+_DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
 
-def cross_field_problems(config: RunConfig) -> tuple[CrossFieldProblem, ...]:
-    """Every contradiction between fields, in the order of the sections; empty where there is none."""
-    return (
-        *_rollout(config),
-        *_engines(config),
-        *_boundaries(config),
-        *_trainer(config),
-        *_algorithm(config),
-        *_checkpoint(config),
-        *_evaluation(config),
-        *_watchdog(config),
-        *_mismatch(config),
-        *_layout(config),
-        *_planner(config),
-        *_planned_layout(config),
-    )
+def contradictions(config: RunSections) -> list[str]:
+    """A message for every contradiction between fields; empty if there is none."""
+    checks = (
+        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _mismatch,
+        _schedules, _planner, _layout_auto, _as_planned,
+    )  # fmt: skip
+    return [message for check in checks for message in check(config)]
 
 
-def _rollout(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def fields_of(message: str) -> list[str]:
+    """Dotted names in a message, in order, each once."""
+    return list(dict.fromkeys(_DOTTED_NAME.findall(message)))
+
+
+def _rollout(config: RunSections) -> Iterator[str]:
     rollout, trainer = config.rollout, config.trainer
     if rollout.max_new_tokens > rollout.max_context_tokens:
-        yield CrossFieldProblem(
-            ("rollout.max_new_tokens", "rollout.max_context_tokens"),
+        yield (
             f"rollout.max_new_tokens: {rollout.max_new_tokens} tokens of one turn do not fit into a context of "
             f"rollout.max_context_tokens={rollout.max_context_tokens}; type "
-            f"rollout.max_new_tokens={rollout.max_context_tokens} or less, or raise rollout.max_context_tokens",
+            f"rollout.max_new_tokens={rollout.max_context_tokens} or less, or raise rollout.max_context_tokens"
         )
-    if rollout.exact_logprobs:
-        for name, wrong, typed in (
-            ("engine", rollout.engine != "transformers", "transformers"),
-            ("top_p", rollout.top_p != 1, "1"),
-            ("temperature", rollout.temperature == 0, "1"),
-        ):
-            if wrong:
-                yield CrossFieldProblem(
-                    ("rollout.exact_logprobs", f"rollout.{name}"),
-                    f"rollout.exact_logprobs: the trainer cannot compute the same with rollout.{name}={getattr(rollout, name)}; "
-                    f"type rollout.{name}={typed}, or rollout.exact_logprobs=false",
-                )
+    for name, wrong, right in (
+        ("engine", rollout.engine != "transformers", "transformers"),
+        ("top_p", rollout.top_p != 1, "1"),
+        ("temperature", rollout.temperature == 0, "1"),
+    ):
+        if rollout.exact_logprobs and wrong:
+            yield (
+                f"rollout.exact_logprobs: the trainer cannot compute the same with rollout.{name}={getattr(rollout, name)}; "
+                f"type rollout.{name}={right}, or rollout.exact_logprobs=false"
+            )
     if rollout.max_context_tokens > trainer.micro_batch_tokens:
-        yield CrossFieldProblem(
-            ("trainer.micro_batch_tokens", "rollout.max_context_tokens"),
+        yield (
             f"trainer.micro_batch_tokens: a trajectory of rollout.max_context_tokens={rollout.max_context_tokens} does not "
             f"fit into a micro-batch of {trainer.micro_batch_tokens}; type "
-            f"trainer.micro_batch_tokens={rollout.max_context_tokens}",
+            f"trainer.micro_batch_tokens={rollout.max_context_tokens}"
+        )
+    if rollout.temperature == 0:
+        yield (
+            "rollout.temperature: at 0 all samples of a group are the same, and nothing can be learned; type "
+            "rollout.temperature=1.0 (evaluation.temperature=0 evaluates greedily)"
         )
 
 
-def _engines(config: RunConfig) -> Iterator[CrossFieldProblem]:
-    rollout, cluster = config.rollout, config.cluster
-    if rollout.engine != "vllm":
-        asked = [
-            *(["rollout.tp"] if rollout.tp > 1 else []),
-            *(["rollout.keep_kv"] if rollout.keep_kv else []),
-            *(["cluster.engines"] if any(group.tp > 1 for group in cluster.engines) else []),
-        ]
-        for name in asked:
-            what = "keep KV over an update" if name == "rollout.keep_kv" else "have a tensor-parallel degree above 1"
-            yield CrossFieldProblem(
-                (name, "rollout.engine"),
-                f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm",
-            )
-    paced = any(group.min_pass_s is not None for group in cluster.engines)
-    for name, asked_for, instead in (
+def _vllm_only(config: RunSections) -> Iterator[str]:
+    rollout, engines = config.rollout, config.cluster.engines
+    for name, given, what in (
+        ("rollout.tp", rollout.tp > 1, "have a tensor-parallel degree above 1"),
+        ("rollout.keep_kv", rollout.keep_kv, "keep KV over an update"),
+        ("cluster.engines", any(group.tp > 1 for group in engines), "have a tensor-parallel degree above 1"),
+    ):
+        if given and rollout.engine != "vllm":
+            yield f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm"
+
+
+def _transformers_only(config: RunSections) -> Iterator[str]:
+    rollout = config.rollout
+    paced = any(group.min_pass_s is not None for group in config.cluster.engines)
+    for name, given, why in (
         (
             "rollout.kv_cache_gib",
             rollout.kv_cache_gib is not None,
-            "vllm.kv_cache_gib says how much KV a vllm engine holds",
+            "vllm.kv_cache_gib sets the KV cache of a vllm engine",
         ),
-        ("cluster.engines", paced, "only transformers engines wait out min_pass_s"),
+        ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
     ):
-        if rollout.engine == "vllm" and asked_for:
-            yield CrossFieldProblem(
-                (name, "rollout.engine"),
-                f"{name}: {instead}, and rollout.engine=vllm; leave it out, or type rollout.engine=transformers",
-            )
-    if rollout.engine == "vllm" and rollout.exact_logprobs:
-        yield CrossFieldProblem(
-            ("rollout.exact_logprobs", "rollout.engine"),
-            "rollout.exact_logprobs: only transformers engines score with the trainer's own code, and rollout.engine=vllm; type "
-            "rollout.engine=transformers, or rollout.exact_logprobs=false",
+        if given and rollout.engine == "vllm":
+            yield f"{name}: {why}, and rollout.engine=vllm; leave it out, or type rollout.engine=transformers"
+
+
+def _workers(config: RunSections) -> Iterator[str]:
+    cluster = config.cluster
+    listed = sum(group.count for group in cluster.engines)
+    count = listed or cluster.rollout_workers
+    if cluster.scheduler is None and cluster.hybrid_workers > count and config.planner.layout != "auto":
+        yield (
+            f"cluster.hybrid_workers: {cluster.hybrid_workers} workers are to change roles, and there are {count} rollout "
+            f"workers; type cluster.hybrid_workers={count} or less, or raise cluster.rollout_workers"
         )
-    count = sum(group.count for group in cluster.engines) or cluster.rollout_workers
-    planned_later = config.planner.layout == "auto"
-    if cluster.scheduler is None and cluster.hybrid_workers > count and not planned_later:
-        yield CrossFieldProblem(
-            ("cluster.hybrid_workers", "cluster.rollout_workers"),
-            f"cluster.hybrid_workers: {cluster.hybrid_workers} of {count} rollout workers are to change roles; type "
-            f"cluster.hybrid_workers={count} or fewer, or start more rollout workers",
-        )
-    if cluster.engines and cluster.rollout_workers != 1:
-        count = sum(group.count for group in cluster.engines)
-        yield CrossFieldProblem(
-            ("cluster.rollout_workers", "cluster.engines"),
-            f"cluster.rollout_workers: {cluster.rollout_workers} workers, but cluster.engines lists {count} by their kind; "
-            "leave cluster.rollout_workers out, or type cluster.engines=[]",
+    if listed and cluster.rollout_workers != 1:
+        yield (
+            f"cluster.rollout_workers: {cluster.rollout_workers} workers, but cluster.engines lists {listed} by kind; leave "
+            "cluster.rollout_workers out, or type cluster.engines=[]"
         )
 
 
-def _boundaries(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def _boundaries(config: RunSections) -> Iterator[str]:
     policy = config.policy
     if policy.boundaries_tokens and policy.name != "cmlfq":
-        yield CrossFieldProblem(
-            ("policy.boundaries_tokens", "policy.name"),
-            f"policy.boundaries_tokens: policy.name={policy.name} follows none; type policy.name=cmlfq, or "
-            "policy.boundaries_tokens={}",
+        yield (
+            f"policy.boundaries_tokens: policy.name={policy.name} has no boundaries; type policy.name=cmlfq, or "
+            "policy.boundaries_tokens={}"
         )
     ends = [tokens for _, tokens in sorted(policy.boundaries_tokens.items())]
     if any(later <= end for end, later in pairwise(ends)):
-        yield CrossFieldProblem(
-            ("policy.boundaries_tokens",),
+        yield (
             f"policy.boundaries_tokens: {policy.boundaries_tokens} do not rise with the degree; type e.g. "
-            "policy.boundaries_tokens={tp1: 3000, tp2: 12000}",
+            "policy.boundaries_tokens={tp1: 3000, tp2: 12000}"
         )
 
 
-def _trainer(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def _trainer(config: RunSections) -> Iterator[str]:
     trainer = config.trainer
-    if config.rollout.temperature == 0:
-        yield CrossFieldProblem(
-            ("rollout.temperature",),
-            "rollout.temperature: at 0 all samples of a group are the same, and nothing can be learnt; type "
-            "rollout.temperature=1.0 (evaluation.temperature=0 asks the held-out questions greedily)",
+    if trainer.micro_batch_tokens < trainer.max_row_tokens:
+        yield (
+            f"trainer.micro_batch_tokens: a micro-batch of {trainer.micro_batch_tokens} tokens does not hold one row of "
+            f"trainer.max_row_tokens={trainer.max_row_tokens}; type trainer.micro_batch_tokens={trainer.max_row_tokens}"
         )
+    if trainer.offload and trainer.layout != "fsdp2":
+        yield (
+            f"trainer.offload: trainer.layout={trainer.layout} has no shards to offload; type trainer.layout=fsdp2, or "
+            "trainer.offload=false"
+        )
+
+
+def _batch(config: RunSections) -> Iterator[str]:
+    trainer = config.trainer
     if trainer.group_size == 1 and trainer.normalize_std and trainer.advantage == "grpo":
-        yield CrossFieldProblem(
-            ("trainer.group_size", "trainer.normalize_std"),
+        yield (
             "trainer.group_size: group size 1 has no standard deviation; type trainer.group_size=8 or "
-            "trainer.normalize_std=false",
+            "trainer.normalize_std=false"
+        )
+    if trainer.group_size == 1 and trainer.drop_uniform_groups:
+        yield (
+            "trainer.drop_uniform_groups: a group of one is always uniform, so every group would be dropped; type "
+            "trainer.drop_uniform_groups=false, or trainer.group_size=8"
         )
     batch = trainer.prompts * trainer.group_size
     if trainer.minibatches > batch:
-        yield CrossFieldProblem(
-            ("trainer.minibatches", "trainer.prompts", "trainer.group_size"),
+        yield (
             f"trainer.minibatches: {trainer.minibatches} minibatches cannot be cut from a batch of {batch} trajectories "
             f"(trainer.prompts={trainer.prompts} x trainer.group_size={trainer.group_size}); type "
-            f"trainer.minibatches={batch} or less",
-        )
-    if trainer.micro_batch_tokens < trainer.max_row_tokens:
-        yield CrossFieldProblem(
-            ("trainer.micro_batch_tokens", "trainer.max_row_tokens"),
-            f"trainer.micro_batch_tokens: a micro-batch of {trainer.micro_batch_tokens} tokens does not hold one row of "
-            f"trainer.max_row_tokens={trainer.max_row_tokens}; type trainer.micro_batch_tokens={trainer.max_row_tokens}",
+            f"trainer.minibatches={batch} or less"
         )
 
 
-def _algorithm(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def _algorithm(config: RunSections) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.group_size == 1 and trainer.drop_uniform_groups:
-        yield CrossFieldProblem(
-            ("trainer.drop_uniform_groups", "trainer.group_size"),
-            "trainer.drop_uniform_groups: a group of one is always uniform, so that nothing would be left; type "
-            "trainer.drop_uniform_groups=false, or trainer.group_size=8",
-        )
     steps = trainer.epochs * trainer.minibatches
     if trainer.loss == "reinforce" and (config.run.eta > 0 or steps > 1):
-        yield CrossFieldProblem(
-            ("trainer.loss", "run.eta", "trainer.epochs", "trainer.minibatches"),
-            f"trainer.loss: reinforce is right only on samples of the present weights, but run.eta={config.run.eta} and one "
-            f"batch takes {steps} optimizer steps; type trainer.loss=ppo, or run.eta=0 trainer.epochs=1 trainer.minibatches=1",
+        yield (
+            f"trainer.loss: reinforce is right only on samples of the current weights, but run.eta={config.run.eta} and one "
+            f"batch takes {steps} optimizer steps; type trainer.loss=ppo, or run.eta=0 trainer.epochs=1 trainer.minibatches=1"
         )
     if trainer.correction != "none" and trainer.old_logp == "behaviour":
-        yield CrossFieldProblem(
-            ("trainer.correction", "trainer.old_logp"),
-            f"trainer.correction: {trainer.correction} weighs the trainer against the engine, which the ratio to "
-            "trainer.old_logp=behaviour does already; type trainer.old_logp=proximal, or trainer.correction=none",
+        yield (
+            f"trainer.correction: {trainer.correction} weighs the trainer against the engine, and the ratio to "
+            "trainer.old_logp=behaviour already does; type trainer.old_logp=proximal, or trainer.correction=none"
         )
     low, high = trainer.correction_low, trainer.correction_high
     if low is not None and high is not None and low > high:
-        yield CrossFieldProblem(
-            ("trainer.correction_low", "trainer.correction_high"),
-            f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less",
-        )
+        yield f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less"
+
+
+def _loss(config: RunSections) -> Iterator[str]:
+    trainer = config.trainer
     if trainer.aggregation == "constant" and trainer.loss_divisor is None:
-        yield CrossFieldProblem(
-            ("trainer.loss_divisor", "trainer.aggregation"),
-            "trainer.loss_divisor: trainer.aggregation=constant divides by it, and it is null; type e.g. "
-            "trainer.loss_divisor=10000",
+        yield (
+            "trainer.loss_divisor: null, and trainer.aggregation=constant divides by it; type e.g. trainer.loss_divisor=10000"
         )
     if trainer.dual_clip is not None and trainer.loss not in ("ppo", "gspo"):
-        yield CrossFieldProblem(
-            ("trainer.dual_clip", "trainer.loss"),
-            f"trainer.dual_clip: trainer.loss={trainer.loss} has no dual clip; type trainer.dual_clip=null, or trainer.loss=ppo",
+        yield (
+            f"trainer.dual_clip: trainer.loss={trainer.loss} has no dual clip; type trainer.dual_clip=null, or trainer.loss=ppo"
         )
     if trainer.log_ratio_coef > 0 and trainer.loss != "dppo":
-        yield CrossFieldProblem(
-            ("trainer.log_ratio_coef", "trainer.loss"),
+        yield (
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
-            "trainer.loss=dppo",
+            "trainer.loss=dppo"
         )
 
 
-def _layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
-    trainer = config.trainer
-    if trainer.offload and trainer.layout != "fsdp2":
-        yield CrossFieldProblem(
-            ("trainer.offload", "trainer.layout"),
-            f"trainer.offload: shards go to host memory, and trainer.layout={trainer.layout} has none; type "
-            "trainer.layout=fsdp2, or trainer.offload=false",
-        )
-
-
-def _mismatch(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def _mismatch(config: RunSections) -> Iterator[str]:
     trainer = config.trainer
     if trainer.mismatch_action != "warn" and trainer.mismatch_alarm is None:
-        yield CrossFieldProblem(
-            ("trainer.mismatch_action", "trainer.mismatch_alarm"),
-            f"trainer.mismatch_action: nothing can {trainer.mismatch_action} the run while trainer.mismatch_alarm=null; type "
-            "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn",
+        yield (
+            f"trainer.mismatch_action: {trainer.mismatch_action} needs an alarm, and trainer.mismatch_alarm=null; type "
+            "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn"
         )
 
 
-def _checkpoint(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def _schedules(config: RunSections) -> Iterator[str]:
     checkpoint, evaluation = config.checkpoint, config.evaluation
-    if (
-        checkpoint.keep_best
-        and checkpoint.every
-        and evaluation.every
-        and checkpoint.every % evaluation.every
-        and evaluation.every % checkpoint.every
-    ):
-        yield CrossFieldProblem(
-            ("checkpoint.every", "evaluation.every", "checkpoint.keep_best"),
-            f"checkpoint.every: of checkpoints every {checkpoint.every} steps and evaluations every {evaluation.every} few meet, "
-            "and only a checkpoint that is evaluated can be the best; type "
-            f"checkpoint.every={evaluation.every}, or checkpoint.keep_best=false",
+    every, between = checkpoint.every, evaluation.every
+    if checkpoint.keep_best and every and between and every % between and between % every:
+        yield (
+            f"checkpoint.every: checkpoints every {every} steps and evaluations every {between} (evaluation.every) rarely "
+            "coincide, and only an evaluated checkpoint can be the best; type "
+            f"checkpoint.every={between}, or checkpoint.keep_best=false"
         )
-
-
-def _evaluation(config: RunConfig) -> Iterator[CrossFieldProblem]:
-    evaluation = config.evaluation
-    if evaluation.every > 0 and evaluation.prompts == 0:
-        yield CrossFieldProblem(
-            ("evaluation.every", "evaluation.prompts"),
-            f"evaluation.every: an evaluation every {evaluation.every} iterations asks no question while "
-            "evaluation.prompts=0; type evaluation.prompts=256, or evaluation.every=0",
+    if between > 0 and evaluation.prompts == 0:
+        yield (
+            f"evaluation.every: {between}, and evaluation.prompts=0 gives no questions; type evaluation.prompts=256, or "
+            "evaluation.every=0"
         )
-
-
-def _watchdog(config: RunConfig) -> Iterator[CrossFieldProblem]:
     if config.watchdog.restart and config.watchdog.timeout_s is None:
-        yield CrossFieldProblem(
-            ("watchdog.restart", "watchdog.timeout_s"),
-            "watchdog.restart: nothing is restarted while watchdog.timeout_s=null says that nobody looks; type "
-            "watchdog.timeout_s=600, or watchdog.restart=false",
+        yield (
+            "watchdog.restart: watchdog.timeout_s=null turns the watchdog off; type watchdog.timeout_s=auto, or "
+            "watchdog.restart=false"
         )
 
 
-def _planner(config: RunConfig) -> Iterator[CrossFieldProblem]:
+def _planner(config: RunSections) -> Iterator[str]:
     planner = config.planner
     if planner.apply and not planner.replan:
-        yield CrossFieldProblem(
-            ("planner.apply", "planner.replan"),
-            "planner.apply: true, but nothing is planned while the run goes on; type planner.replan=true",
-        )
+        yield "planner.apply: true, but without planner.replan there is no plan to apply; type planner.replan=true"
     if planner.generated_p99_tokens < planner.generated_p50_tokens:
-        yield CrossFieldProblem(
-            ("planner.generated_p99_tokens", "planner.generated_p50_tokens"),
+        yield (
             f"planner.generated_p99_tokens: {planner.generated_p99_tokens:g} is below the median, "
             f"planner.generated_p50_tokens={planner.generated_p50_tokens:g}; type "
-            f"planner.generated_p99_tokens={4 * planner.generated_p50_tokens:g}",
+            f"planner.generated_p99_tokens={4 * planner.generated_p50_tokens:g}"
         )
-    pools = planner.min_train_gpus + planner.min_rollout_gpus
-    most = planner.num_gpus
-    if most is not None and max(planner.min_train_gpus, planner.min_rollout_gpus) > 1 and pools > most:
-        yield CrossFieldProblem(
-            ("planner.num_gpus", "planner.min_train_gpus", "planner.min_rollout_gpus"),
-            f"planner.num_gpus: {planner.num_gpus} GPUs do not hold planner.min_train_gpus={planner.min_train_gpus} and "
-            f"planner.min_rollout_gpus={planner.min_rollout_gpus}; type planner.num_gpus={pools}",
+    least, most = (planner.min_train_gpus, planner.min_rollout_gpus), planner.num_gpus
+    if most is not None and max(least) > 1 and sum(least) > most:
+        yield (
+            f"planner.num_gpus: {most} GPUs do not hold planner.min_train_gpus={least[0]} and "
+            f"planner.min_rollout_gpus={least[1]}; type planner.num_gpus={sum(least)}"
         )
 
 
-def _planned_layout(config: RunConfig) -> Iterator[CrossFieldProblem]:
-    """What `planner.layout` auto plans is not also configured, and what was planned is what is configured."""
-    cluster, planner = config.cluster, config.planner
-    planned = planner.planned
-    if planned is not None:
-        yield from _as_planned(config)
-    elif planner.layout == "auto":
-        for name, given, typed in (
-            ("cluster.engines", bool(cluster.engines), 'planner.fixed_engines={"1": 2}, by degree'),
-            (
-                "cluster.rollout_workers",
-                cluster.rollout_workers != 1,
-                f'planner.fixed_engines={{"{config.rollout.tp}": {cluster.rollout_workers}}}',
-            ),
-            ("cluster.train_workers", cluster.train_workers != 1, f"planner.fixed_train_gpus={cluster.train_workers}"),
-            ("policy.boundaries_tokens", bool(config.policy.boundaries_tokens), ""),
-        ):
-            if given:
-                fixed = f" (to fix it for the plan: {typed})" if typed else ""
-                yield CrossFieldProblem(
-                    (name, "planner.layout"),
-                    f"{name}: planner.layout=auto plans it, and would not heed what is given; leave it out{fixed}, or type "
-                    "planner.layout=configured",
-                )
-    if planner.layout == "auto" and cluster.scheduler is not None:
-        yield CrossFieldProblem(
-            ("planner.layout", "cluster.scheduler"),
-            f"planner.layout: auto starts the workers that it plans, and the cluster at {cluster.scheduler} has its own; type "
-            "libra plan CONFIG --write FILE, start those workers (libra cluster slurm FILE up), then libra run FILE "
-            "--scheduler ADDR",
+def _layout_auto(config: RunSections) -> Iterator[str]:
+    """What ``planner.layout=auto`` plans must not be configured too."""
+    cluster = config.cluster
+    if config.planner.layout != "auto":
+        return
+    engines = 'planner.fixed_engines={"1": 2}, by degree'
+    workers = f'planner.fixed_engines={{"{config.rollout.tp}": {cluster.rollout_workers}}}'
+    for name, given, fixed in (
+        ("cluster.engines", bool(cluster.engines), f" (to fix it for the plan: {engines})"),
+        ("cluster.rollout_workers", cluster.rollout_workers != 1, f" (to fix it for the plan: {workers})"),
+        (
+            "cluster.train_workers",
+            cluster.train_workers != 1,
+            f" (to fix it for the plan: planner.fixed_train_gpus={cluster.train_workers})",
+        ),
+        ("policy.boundaries_tokens", bool(config.policy.boundaries_tokens), ""),
+    ):
+        if given and config.planner.planned is None:
+            yield (
+                f"{name}: planner.layout=auto plans it and would ignore the given value; leave it out{fixed}, or type "
+                "planner.layout=configured"
+            )
+    if cluster.scheduler is not None:
+        yield (
+            f"planner.layout: auto starts the workers that it plans, and the cluster at cluster.scheduler={cluster.scheduler} has "
+            "its own; type libra plan CONFIG --write FILE, start those workers (libra cluster slurm FILE up), then libra run FILE "
+            "--scheduler ADDR"
         )
 
 
-def _as_planned(config: RunConfig) -> Iterator[CrossFieldProblem]:
-    """Whoever changes a planned setting by hand says that it is no plan any more."""
+def _as_planned(config: RunSections) -> Iterator[str]:
+    """Settings that a plan gave must still have the plan's values."""
     planned, cluster = config.planner.planned, config.cluster
-    assert planned is not None
+    if planned is None:
+        return
     engines = sorted((group.tp, group.count, group.slots or config.rollout.slots) for group in cluster.engines)
     for name, has, wanted in (
         ("cluster.train_workers", cluster.train_workers, planned.train_gpus),
@@ -344,23 +278,21 @@ def _as_planned(config: RunConfig) -> Iterator[CrossFieldProblem]:
         ("policy.boundaries_tokens", config.policy.boundaries_tokens, planned.route),
     ):
         if has != wanted and not (name.startswith("policy.") and config.policy.name != "cmlfq"):
-            yield CrossFieldProblem(
-                (name, "planner.planned"),
-                f"{name}: {has}, and planner.planned has {wanted}; leave {name} as it was planned, or type planner.planned=null "
-                "to start another layout",
+            yield (
+                f"{name}: {has}, and planner.planned has {wanted}; leave {name} as planned, or type planner.planned=null "
+                "to start another layout"
             )
     gpus = planned.train_gpus + sum(engines.tp * engines.count for engines in planned.engines)
     if gpus > planned.num_gpus:
-        yield CrossFieldProblem(
-            ("planner.planned",),
+        yield (
             f"planner.planned: its training and engines take {gpus} GPUs, and it is for {planned.num_gpus}; type libra plan CONFIG "
-            "--write FILE for a plan that fits",
+            "--write FILE for a plan that fits"
         )
-    if len(planned.boundaries_tokens) != len(planned.engines) - 1:
-        yield CrossFieldProblem(
-            ("planner.planned",),
-            f"planner.planned: {len(planned.engines)} degrees have {len(planned.engines) - 1} boundaries, got "
-            f"{len(planned.boundaries_tokens)}; type libra plan CONFIG --write FILE, which writes it",
+    boundaries = len(planned.engines) - 1
+    if len(planned.boundaries_tokens) != boundaries:
+        yield (
+            f"planner.planned: {len(planned.engines)} degrees have {boundaries} boundaries, got "
+            f"{len(planned.boundaries_tokens)}; type libra plan CONFIG --write FILE, which writes them"
         )
 
 

@@ -1,34 +1,33 @@
-"""What a setting can need in order to be read: conditions on other settings, on the command, and on the machine."""
+"""Conditions under which a setting has an effect: on other settings, on the command, and on the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from libra.config.models import RunConfig
+from libra.config.models import RunSections
+from libra.config.yaml_text import one_line_yaml
 
 CommandName = Literal["run", "plan", "simulate", "slurm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is known beside the configuration when it is judged.
+    """What decides whether a setting has an effect, besides the configuration.
 
     Attributes
     ----------
     command : {"run", "plan", "simulate", "slurm"} or None
-        Who is about to read it (``slurm``: `libra cluster slurm`). None: nobody yet (`libra config`).
+        The command that is about to read it (``slurm``: `libra cluster slurm`). None: none yet (`libra config`).
     typed : frozenset of str
-        Dotted names given for this very command: overrides, or keyword arguments of `libra.train`. A file may serve several
-        commands; what is typed serves one.
+        Dotted names given for this very command: overrides, or keyword arguments of `libra.train`.
     options : frozenset of str
-        Options of the command that say the same as a setting, e.g. "--workload".
+        Options of the command that replace a setting, e.g. "--workload".
     client : bool
         A connected Dask client was given.
     has_gpu : callable or None
-        Whether the machines of the run have GPUs, asked where a setting depends on it. None: not known from here.
+        Whether the machines of the run have GPUs; called only if a setting depends on it. None: not known here.
     """
 
     command: CommandName | None = None
@@ -40,24 +39,15 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One condition.
-
-    Attributes
-    ----------
-    fields : tuple of str
-        Dotted names it looks at; empty: the command or the machine.
-    text : str
-        What makes it true, in the words to type.
-    met : callable
-        Of a configuration and a situation.
-    """
+    """One condition: ``fields`` it reads (empty: the command or the machine), ``text`` to type, and whether it is
+    ``met``."""
 
     fields: tuple[str, ...]
     text: str
-    met: Callable[[RunConfig, Situation], bool]
+    met: Callable[[RunSections, Situation], bool]
 
 
-def value_of(config: RunConfig, name: str) -> Any:
+def value_of(config: RunSections, name: str) -> Any:
     """The value of a dotted name."""
     section, _, key = name.partition(".")
     return getattr(getattr(config, section), key)
@@ -65,13 +55,13 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 def is_(name: str, *values: object) -> Need:
     """The field has one of these values."""
-    text = " or ".join(f"{name}={_shown(value)}" for value in values)
+    text = " or ".join(f"{name}={one_line_yaml(value)}" for value in values)
     return Need((name,), text, lambda config, _: value_of(config, name) in values)
 
 
 def is_not(name: str, *values: object) -> Need:
     """The field has none of these values."""
-    text = f"a {name} other than {' and '.join(_shown(value) for value in values)}"
+    text = f"a {name} other than {' and '.join(one_line_yaml(value) for value in values)}"
     return Need((name,), text, lambda config, _: value_of(config, name) not in values)
 
 
@@ -114,11 +104,3 @@ LOCAL = Need(
 )
 """Workers are started for the run."""
 GPU = Need((), "GPUs", lambda _, situation: situation.has_gpu is None or situation.has_gpu())
-
-
-def _shown(value: object) -> str:
-    return (
-        {True: "true", False: "false", None: "null"}.get(value, str(value))
-        if isinstance(value, bool | None)
-        else str(value)
-    )

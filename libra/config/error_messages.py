@@ -1,4 +1,4 @@
-"""Turning what pydantic reports into messages for the person who typed the configuration."""
+"""Error messages for a configuration, made from pydantic's reports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.config.field_help import FieldReference, field_references, one_line_yaml, sections
+from libra.config.field_help import FieldReference, field_references, sections
+from libra.config.yaml_text import one_line_yaml
 
 Origins = Mapping[tuple[str, ...], str]
 """Where each key was set: ``file:line`` or ``override 'a.b=c'``, by path."""
 
-_ELSEWHERE: Mapping[str, str] = {
+_IN_OTHER_FRAMEWORKS: Mapping[str, str] = {
     "learning_rate": "trainer.lr",
     "batch_size": "trainer.prompts",
     "num_prompts": "trainer.prompts",
@@ -31,19 +32,19 @@ _ELSEWHERE: Mapping[str, str] = {
     "beta": "trainer.kl_coef",
     "weight_decay_rate": "trainer.weight_decay",
 }
-"""What other frameworks call some of our settings."""
+"""Names of settings in other frameworks."""
 
-_GONE: Mapping[str, str] = {
+_REMOVED: Mapping[str, str] = {
     "planner.training": "trainer.layout=ddp or trainer.layout=fsdp2",
     "planner.gradient_checkpointing": "trainer.gradient_checkpointing=true or false",
     "planner.offload_optimizer": "trainer.offload=true or false",
     "planner.logits_chunk_tokens": "trainer.logit_chunk_tokens=1024",
 }
-"""Settings that were copies of another section's, and what to type instead."""
+"""Removed settings, copies of another section's, and what to type instead."""
 
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
-    """One entry of pydantic's ``ValidationError.errors()`` as: what, where, what was got, what is allowed, what to type."""
+    """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value, allowed values, what to type."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
         return unknown_key_message(path, origin_of(path, origins))
@@ -58,10 +59,10 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
 
 
 def unknown_key_message(path: Sequence[str], where: str) -> str:
-    """Message for a key that does not exist, with the nearest one that does."""
+    """Message for an unknown key, with the nearest known one."""
     name = ".".join(path)
-    if name in _GONE:
-        return f"{name}{where} is gone: the planner plans the trainer as it is set; type {_GONE[name]} instead"
+    if name in _REMOVED:
+        return f"{name}{where} was removed: the planner reads section trainer; type {_REMOVED[name]} instead"
     nearest = nearest_key(path)
     suggestion = f"; did you mean {nearest}?" if nearest else ""
     if len(path) == 2 and path[0] in sections():
@@ -76,7 +77,7 @@ def unknown_key_message(path: Sequence[str], where: str) -> str:
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """The existing section or dotted name most like an unknown one, or None where nothing is near."""
+    """The existing section or dotted name that is most similar to an unknown one, or None if none is similar."""
     names, last = list(field_references()), path[-1].lower().replace("-", "_")
     if len(path) == 1:
         close = difflib.get_close_matches(last, sections(), n=1)
@@ -90,8 +91,8 @@ def nearest_key(path: Sequence[str]) -> str | None:
     same = [name for name in names if name.split(".")[1] == last]
     if len(same) == 1:
         return same[0]
-    if last in _ELSEWHERE:
-        return _ELSEWHERE[last]
+    if last in _IN_OTHER_FRAMEWORKS:
+        return _IN_OTHER_FRAMEWORKS[last]
     close = difflib.get_close_matches(".".join(path).lower(), names, n=1, cutoff=0.75)
     return close[0] if close else None
 
@@ -106,7 +107,7 @@ def origin_of(path: Sequence[str], origins: Origins) -> str:
 
 
 def _advice(field: FieldReference, got: object) -> str:
-    """What to type: the very number where it was given as text or as 1000.0, else the default."""
+    """What to type: the same number if it was given as text or as 1000.0, else the default."""
     if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
         try:
             number = float(got)

@@ -1,4 +1,4 @@
-"""Reading the models: which keys exist, what each allows, and what a user should type."""
+"""Every setting as the models describe it: its name, allowed values and default."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic.fields import FieldInfo
 
-from libra.config import yaml_text
-from libra.config.models import RunConfig
+from libra.config.models import RunSections
 from libra.config.section import Section
+from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
 
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
     {
@@ -55,13 +55,9 @@ class FieldReference:
 
 def sections() -> dict[str, type[Section]]:
     """The sections of a configuration by name, in order."""
-    found: dict[str, type[Section]] = {}
-    for name, field in RunConfig.model_fields.items():
-        annotation = field.annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, Section)
-        found[name] = annotation
-    return found
+    found = {name: field.annotation for name, field in RunSections.model_fields.items()}
+    assert all(isinstance(section, type) and issubclass(section, Section) for section in found.values())
+    return cast("dict[str, type[Section]]", found)
 
 
 @cache
@@ -79,21 +75,6 @@ def field_references() -> dict[str, FieldReference]:
                 takes_text=_takes_text(field.annotation),
             )
     return found
-
-
-def one_line_yaml(value: object) -> str:
-    """``value`` as typed after ``=`` in an override: ``null``, ``0.2``, ``[0.9, 0.95]``."""
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, tuple):
-        value = list(value)
-    if isinstance(value, list | dict):
-        inner = [
-            f"{key}: {one_line_yaml(item)}" if isinstance(value, dict) else one_line_yaml(key)
-            for key, item in (value.items() if isinstance(value, dict) else ((item, None) for item in value))
-        ]
-        return ("{%s}" if isinstance(value, dict) else "[%s]") % ", ".join(inner)
-    return yaml_text.write(value).removesuffix("\n").removesuffix("\n...")
 
 
 def _allowed(field: FieldInfo) -> str:

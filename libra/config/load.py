@@ -4,8 +4,8 @@ Invariants
 ----------
 1. Every key is used or refused; none is dropped.
 2. A later layer wins over an earlier one: extended file, file, overrides (the last of two equal ones). A layer that changes
-   `environment.name` or `trainer.algorithm` also takes back what earlier ones said of the other environment's `args` or the
-   other algorithm's preset: the resolved configuration of a run gives every key, and would else be that algorithm in disguise.
+   `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
+   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values.
 3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
 """
 
@@ -20,11 +20,12 @@ from pydantic import ValidationError
 
 from libra.config import yaml_text
 from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
-from libra.config.cross_field_checks import cross_field_problems
+from libra.config.cross_field_checks import contradictions, fields_of
 from libra.config.error_messages import origin_of, problem_message, unknown_key_message
 from libra.config.field_help import field_references, sections
 from libra.config.model_paths import packaged_config
-from libra.config.models import RunConfig
+from libra.config.models import RunSections
+from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 
 EXTENDS = "extends"
@@ -35,7 +36,7 @@ Path_ = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Layer:
-    """Values set so far, where each was set, and what was already found wrong."""
+    """Values set so far, where each was set, and the problems found."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path_, str] = field(default_factory=dict)
@@ -50,8 +51,8 @@ def load_config(
     Parameters
     ----------
     path : str or Path
-        A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names a file relative to it, or
-        another one that ships; what it says itself goes over that, section by section.
+        A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names the file below it, relative to it
+        or one that ships.
     overrides : sequence of str
         ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``.
     values : mapping of section to {key: value}, optional
@@ -111,7 +112,7 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
 
 
 def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str]) -> None:
-    """Lay ``values`` over ``layer``, section by section and within `environment.args` key by key."""
+    """Merge ``values`` over ``layer``, section by section and within `environment.args` key by key."""
     if isinstance(values.get("environment"), dict) and "name" in values["environment"]:
         below = layer.values.get("environment")
         if isinstance(below, dict) and below.get("name") != values["environment"]["name"]:
@@ -120,7 +121,7 @@ def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str
     if isinstance(values.get("trainer"), dict) and "algorithm" in values["trainer"]:
         below = layer.values.get("trainer")
         if isinstance(below, dict) and below.get("algorithm", DEFAULT_ALGORITHM) != values["trainer"]["algorithm"]:
-            for key in preset_values(DEFAULT_ALGORITHM):  # what was said of another algorithm
+            for key in preset_values(DEFAULT_ALGORITHM):  # keys of the other algorithm
                 below.pop(key, None)
                 _forget(layer, ("trainer", key))
     _lay_over(layer, values, origins, layer.values, ())
@@ -154,7 +155,7 @@ def _forget(layer: _Layer, path: Path_) -> None:
 
 
 def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
-    """Lay all overrides over ``layer`` as one layer, collecting the malformed ones as problems."""
+    """Merge all overrides over ``layer`` as one layer, collecting malformed ones as problems."""
     values: dict[str, Any] = {}
     origins: dict[Path_, str] = {}
     for override in overrides:
@@ -199,7 +200,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as nested dicts of our own, so that merging never writes into the caller's."""
+    """A deep copy as dicts, so that merging never writes into the caller's mappings."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a configuration is a mapping of sections; got {type(values).__name__}")
     return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in values.items()}
@@ -216,7 +217,7 @@ def _validated(layer: _Layer) -> RunConfig:
 
 
 def _messages(error: ValidationError, layer: _Layer) -> list[str]:
-    """One message per wrong field, then those of the cross-field checks that do not concern a wrong one."""
+    """One message per wrong field, then those of cross-field checks without a wrong field."""
     found: list[str] = []
     wrong: set[str] = set()
     for entry in error.errors(include_url=False):
@@ -229,20 +230,14 @@ def _messages(error: ValidationError, layer: _Layer) -> list[str]:
                 layer.values.pop(path[0])
             else:
                 section.pop(path[1], None)
-    for problem in cross_field_problems(_without_checks(layer.values)):
-        if not wrong & {part for name in problem.fields for part in (name, name.split(".")[0])}:
-            name = problem.fields[0]
-            where = next(
-                (text for text in (origin_of(f.split("."), layer.origins) for f in problem.fields) if text), ""
-            )
-            found.append(problem.message.replace(name, f"{name}{where}", 1))
+    for message in contradictions(
+        RunSections.model_validate(layer.values)
+    ):  # the remaining values are right field by field
+        names = fields_of(message)
+        if not wrong & {part for name in names for part in (name, name.split(".")[0])}:
+            where = next(filter(None, (origin_of(name.split("."), layer.origins) for name in names)), "")
+            found.append(message.replace(names[0], f"{names[0]}{where}", 1))
     return found
-
-
-def _without_checks(values: Mapping[str, Any]) -> RunConfig:
-    """A configuration of values that are right field by field, its cross-field checks not run."""
-    parts: dict[str, Any] = {name: section.model_validate(values.get(name, {})) for name, section in sections().items()}
-    return RunConfig.model_construct(**parts)
 
 
 def _config_error(problems: Sequence[str]) -> ConfigError:

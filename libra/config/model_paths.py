@@ -1,4 +1,4 @@
-"""Names and paths in a configuration that stand for files: models and the configurations that ship."""
+"""Files behind names in a configuration: models, and configurations that ship."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _SHIPPED = re.compile(r"libra/([a-z0-9][a-z0-9_.-]*)")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 PREPARED_MODELS = frozenset({"smollm2-135m"})
-"""Models that ``libra model prepare`` makes ready; ``model.path`` takes these names."""
+"""Models that ``libra model prepare`` prepares; ``model.path`` takes these names."""
 MODELS_VARIABLE = "LIBRA_MODELS"
 """Environment variable with the directory of prepared models. Not set: ``~/.cache/libra/models``."""
 
 
 def prepared_dir(name: str) -> Path:
-    """Where the prepared model ``name`` is, or will be."""
+    """Directory of the prepared model ``name``, which may not exist yet."""
     root = os.environ.get(MODELS_VARIABLE) or "~/.cache/libra/models"
     return Path(root).expanduser().absolute() / name
 
 
 def packaged_config(name: str) -> Path | None:
-    """File of a configuration that ships, from ``libra/NAME``, or None where the name is not of that form or unknown.
+    """File of a configuration that ships, from ``libra/NAME``, or None if the name is not of that form or unknown.
 
-    In an installed package these lie under ``libra/assets/configs``; in a checkout, in ``configs`` beside the package.
+    They are in ``libra/assets/configs`` of an installed package, and in ``configs`` of a checkout.
     """
     match = _SHIPPED.fullmatch(name)
     if match is None:
@@ -45,7 +45,7 @@ def resolve_model(path: str) -> Path | str:
     ----------
     path : str
         ``model.path``: ``libra/NAME`` for a model that ships, ``NAME`` or ``libra/NAME`` for one that ``libra model prepare``
-        makes ready, a directory in Hugging Face layout, or ``org/name``.
+        downloads, a directory in Hugging Face layout, or ``org/name``.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def shipped_models() -> list[str]:
 
 
 def whole_model(directory: Path, path: str) -> Path:
-    """``directory`` itself where it holds a whole model, else ModelError with what is missing."""
+    """``directory``, if it holds a complete model; else ModelError with the missing files."""
     missing = []
     if not (directory / "config.json").is_file():
         missing.append("config.json")
@@ -110,7 +110,9 @@ def whole_model(directory: Path, path: str) -> Path:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"model.path: {index} is no index of weights ({error!r}); save the model again") from error
+            raise ModelError(
+                f"model.path: {index} is not an index of weights ({error!r}); save the model again"
+            ) from error
         missing += sorted(name for name in names if not (directory / name).is_file())
     elif not any(directory.glob("*.safetensors")) and not any(directory.glob("pytorch_model*.bin")):
         missing.append("*.safetensors (or pytorch_model*.bin)")

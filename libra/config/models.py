@@ -1,10 +1,8 @@
-"""Every setting of a run, as frozen pydantic models; `RunConfig` is the root.
+"""Every setting of a run, as frozen pydantic models: one class per section, and `RunSections` with all of them.
 
-The docstring under a field is its documentation: what it is, its unit, what it changes, what None means. The reference in
-``docs/configuration.md`` and ``libra config --fields`` are made from it. Values are checked strictly: ``"3"`` is not a whole
-number, ``1`` is not a truth value, ``nan`` is not a number.
-
-Files and overrides are read by `libra.config.load`, which turns what pydantic reports into `libra.errors.ConfigError`.
+The docstring under a field is its documentation: meaning, unit, effect, and what None means. ``docs/configuration.md`` and
+``libra config --fields`` are made from it. Values are checked strictly: ``"3"`` is not a whole number, ``1`` is not a truth
+value, ``nan`` is not a number.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from libra.config.algorithms import (
     OldLogp,
     preset_values,
 )
-from libra.config.cross_field_checks import cross_field_problems
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
@@ -38,23 +35,23 @@ PolicyName = Literal["cmlfq", "paper", "fifo", "mlfq", "completed_calls", "predi
 
 
 class RunSection(Section):
-    """The run as a whole: where it lives, how long it is, and how stale its data may be."""
+    """The run as a whole: its directory, its length, and how stale its data may be."""
 
     name: str | None = None
-    """Name of the run: 1-63 letters, digits, '_' or '.', beginning with a letter or digit. None: made from the name of the
-    configuration file and the time of the start."""
+    """Name of the run: 1-63 letters, digits, '_' or '.', beginning with a letter or digit. None: the name
+    of the configuration file and the time of the start."""
     dir: Annotated[Path, Field(strict=False)] = Path("runs")
     """Directory that holds runs; this one is written to `dir`/`name`, which must not hold a run yet."""
     seed: AtLeastZero = 0
-    """Source of all randomness: prompts, sampling, tools. The same seed asks the same questions."""
+    """Seed of all randomness: prompts, sampling, tools. The same seed draws the same prompts."""
     iterations: AtLeastOne = 50
     """Iterations (optimizer batches) to run."""
     eta: AtLeastZero = 0
     """Staleness bound, in weight versions: how far behind the newest weights a consumed token may be. 0: synchronous."""
     from_checkpoint: Annotated[Path, Field(strict=False)] | None = None
-    """Checkpoint whose weights become version 0 and whose optimizer state goes on (`libra run --from`); steps count from 0 again.
-    A Hugging Face directory without trainer.json gives its weights only. `model.path` stays the reference of `kl_coef`, and
-    has to be the same architecture. None: start from `model.path`."""
+    """Checkpoint whose weights become version 0 and whose optimizer state is continued (`libra run --from`); steps count from 0.
+    A Hugging Face directory without trainer.json gives its weights only. `model.path` stays the reference of `kl_coef` and
+    must have the same architecture. None: start from `model.path`."""
 
     @field_validator("name")
     @classmethod
@@ -67,16 +64,16 @@ class ModelSection(Section):
 
     path: Annotated[str, Field(min_length=1)] = "libra/tiny-arithmetic"
     """A Hugging Face id ("org/name"), a directory in Hugging Face layout, a model that ships with Libra ("libra/name"), or one that
-    `libra model prepare` makes ready ("smollm2-135m")."""
+    `libra model prepare` downloads ("smollm2-135m")."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in engines and trainer."""
     master_dtype: Literal["float32"] | None = "float32"
-    """Number format of the weights that the optimizer updates, and of its moments; the trainer's model and what is published are
-    these, rounded to `dtype`. None: `dtype`; where that is bfloat16, learning rates below 1e-4 then lose most updates."""
+    """Number format of the weights that the optimizer updates, and of its moments; the model in training and the published
+    weights are these, rounded to `dtype`. None: `dtype`; with bfloat16, learning rates below 1e-4 then lose most updates."""
 
 
 class EnvironmentSection(Section):
-    """What asks the questions, runs the tools and grades the answers."""
+    """The environment: it gives prompts, runs tools and grades answers."""
 
     name: Annotated[str, Field(min_length=1)] = "tool_arithmetic"
     """A registered environment, or "module:attribute" for one of your own."""
@@ -88,51 +85,54 @@ class RolloutSection(Section):
     """How trajectories are generated."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Inference engine of a rollout worker: transformers in the worker's own process, or vLLM in processes of its own (`make
-    setup-vllm`). Its settings are in section `vllm`."""
+    """Inference engine of a rollout worker: transformers in the worker's own process, or vLLM in its own processes (`make
+    setup-vllm`), configured by section `vllm`."""
     tp: AtLeastOne = 1
-    """Tensor-parallel degree of an engine (vllm). A worker that supplies the resource TP, or an entry of `cluster.engines`, says so
-    for itself."""
+    """Tensor-parallel degree of an engine (vllm). The resource TP of a worker, or an entry of `cluster.engines`,
+    overrides it."""
     keep_kv: bool = False
-    """When weights change while requests run, go on from the KV that older weights computed, which costs nothing and puts tokens
-    off policy by that (vllm). Each such token is recorded with its KV's version. false: running requests are computed anew."""
+    """Keep the KV cache of the older weights when weights change while requests run (vllm). This costs no time; tokens
+    generated afterwards attend to stale KV, and each is recorded with its KV's version. false: running requests
+    recompute their context."""
     slots: AtLeastOne = 64
-    """Trajectories that generate at once on one engine."""
+    """Concurrent generations of one engine."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Most KV that one engine holds, in GiB (transformers; a vllm engine has `vllm.kv_cache_gib`). With less than all slots need at
-    `max_context_tokens`, turns wait until theirs fits, and contexts kept between turns make way. None: what all slots need."""
+    """KV cache of one engine, in GiB (transformers; for vllm see `vllm.kv_cache_gib`). If it is smaller than all slots
+    need at `max_context_tokens`, turns wait until their context fits, and contexts kept between turns are evicted.
+    None: enough for all slots."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
-    as the environment says, which is "hermes" unless it says otherwise."""
+    the environment's own format, by default "hermes"."""
     max_new_tokens: AtLeastOne = 64
-    """Tokens one turn may generate; a turn that reaches it ends its trajectory as "length"."""
+    """Maximum tokens of one turn; a turn that reaches it ends its trajectory as "length"."""
     max_turns: AtLeastOne = 12
-    """Turns a trajectory may take."""
+    """Maximum turns of a trajectory."""
     max_context_tokens: AtLeastOne = 1024
-    """Tokens of prompt, generations and observations together that a trajectory may reach."""
+    """Maximum tokens of a trajectory: prompt, generations and observations together."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature; 1 is the model's own distribution, 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass that sampling keeps (nucleus); 1 keeps everything."""
     ignore_eos: bool = False
-    """Every turn has exactly `max_new_tokens` tokens and is no end by itself: for benchmarks."""
+    """Every turn generates exactly `max_new_tokens` tokens, and end-of-text tokens are ignored. For benchmarks."""
     exact_logprobs: bool = False
-    """Record the log-probability that each generation has when it is scored alone and uncached, as the trainer scores it for the
-    mismatch figures, which then are exactly 0 where engine and trainer hold the same weights. Costs a forward pass of the whole
-    context per turn in the engine, and per turn in the trainer. Needs engine transformers, top_p 1 and a temperature above 0."""
+    """Record the log-probability of each generation scored alone and uncached, as the trainer scores it. The mismatch figures
+    are then exactly 0 for equal weights. Costs a forward pass of the whole context per turn, in the engine and in the trainer.
+    Needs engine transformers, top_p 1 and a temperature above 0."""
 
 
 class VLLMSection(Section):
     """Settings of `rollout.engine` vllm."""
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """KV cache per tensor-parallel rank, in GiB. None: on a CPU what `rollout.slots` requests of `rollout.max_context_tokens`
-    need; on a GPU what `gpu_memory_frac` leaves. With less than all slots need, late requests are computed twice."""
+    """KV cache per tensor-parallel rank, in GiB. None: on a CPU what `rollout.slots` requests of
+    `rollout.max_context_tokens` need; on a GPU what `gpu_memory_frac` leaves. If it is smaller than all slots need,
+    late requests are preempted and recomputed."""
     gpu_memory_frac: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that an engine takes for weights and KV cache."""
     eager: bool | None = None
-    """Run the model as written. false: compiled and captured, which starts minutes later and runs faster. None: true on a CPU,
-    false on a GPU."""
+    """Run the model uncompiled. false: compile it and capture CUDA graphs; the engine starts minutes later and runs
+    faster. None: true on a CPU, false on a GPU."""
 
 
 class TrainerSection(Section):
@@ -146,10 +146,10 @@ class TrainerSection(Section):
     group_size: AtLeastOne = 8
     """Trajectories per prompt (G); their mean reward is the baseline."""
     resample: AtLeastZero = 1
-    """How often a trajectory that failed for a reason that is not the model's is tried again, and a failed grader is asked again.
-    After that the group closes with the members it has; `docs/failures.md` has the rules."""
+    """Retries of a trajectory that failed for a reason other than the model, and of a failed grading. After that the
+    group closes with the members it has; `docs/failures.md` has the rules."""
     lr: Annotated[float, Field(ge=0)] = 1e-4
-    """Learning rate after warm-up. 0 measures without learning."""
+    """Learning rate after warm-up. 0: measure without training."""
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
     ] = (0.9, 0.95)
@@ -161,28 +161,36 @@ class TrainerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which the gradient is clipped."""
     advantage: AdvantageName = "grpo"
-    """(preset) How much better than expected a trajectory was: against its group (grpo, rloo, opo), the batch (reinforce_pp),
-    or its group on the batch's scale (reinforce_pp_baseline)."""
+    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the batch (reinforce_pp), or to the
+    group on the scale of the batch (reinforce_pp_baseline)."""
     normalize_std: bool = True
-    """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr. GRPO).
-    Of `advantage` grpo."""
+    """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr.
+    GRPO). For `advantage` grpo."""
     std_eps: Annotated[float, Field(ge=0)] = 1e-6
     """Added to that standard deviation before dividing."""
     drop_uniform_groups: bool = False
     """Leave groups whose rewards are all equal out of the step, means included. They are not replaced by new prompts."""
+    no_signal: Literal["warn", "stop"] = "warn"
+    """After a batch from which nothing can be learned, because no member has an advantage: every trajectory failed, or no group
+    has rewards that differ. warn: say so, with the first cause. stop: also end the run after `no_signal_batches` such batches in
+    a row."""
+    no_signal_batches: AtLeastOne = 3
+    """Batches in a row without signal after which `no_signal` stop ends the run."""
     drop_truncated: bool = False
-    """Leave trajectories that were cut off ("length") out of the step; they still count in the baseline of their group."""
+    """Exclude truncated trajectories ("length") from the step; they still count in the baseline of their group."""
     loss: LossName = "ppo"
-    """(preset) Loss of a token, from its probability ratio and advantage."""
+    """(preset) Loss of a token, as a function of its probability ratio and advantage."""
     aggregation: AggregationMode = "token-mean"
-    """(preset) From losses of tokens to the loss of the step: mean over tokens; mean over sequences of the sum or mean over
-    tokens; the former over a fixed length (-norm); sum over a constant."""
+    """(preset) How token losses become the loss of the step: their mean over all tokens; the mean over sequences of
+    each sequence's token sum or token mean; that token sum divided by a fixed length (-norm); their total divided by a
+    constant."""
     loss_divisor: Annotated[float, Field(gt=0)] | None = None
-    """Of `aggregation` seq-mean-token-sum-norm, in tokens, where None is `rollout.max_context_tokens`; and of constant."""
+    """Divisor for `aggregation` seq-mean-token-sum-norm, in tokens (None: `rollout.max_context_tokens`), and for
+    constant."""
     old_logp: OldLogp = "behaviour"
-    """(preset) Whose log-probability the ratio is to: the engine's as recorded (behaviour), the trainer's at the start of the
-    step (proximal), or the trainer's for tokens of the weights being trained and the engine's for stale ones (exact). The
-    latter two cost a forward pass where one batch takes several optimizer steps."""
+    """(preset) Denominator of the probability ratio: the engine's recorded log-probability (behaviour), the trainer's
+    at the start of the step (proximal), or the trainer's for tokens of the weights being trained and the engine's for
+    stale ones (exact). The latter two cost a forward pass if one batch takes several optimizer steps."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """(preset) The probability ratio is clipped below at 1 - `clip_low`; gmpo clips its logarithm, dppo bounds the probability."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
@@ -190,14 +198,14 @@ class TrainerSection(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """For negative advantages the loss is at most this many times the advantage (ppo and gspo). None: not bounded."""
     tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """Of `loss` sapo: steepness of the gate for positive advantages."""
+    """For `loss` sapo: steepness of the gate for positive advantages."""
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """Of `loss` sapo: steepness of the gate for the others."""
+    """For `loss` sapo: steepness of the gate for all other advantages."""
     log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
-    """(preset) Of `loss` dppo: weight of the squared log ratio, which holds the policy near the engine's."""
+    """(preset) For `loss` dppo: weight of the squared log ratio, which keeps the policy near the engine's."""
     correction: CorrectionAction = "none"
-    """(preset) What becomes of a token's importance weight, trainer over engine, outside [`correction_low`,
-    `correction_high`]: the bound (truncate), or 0 (mask). none: no weights. Needs `old_logp` proximal or exact."""
+    """(preset) A token's importance weight (trainer over engine) outside [`correction_low`, `correction_high`] becomes
+    the bound (truncate) or 0 (mask). none: no weights. Needs `old_logp` proximal or exact."""
     correction_level: CorrectionLevel = "token"
     """The weight is the token's ratio, the product over its sequence, or the geometric mean over it."""
     correction_low: Annotated[float, Field(gt=0)] | None = None
@@ -207,9 +215,10 @@ class TrainerSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of that term; with + its value has the gradient of k2, which is the gradient of the divergence."""
+    """Estimator of the KL term. With +, the value is the estimator's and the gradient is that of k2, which is the
+    gradient of the divergence."""
     kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
-    """Largest estimate of a token, in nats. None: not bounded."""
+    """Upper bound of a token's KL estimate, in nats. None: no bound."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1
@@ -218,36 +227,38 @@ class TrainerSection(Section):
     """Optimizer steps per pass; one batch takes `epochs` x `minibatches` of them."""
     max_row_tokens: AtLeastOne = 512
     """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its own. Short rows are faster
-    on a CPU, where attention pays for the square of a row; changes no result."""
+    on a CPU, where attention costs the square of the row length. The result does not change."""
     share_prompts: bool = True
-    """Samples of a group that fit into a row of `max_row_tokens` together run their prompt through the model once. Only for
-    models with nothing but full attention, others are packed without; changes no result."""
+    """Samples of a group that fit into one row of `max_row_tokens` share one forward pass of their prompt. Only for
+    models whose layers all use full attention; others are packed without sharing. The result does not change."""
     micro_batch_tokens: AtLeastOne = 4096
-    """Tokens per forward and backward pass. Bounds memory, changes no result."""
+    """Tokens per forward and backward pass. Bounds memory; the result does not change."""
     logit_chunk_tokens: AtLeastOne = 1024
-    """Generated tokens whose logits the trainer holds at once, times the vocabulary: the others are made and made again in the
-    backward pass. Bounds memory, changes no result but for the rounding of sums."""
+    """Generated tokens whose logits (times the vocabulary) the trainer holds at once; the backward pass recomputes
+    them. Bounds memory; the result changes only by the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
-    """Alarm where the mean |log p(rollout) - log p(trainer)| of a step, over tokens of the very weights being trained, is above
-    this many nats. float32 shows about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
+    """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the trained weights, is
+    above this many nats. float32 has about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "warn"
-    """What the alarm does: a line in the log; take this step and no further one (`libra resume` goes on); or not even this one."""
+    """What the alarm does: log a line; end the run after this step (`libra resume` continues it); or end it before this step."""
     layout: LayoutName = "ddp"
-    """How the model lies on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
-    shards (fsdp2), which needs 1 / replicas of the memory and more network. Nothing where there is one replica."""
+    """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
+    shards (fsdp2), which needs 1 / replicas of the memory and more network. No effect with one replica."""
     dispatch: Literal["storage", "peer"] = "storage"
-    """How a step comes to its trajectories. "storage": every replica reads the whole batch from the run directory. "peer": each
-    replica fetches its slice over the network from the workers that graded it, and what those lost from the run directory;
-    the whole batch where `epochs` x `minibatches` steps of it begin with a pass over it (`old_logp`) or `exact_logprobs` is set."""
+    """How a step gets its trajectories. "storage": every replica reads the whole batch from the run directory. "peer":
+    each replica fetches its slice over the network from the workers that graded it, and reads rows that those workers
+    lost from the run directory. It fetches the whole batch if several steps begin with a pass over it (`old_logp`), or
+    with `exact_logprobs`."""
     gradient_checkpointing: bool = False
-    """Keep a layer's input alone and compute the rest again in the backward pass: less memory, about a third more computing."""
+    """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
+    compute."""
     offload: bool = False
-    """Keep shards in host memory between their uses; with `layout` ddp, which has none, an error. For GPUs: on a CPU a warning."""
+    """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no effect."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill what was not given from the algorithm's preset; it does not count as given (``model_fields_set``)."""
+        """Fill missing keys from the algorithm's preset; they do not count as given (``model_fields_set``)."""
         if not isinstance(given, dict):
             return validate(given)
         preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
@@ -257,26 +268,26 @@ class TrainerSection(Section):
 
 
 class CheckpointSection(Section):
-    """What can be started from again: checkpoints in Hugging Face layout with the optimizer's state, in RUN/checkpoints."""
+    """Checkpoints to start from: Hugging Face layout with the optimizer's state, in RUN/checkpoints."""
 
     every: AtLeastZero | None = None
-    """Steps from one checkpoint to the next; the last step always makes one. 0: only the last. None: at each evaluation
-    (`evaluation.every`), or every 10 steps where there is none. A checkpoint holds the weights and twice as much optimizer
-    state, and while it is written a copy of that is in the trainer's memory."""
+    """Steps between checkpoints; the last step always writes one. 0: only the last. None: at each evaluation
+    (`evaluation.every`), or every 10 steps without evaluations. A checkpoint holds the weights and twice as much optimizer
+    state; the trainer's memory holds a copy of it while it is written."""
     keep: AtLeastOne = 2
-    """Checkpoints kept: the last so many, beside the best."""
+    """Newest checkpoints to keep, beside the best."""
     keep_best: bool = True
-    """Also keep the best one, and link it as `checkpoints/best`: by mean reward of the held-out questions where `evaluation.every`
-    asks them as the run goes, else by the mean training reward of the iteration."""
+    """Also keep the best one, and link it as `checkpoints/best`: by mean reward on the held-out questions with
+    `evaluation.every`, else by the mean training reward of the iteration."""
 
 
 class EvaluationSection(Section):
-    """Held-out questions, asked with training's sampling unless said otherwise."""
+    """Held-out questions, answered with the sampling settings of training."""
 
     prompts: AtLeastZero = 0
-    """Held-out questions asked before the first and after the last step. 0: no evaluation."""
+    """Held-out questions before the first and after the last step. 0: no evaluation."""
     every: AtLeastZero = 0
-    """Ask them also after every n-th iteration. 0: only first and last."""
+    """Evaluate also after every n-th iteration. 0: only first and last."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature of the evaluation. None: that of `rollout`."""
 
@@ -285,154 +296,166 @@ class PolicySection(Section):
     """Which waiting trajectory gets the next free slot, and where."""
 
     name: Literal["cmlfq", "fifo", "mlfq", "completed_calls", "paper"] = "cmlfq"
-    """cmlfq: by what is believed to be left of each, learned from what tools return; without measured skill, least generated
-    first. fifo: first come, first served. mlfq: least generated first. completed_calls: most tool calls first (DynaRL). paper:
-    the Libra paper's rule. docs/scheduling.md compares them."""
+    """cmlfq: by forecasts of remaining tokens, learned from what tools return; without measured skill, least attained service
+    first. fifo: first come, first served. mlfq: least attained service first. completed_calls: most tool calls first (DynaRL).
+    paper: the Libra paper's rule. docs/scheduling.md compares them."""
     objective: Literal["makespan", "stream"] = "makespan"
-    """Of cmlfq. makespan: longest expected first, so that the iteration is over soon. stream: groups are completed one after the
-    other, so that a step can begin while others generate (`run.eta` of 1 or more)."""
+    """For cmlfq. makespan: longest forecast first, so that the iteration ends soon. stream: complete one group after
+    the other, so that a step can begin while other groups generate (`run.eta` of 1 or more)."""
     patience: AtLeastOne = 200_000
-    """Times that others park for the same kind of slot, after which a trajectory that waits goes first,
-    beside one for each that waited when it came. The default is five thousand trajectories of forty turns: a bound for what
-    would never run otherwise. With a small number everything is overdue, and the order is first come, first served. Not for
-    fifo and paper."""
+    """Starvation bound, counted in parkings (a trajectory begins to wait for a slot). A trajectory is served next after
+    this many further parkings for its kind of slot, plus one for each trajectory that already waited when it parked.
+    The default equals five thousand trajectories of forty turns. With a small number every trajectory is overdue, and
+    the order is first come, first served. Not for fifo and paper."""
     boundaries_tokens: dict[Literal["tp1", "tp2", "tp4", "tp8"], Annotated[float, Field(gt=0)]] = {}
-    """Of cmlfq: generated tokens up to which a trajectory had best begin on engines of a tensor-parallel degree, e.g. {"tp1": 3000,
-    "tp2": 12000}; longer ones on those of a higher degree. What a plan (`libra plan`) means by its buckets; it is followed where
-    a slot is free there and no other engine would be over sooner by a quarter. Empty: load alone decides."""
+    """For cmlfq: generated tokens up to which a trajectory begins on engines of a tensor-parallel degree, e.g. {"tp1":
+    3000, "tp2": 12000}; longer ones begin on higher degrees. `libra plan` prints these boundaries of its buckets. They
+    are followed if a slot is free there and no other engine would finish a quarter sooner. Empty: load alone
+    decides."""
 
 
 class EngineGroup(Section):
-    """Rollout workers that are alike, and so one bucket."""
+    """Rollout workers of one kind: one bucket."""
 
     tp: AtLeastOne = 1
     """Tensor-parallel degree of their engines."""
     threads: AtLeastOne | None = None
     """Torch threads per engine, or per tensor-parallel rank. None: `cluster.threads`."""
     slots: AtLeastOne | None = None
-    """Trajectories that generate at once on one of them. None: `rollout.slots`."""
+    """Concurrent generations of one of them. None: `rollout.slots`."""
     count: AtLeastOne = 1
     """Number of such workers."""
     min_pass_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that each forward pass of one of them takes at least (transformers): it waits out the rest. Makes engines of
-    different speeds on one machine, for measurements and tests. None: as fast as it can."""
+    """Minimum seconds of a forward pass (transformers); a faster pass waits. It emulates engines of different speeds on
+    one machine, for measurements and tests. None: no minimum."""
 
 
 class ClusterSection(Section):
-    """The Dask cluster: one that is there already, or local processes."""
+    """The Dask cluster: a running one, or local processes."""
 
     scheduler: Annotated[str, Field(min_length=1)] | None = None
-    """Address of a running Dask scheduler, as tcp://HOST:PORT, or the cluster.json that `libra cluster slurm` wrote. None: a
-    local cluster of processes is made for the run."""
+    """Address of a running Dask scheduler, as tls://HOST:PORT, or the cluster.json that `libra cluster slurm` wrote. None: the
+    run starts a local cluster of processes."""
     rollout_workers: AtLeastOne = 1
-    """Rollout workers of a local cluster or of `libra cluster slurm`, one engine each. A given scheduler brings its own workers."""
+    """Rollout workers of a local cluster or of `libra cluster slurm`, one engine each. A given scheduler has its own workers."""
     engines: Annotated[tuple[EngineGroup, ...], Field(strict=False)] = ()
     """Rollout workers of several kinds instead, e.g. `[{tp: 1, count: 2}, {tp: 2, threads: 1, slots: 128}]`: each entry is a
-    bucket, and on Slurm a kind of job. A given scheduler has to have exactly these. Empty: `rollout_workers` alike, with
-    `rollout.tp`; a given scheduler's, whatever they are."""
+    bucket, and on Slurm a kind of job. A given scheduler must have exactly these. Empty: `rollout_workers` of one kind, with
+    `rollout.tp`; with a given scheduler, the engines it has."""
     train_workers: AtLeastOne = 1
-    """Core training replicas, one process each, which take every step together as one group. A given scheduler brings its own
-    workers, as many with TRAIN=1."""
+    """Core training replicas, one process each, which take every step together as one group. A given scheduler must have as many
+    workers with TRAIN=1."""
     hybrid_workers: Annotated[int, Field(ge=0)] = 0
-    """Rollout workers that can change roles in mid-run (train beside the core replicas, or lend their GPUs), the first of them. A
-    given scheduler brings its own, as many with HYBRID=1. 0: every worker stays what it was started for."""
+    """Rollout workers, counted from the first, that can change roles during the run: train beside the core replicas, or lend
+    their GPUs. A given scheduler must have as many with HYBRID=1. 0: no worker changes its role."""
     drain_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that a worker which changes roles lets its running generations end. After that they are aborted, what they have
-    generated is lost, and other workers generate those turns anew. None: it waits for them."""
+    """Drain time of a role change, in seconds: running generations of the worker may finish. Then it aborts them, and
+    other workers generate those turns again. None: no limit."""
     tool_workers: AtLeastOne = 1
-    """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given scheduler brings its own."""
+    """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given scheduler has its own."""
     tool_slots: AtLeastOne = 64
-    """Actions that run at once on one tool worker."""
+    """Concurrent actions of one tool worker."""
     threads: AtLeastOne | None = None
-    """Torch threads per worker. None: as many as the machine has cores."""
+    """Torch threads per worker. None: the number of cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where training replicas and transformers engines compute. auto: on the first GPU that the worker sees (CUDA_VISIBLE_DEVICES),
-    else on the CPU. cuda: an error where a worker sees none. vLLM engines compute on what their installation is for."""
+    else on the CPU. cuda: an error if a worker sees none. vLLM engines compute on what their installation is for."""
     dashboard_port: Annotated[int, Field(ge=0, le=65535)] = 8787
     """Port of Dask's dashboard with the Libra page. 0: any free port; a busy port is an error."""
+    dashboard_names: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...], Field(strict=False)
+    ] = ()
+    """Further names under which a browser may open the dashboard of a local cluster or of `libra cluster slurm`, e.g.
+    `[gateway.example]` of a proxy. IP addresses, localhost and the machine's own names always work; other web pages are refused."""
 
 
 class ObserveSection(Section):
-    """What is shown and recorded beside the trajectories."""
+    """What a run displays and records besides the trajectories."""
 
     tensorboard: bool = True
     """Write metrics for TensorBoard into the run directory."""
     event_log: bool = True
-    """Write every scheduling event and command to events.jsonl."""
+    """Write every scheduling event and decision to events.jsonl; its older lines are kept compressed in events/."""
     progress: bool = True
     """Show live progress in the terminal."""
 
 
 class StoreSection(Section):
-    """What is kept on disk."""
+    """What stays on disk."""
 
     keep_versions: AtLeastOne = 3
-    """Weight versions kept on disk beside those in use."""
+    """Weight versions kept on disk besides those in use."""
     keep_journals: bool = False
     """Keep the per-quantum records of trajectories after their group is committed."""
 
 
 class WeightsSection(Section):
-    """How new weights come to the engines."""
+    """How engines get new weights."""
 
     transfer: Literal["shared", "peer"] = "shared"
     """"shared": engines read the run directory. "peer": each rollout worker fetches a version over the network from the nearest
-    worker that has it, into a directory of its own; for workers that do not see the run directory's weights."""
+    worker that has it, into its own directory; for workers that cannot read the run directory."""
 
 
 class WatchdogSection(Section):
-    """What happens when a run stops making progress: no quantum, group, step or other task is finished."""
+    """What happens when a run makes no progress: no quantum, group, step or other task finishes."""
 
-    timeout_s: Annotated[float, Field(ge=1)] | None = 600.0
-    """Seconds without progress after which the task, worker and stage to blame are named and the worker's stacks written to
-    `stacks/` in the run directory. Set it above the longest optimizer step or tool call. None: nobody looks."""
+    timeout_s: Annotated[float, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Seconds without progress after which the watchdog names the stalled task, worker and stage, and writes the worker's stacks to
+    `stacks/` in the run directory. "auto": 10 times what tasks of the stalled kind usually take in this run, at least 60 s and at
+    least the time-outs of its tools and graders; 600 s for a kind that was not seen three times yet. A number is the limit for
+    all kinds; set it above the longest optimizer step or tool call. None: no watchdog."""
     restart: bool = False
-    """Restart the worker to blame. What its trajectories had committed is kept; the quantum in flight runs again."""
+    """Restart the stalled worker. Committed quanta of its trajectories are kept; the quantum in flight runs again."""
 
 
 class SimulationSection(Section):
-    """What `libra simulate` runs in virtual time: engines, a workload, and a policy. Sizes of groups and batches are those of
-    `trainer`, staleness and seed those of `run`."""
+    """Input of `libra simulate` that differs from the run's own sections: engines, workload and policy. `trainer` gives
+    the sizes of groups and batches, `run` the staleness bound and the seed."""
 
-    gpu: Annotated[str, Field(min_length=1)] = "A800-80G"
-    """GPU of the engines: a name of `libra/hardware/gpus`, or a file of that form."""
+    gpu: Annotated[str, Field(min_length=1)] | None = None
+    """GPU of the engines: a name of `libra/hardware/gpus`, or a file of that form. None: `planner.gpu`, else A800-80G."""
     calibration: Annotated[Path, Field(strict=False)] | None = None
-    """File that `libra calibrate RUN --save` wrote: engines, trainer and what is between them are as that run measured them,
-    instead of `gpu` and `model`. It has to be of the model that `model.path` names. None: the GPU's tables."""
-    model: Annotated[str, Field(min_length=1)] = "Qwen3-14B"
-    """Model whose seconds are simulated: a name of `libra/hardware/models`, or a Hugging Face directory or config.json."""
-    layout: dict[Literal["tp1", "tp2", "tp4", "tp8"], AtLeastOne] = {"tp2": 8}
-    """Engines by tensor-parallel degree, e.g. {"tp2": 8, "tp8": 1}: eight engines of two GPUs and one of eight."""
+    """File that `libra calibrate RUN --save` wrote: engines, trainer and transfers have the seconds measured in that run,
+    instead of those of `gpu` and `model`. It must be of the model in `model.path`. None: `planner.calibration`, else the GPU's
+    tables; those too where `gpu` or `model` is given."""
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """Model to simulate: a name of `libra/hardware/models`, or a Hugging Face directory or config.json. None: `model.path`."""
+    layout: dict[Literal["tp1", "tp2", "tp4", "tp8"], AtLeastOne] | None = None
+    """Engines by tensor-parallel degree, e.g. {"tp2": 8, "tp8": 1}: eight engines of two GPUs and one of eight. None: those of
+    `cluster.engines`, else `cluster.rollout_workers` of `rollout.tp`."""
     slots: AtLeastOne | None = None
-    """Generations at once on each engine. None: as many as have room in its KV memory at their mean length, 256 at most; with
-    `calibration` as many as the measured engine takes."""
-    policy: PolicyName = "cmlfq"
-    """Who goes first, and where: cmlfq (forecasts of what is left), paper (the published rule), fifo, mlfq (least attained
-    service), completed_calls (DynaRL), predictor (lengths foreseen with `accuracy`), oracle (the true lengths)."""
-    objective: Literal["makespan", "stream"] = "makespan"
-    """Of cmlfq, predictor and oracle: the iteration ends soon, or groups are complete soon, one after the other."""
+    """Concurrent generations of each engine. None: as many as fit into its KV memory at mean length, 256 at most; with
+    `calibration` the slots of the measured engine."""
+    policy: PolicyName | None = None
+    """Scheduling policy: cmlfq (forecasts of remaining tokens), paper (the published rule), fifo, mlfq (least attained
+    service), completed_calls (DynaRL), predictor (lengths predicted with `accuracy`), oracle (the true lengths). None:
+    `policy.name`."""
+    objective: Literal["makespan", "stream"] | None = None
+    """For cmlfq, predictor and oracle: makespan ends the iteration soon, stream completes one group after the other.
+    None: `policy.objective`."""
     accuracy: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Of predictor: correlation of the logarithm of foreseen and true lengths."""
+    """For predictor: correlation of the logarithms of predicted and true lengths."""
     traces: Annotated[Path, Field(strict=False)] | None = None
-    """File of agent turns (CSV, one row a turn) that trajectories are drawn from. None: they are made up, of `turns` turns."""
+    """File of agent turns (CSV, one row a turn) to draw trajectories from. None: synthetic ones, of `turns` turns."""
     turns: AtLeastOne = 36
-    """Mean number of turns of made-up trajectories."""
+    """Mean number of turns of synthetic trajectories."""
     iterations: AtLeastOne = 1
     """Iterations to simulate."""
     train_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds of an optimizer step with its weight update. None: 0, or with `calibration` what the measured trainer takes."""
+    """Seconds of an optimizer step with its weight update. None: 0, or with `calibration` as measured."""
     load_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds in which an engine takes new weights; running requests then compute their context again. None: 0, or with
+    """Seconds in which an engine loads new weights; running requests then recompute their context. None: 0, or with
     `calibration` as measured."""
     tool_slots: AtLeastOne | None = None
-    """Actions at once. None: as many as are asked for."""
+    """Concurrent actions. None: no limit."""
     noise: bool = False
-    """Draw the seconds of engines around the predicted ones, with the residuals that measured kernels left; the same seed draws
-    the same."""
+    """Draw the seconds of engines around the predicted ones, with the residuals of measured kernels; the same seed draws the
+    same."""
 
 
-class RunConfig(Section):
-    """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are Libra's own."""
+class RunSections(Section):
+    """Every section of one run; `libra.config.RunConfig` is this with the checks across sections."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -454,10 +477,3 @@ class RunConfig(Section):
     slurm_tool: SlurmToolJobs = SlurmToolJobs()
     simulation: SimulationSection = SimulationSection()
     planner: PlannerSection = PlannerSection()
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        problems = cross_field_problems(self)
-        if problems:
-            raise ValueError("; ".join(problem.message for problem in problems))
-        return self

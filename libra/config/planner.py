@@ -1,4 +1,4 @@
-"""Section ``planner``: what `libra plan` plans for, whether a run starts what is planned, and the plan that it starts."""
+"""Section ``planner``: the input of `libra plan`, whether a run plans at its start, and the plan that it starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class PlannedEngines(Section):
     """Engines of one tensor-parallel degree in a plan."""
 
     tp: AtLeastOne
-    """Tensor-parallel degree, which is also the GPUs of one of them."""
+    """Tensor-parallel degree, which is also the number of GPUs of each."""
     count: AtLeastOne
     """Number of them."""
     concurrency: AtLeastOne
-    """Trajectories that generate at once on each."""
+    """Concurrent generations of each."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -27,43 +27,43 @@ class PlannedEngines(Section):
 
 
 class PlannedLayout(Section):
-    """A plan that a run starts, and what it is for. `libra plan --write` and `planner.layout=auto` make it; nobody else has to."""
+    """A plan that a run starts, and its purpose. `libra plan --write` and `planner.layout=auto` write it."""
 
     model: Annotated[str, Field(min_length=1)]
     """Name of the model."""
     model_digest: Annotated[str, Field(min_length=1)]
-    """SHA-256 of the model's sizes and number format: a plan is for every model of that form."""
+    """SHA-256 of the model's sizes and number format: the plan holds for every model with these."""
     gpu: Annotated[str, Field(min_length=1)]
-    """Hardware it is for: the GPU's name, or "cpu", where a rank of one worker stands for a GPU."""
+    """Its hardware: the GPU's name, or "cpu", where a rank of a worker counts as a GPU."""
     num_gpus: AtLeastOne
-    """GPUs that were shared out."""
+    """GPUs to divide."""
     train_gpus: AtLeastOne
-    """Of them for training, `cluster.train_workers`."""
+    """GPUs for training (`cluster.train_workers`)."""
     engines: Annotated[tuple[PlannedEngines, ...], Field(strict=False, min_length=1)]
-    """Engines by rising degree, `cluster.engines`."""
+    """Engines by rising degree (`cluster.engines`)."""
     boundaries_tokens: Annotated[tuple[float, ...], Field(strict=False)] = ()
     """Generated tokens at which one degree's trajectories end and the next one's begin, one fewer than degrees."""
     micro_batch_tokens: AtLeastOne
-    """Tokens per forward and backward pass, `trainer.micro_batch_tokens`."""
+    """Tokens per forward and backward pass (`trainer.micro_batch_tokens`)."""
     step_s: Annotated[float, Field(gt=0)]
     """Predicted seconds of a step."""
     rests_on: str
-    """Where the seconds come from."""
+    """Source of the seconds."""
     why: str
-    """What the step waits for in the end."""
+    """What limits the step."""
     lost: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """The next best layouts, and why each lost."""
+    """The next best layouts, and why each is worse."""
 
     @property
     def boundaries(self) -> tuple[tuple[int, float], ...]:
-        """Pairs (degree, generated tokens): up to so many a trajectory is meant for engines of that degree; the last has no end."""
+        """Pairs (degree, generated tokens): the boundary of each degree but the last, which has none."""
         return tuple(
             (engines.tp, tokens) for engines, tokens in zip(self.engines, self.boundaries_tokens, strict=False)
         )
 
     @property
     def route(self) -> dict[str, float]:
-        """`boundaries` as `policy.boundaries_tokens`; a degree that no length is meant for is left out."""
+        """`boundaries` as `policy.boundaries_tokens`, without degrees for which no length remains."""
         found: dict[str, float] = {}
         for tp, tokens in self.boundaries:
             if tokens > max(found.values(), default=0.0):
@@ -72,67 +72,67 @@ class PlannedLayout(Section):
 
 
 class PlannerSection(Section):
-    """What `libra plan` plans for: hardware, the trajectories of a batch, and what is given. A run does without it, unless it is to
-    start what is planned."""
+    """Input of `libra plan`: hardware, the trajectories of a batch, and constraints. A run reads it only if it plans."""
 
     layout: Literal["configured", "auto"] = "configured"
-    """What a run starts. configured: what section `cluster` says. auto: before any worker starts, it plans for its own model,
-    trainer and batch, and starts that: `cluster.train_workers`, `cluster.engines`, `policy.boundaries_tokens` and
-    `trainer.micro_batch_tokens` are then the plan's."""
+    """Layout that a run starts. configured: that of section `cluster`. auto: before any worker starts, the run plans for its model,
+    trainer and batch, and takes `cluster.train_workers`, `cluster.engines`, `policy.boundaries_tokens` and
+    `trainer.micro_batch_tokens` from the plan."""
     planned: PlannedLayout | None = None
-    """The plan that the settings of `cluster` and `trainer` were taken from, as `libra plan --write` and `layout` auto write it. A
-    run on another model or other hardware is refused. None: nobody planned them."""
+    """The plan behind the settings of `cluster` and `trainer`, as `libra plan --write` and `layout` auto write it. A run on another
+    model or other hardware is refused. None: they are not planned."""
 
     replan: bool = False
-    """In a run, plan again after each iteration: learn what it took, weigh a better plan, write both down. Nothing is changed
-    unless `planner.apply` says so."""
+    """In a run, plan again after each iteration: fit the cost model to it, and log any better plan. Without `planner.apply` nothing
+    changes."""
     apply: bool = False
-    """Carry out accepted plans while the run goes on: slots of engines and bucket boundaries, and where workers may change roles
-    (`cluster.hybrid_workers`) who trains and whose GPUs are one engine. Needs `planner.replan`."""
+    """Apply accepted plans during the run: slots of engines and bucket boundaries, and with `cluster.hybrid_workers` also the roles
+    of workers and the degrees of engines. Needs `planner.replan`."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
-    """Seconds that a change of roles, or of engines' GPUs, is taken to cost the run until one of its kind has been measured: what
-    Libra reports, both directions together, of Qwen3-14B on A800. A plan is carried out where it gains one and a half times as
-    much in the iterations that remain, or where KV memory would not hold what is to come."""
+    """Assumed seconds that a role change, or a change of engines' GPUs, costs until one of its kind has been measured.
+    The default is what the Libra paper reports for both directions together (Qwen3-14B on A800). A plan is applied if
+    it gains one and a half times its cost in the remaining iterations, or if the next iterations would not fit into KV
+    memory."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
-    """GPU of every node: a name that Libra knows, or the path of a datasheet. None: for `layout` auto the one of this machine, else
-    A800-80G."""
+    """GPU of every machine: a name of `libra/hardware/gpus`, or the path of a datasheet. None: for `layout` auto the GPU of this
+    machine, else A800-80G."""
     calibration: Annotated[Path, Field(strict=False)] | None = None
-    """File that `libra calibrate RUN --save` wrote: engines are as that run measured them instead of as the GPU's tables say, and
-    training is scaled to the steps it took; degrees that it does not know are left out of `tp`. Its weight update is taken where
-    `update_s` is not given. It has to be of the model that `model.path` names. None: the GPU's tables."""
+    """File that `libra calibrate RUN --save` wrote: engines have the seconds measured in that run instead of the GPU's tables, and
+    training is scaled to its steps; `tp` loses the degrees that were not measured. Its weight update replaces
+    `update_s` if that is not given. It must be of the model in `model.path`. None: the GPU's tables."""
     num_gpus: AtLeastOne | None = None
-    """GPUs to share out between training and rollout. None: for `layout` auto as many as this machine has (without a GPU: as many
-    as `cluster.threads` goes into its cores), else 8."""
+    """GPUs to divide between training and rollout. None: for `layout` auto those of this machine (without a GPU: its cores divided
+    by `cluster.threads`), else 8."""
     gpus_per_node: AtLeastOne | None = None
-    """GPUs of one node; no engine spans two. None: as the datasheet says."""
+    """GPUs of one machine; no engine spans two. None: the datasheet's number."""
     tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]
-    """Tensor-parallel degrees an engine may have; each has to divide the next, and the last one the node."""
+    """Tensor-parallel degrees an engine may have; each must divide the next, and the last one the GPUs of a machine."""
     trace: Annotated[Path, Field(strict=False)] | None = None
-    """CSV of agents' turns that the batch is drawn from, with columns task, sample, turn, prompt_tokens (the context before the
-    turn), completion_tokens and, if known, tool_s. None: lengths as given below."""
+    """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens (the context before the turn),
+    completion_tokens and, if known, tool_s. None: lengths as given below."""
     trajectories: AtLeastOne | None = None
     """Trajectories of one step. None: `trainer.prompts` x `trainer.group_size`."""
     prompt_tokens: AtLeastOne = 512
-    """Tokens before the first turn, where there is no trace."""
+    """Tokens before the first turn. Used without a trace."""
     generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0
-    """Median of a trajectory's generated tokens, where there is no trace; lengths are taken as log-normal."""
+    """Median of a trajectory's generated tokens, whose lengths are assumed to be log-normal. Used without a trace."""
     generated_p99_tokens: Annotated[float, Field(gt=0)] = 4096.0
-    """99th percentile of the same."""
+    """99th percentile of a trajectory's generated tokens. Used without a trace."""
     observation_tokens: AtLeastZero = 0
-    """Tokens that tools add to the context of a trajectory, where there is no trace."""
+    """Tokens that tools add to the context of a trajectory. Used without a trace."""
     turns: AtLeastOne = 1
-    """Generations of a trajectory, where there is no trace."""
+    """Generations of a trajectory. Used without a trace."""
     tool_s: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds of a tool call, where the trace does not say."""
+    """Seconds of a tool call, if the trace has none."""
     max_concurrency: AtLeastOne = 256
-    """Trajectories that generate at once on one engine at most, whatever its memory holds."""
+    """Maximum concurrent generations of one engine, even if its memory holds more."""
     update_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds from a step's end until engines serve its weights. None: 10, or with `calibration` as measured."""
     min_train_gpus: AtLeastOne = 1
-    """Core training pool: at least so many GPUs."""
+    """Minimum GPUs of the core training pool."""
     min_rollout_gpus: AtLeastOne = 1
-    """Core rollout pool: at least so many GPUs."""
+    """Minimum GPUs of the core rollout pool."""
     fixed_train_gpus: AtLeastOne | None = None
-    """Exactly so many GPUs for training, one worker each (`cluster.train_workers`). None: as is best."""
+    """Exact number of GPUs for training, one worker each (`cluster.train_workers`). None: the best number."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
-    """Exactly so many engines of a degree, e.g. {"1": 4, "8": 1}; degrees that are not named are free."""
+    """Exact number of engines by degree, e.g. {"1": 4, "8": 1}; other degrees are free."""

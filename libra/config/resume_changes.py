@@ -1,4 +1,4 @@
-"""The configuration of a run that is gone on with: what it was, but for what may change."""
+"""The configuration of a resumed run: unchanged, except for settings that may change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.config.load import load_config
-from libra.config.models import RunConfig
+from libra.config.run_config import RunConfig
 from libra.errors import ConfigError, RunDirectoryError
 
 RESOLVED_FILE = "config.resolved.yaml"
@@ -27,7 +27,7 @@ FREE_SECTIONS = (
     "slurm_train",
     "slurm_tool",
 )
-"""Sections that say how a run is executed, watched and kept, and not what comes of it."""
+"""Sections about execution, display and retention: they do not change the result of a run."""
 FREE_FIELDS = (
     "run.iterations",
     "run.dir",
@@ -37,6 +37,8 @@ FREE_FIELDS = (
     "trainer.micro_batch_tokens",
     "trainer.mismatch_alarm",
     "trainer.mismatch_action",
+    "trainer.no_signal",
+    "trainer.no_signal_batches",
 )
 """Further fields that may change."""
 
@@ -49,7 +51,7 @@ def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     RunDirectoryError
         There is no run in ``run_dir``.
     ConfigError
-        An override is wrong, or of a field that would make another run of it.
+        An override is wrong, or changes a field that would change the result.
     """
     directory = run_dir.expanduser().absolute()
     file = directory / RESOLVED_FILE
@@ -65,7 +67,7 @@ def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def check_unchanged(directory: Path, config: RunConfig) -> None:
-    """ConfigError that names the first field in which ``config`` is not what the run in ``directory`` was begun with."""
+    """ConfigError naming the first field in which ``config`` differs from the run in ``directory``."""
     file = directory / RESOLVED_FILE
     was = load_config(file)
     before, after = _flat(was.model_dump()), _flat(config.model_dump())
@@ -74,7 +76,7 @@ def check_unchanged(directory: Path, config: RunConfig) -> None:
             continue
         if before.get(name) != after.get(name):
             raise ConfigError(
-                f"{name}: the run was begun with {before.get(name)!r}, got {after.get(name)!r}; a run that is resumed keeps it. "
+                f"{name}: the run was started with {before.get(name)!r}, got {after.get(name)!r}; a resumed run keeps it. "
                 f"For a run with another value type libra run {file} {name}=... run.name=ANOTHER_NAME "
                 f"--from {directory / 'checkpoints' / 'best'}"
             )

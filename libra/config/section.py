@@ -1,4 +1,4 @@
-"""What every section of a configuration is made from."""
+"""The base class of every section of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections ``slurm`` and ``slurm_ROLE``: which jobs make a cluster on Slurm, one kind of job for each role of a worker."""
+"""The sections ``slurm`` and ``slurm_ROLE``: a cluster of Slurm jobs, with one kind of job per role of a worker."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ class SlurmJobs(Section):
     """Jobs of one role; each is one Dask worker."""
 
     jobs: AtLeastZero | None = None
-    """Jobs of this role that are kept running; a lost one is submitted again. None: as many workers as section `cluster` lists."""
+    """Jobs of this role to keep running; a lost one is submitted again. None: the number of workers in section `cluster`."""
     partition: str | None = None
-    """Partition they are submitted to. None: Slurm's default."""
+    """Partition to submit them to. None: Slurm's default."""
     gpus: AtLeastZero = 0
-    """GPUs of each job (--gres=gpu:N). A job of an entry of `cluster.engines` has as many as its tensor-parallel degree, where
-    this is not 0."""
+    """GPUs of each job (--gres=gpu:N). For an entry of `cluster.engines` a number above 0 means its tensor-parallel degree."""
     cpus: AtLeastOne = 8
-    """CPU cores of each job. Of an entry of `cluster.engines`: for each tensor-parallel rank."""
+    """CPU cores of each job; of an entry of `cluster.engines`, of each tensor-parallel rank."""
     memory: str = "32 GiB"
-    """Memory of each job, e.g. "64 GiB". Of an entry of `cluster.engines`: for each tensor-parallel rank."""
+    """Memory of each job, e.g. "64 GiB"; of an entry of `cluster.engines`, of each tensor-parallel rank."""
     walltime: str = "04:00:00"
-    """Time limit, as Slurm writes it: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker leaves `slurm.drain_s` before it."""
+    """Time limit in Slurm's form: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker stops taking work `slurm.drain_s` before it."""
     directives: list[str] = []
     """Further lines for #SBATCH, e.g. ["--exclusive", "--constraint=a100"]."""
 
@@ -37,14 +36,14 @@ class SlurmJobs(Section):
     @classmethod
     def _memory_has_a_unit(cls, memory: str) -> str:
         if not _MEMORY.fullmatch(memory):
-            raise ValueError(f"{memory!r} is no amount of memory; type e.g. 64 GiB")
+            raise ValueError(f"{memory!r} is not an amount of memory; type e.g. 64 GiB")
         return memory
 
     @field_validator("walltime")
     @classmethod
     def _walltime_is_slurms(cls, walltime: str) -> str:
         if not _WALLTIME.fullmatch(walltime):
-            raise ValueError(f"{walltime!r} is no time of Slurm's; type e.g. 04:00:00 or 1-12:00:00")
+            raise ValueError(f"{walltime!r} is not a time limit in Slurm's form; type e.g. 04:00:00 or 1-12:00:00")
         return walltime
 
 
@@ -52,25 +51,25 @@ class SlurmSection(Section):
     """A cluster of Slurm jobs (`libra cluster slurm`), one for each rollout, train and tool worker."""
 
     dir: Annotated[Path, Field(strict=False)] = Path("slurm")
-    """Directory for its certificates, logs and cluster.json; all nodes have to see it, and nobody else should read it."""
+    """Directory for its certificates, logs and cluster.json. All nodes must see it, and only its owner should read it."""
     host: str | None = None
-    """Name or address under which the jobs reach the scheduler, which runs where `up` is typed. None: the machine's address."""
+    """Name or address at which the jobs reach the scheduler, which runs where `up` is typed. None: the machine's address."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the scheduler. 0: any free port."""
     account: str | None = None
-    """Account the jobs are charged to. None: Slurm's default."""
+    """Account to charge. None: Slurm's default."""
     setup: list[str] = []
     """Shell lines at the beginning of each job, e.g. ["module load cuda/12.8"]."""
     python: str | None = None
-    """Python of the jobs. None: the one that runs `libra`, which all nodes then have to see at the same path."""
+    """Python of the jobs. None: the one that runs `libra`, which all nodes must then have at the same path."""
     reconcile_s: Annotated[float, Field(ge=1)] = 15.0
-    """Seconds between two looks at Slurm's queue for jobs that were lost."""
+    """Seconds between two queries of Slurm's queue for lost jobs."""
     drain_s: Annotated[float, Field(ge=1)] = 120.0
-    """Seconds before a job's time limit at which its worker takes no new work; when it has finished what it does, it leaves."""
+    """Seconds before a job's time limit at which its worker stops taking work; it leaves when its running work has finished."""
 
 
 class SlurmRolloutJobs(SlurmJobs):
-    """Slurm jobs of workers with an engine each (`rollout.slots` trajectories at once)."""
+    """Slurm jobs of workers with an engine each (`rollout.slots` generations at once)."""
 
 
 class SlurmTrainJobs(SlurmJobs):
@@ -78,4 +77,4 @@ class SlurmTrainJobs(SlurmJobs):
 
 
 class SlurmToolJobs(SlurmJobs):
-    """Slurm jobs of workers that run tools and graders (`cluster.tool_slots` actions at once); the first writes the store."""
+    """Slurm jobs of workers that run tools and graders (`cluster.tool_slots` at once); the first writes the store."""

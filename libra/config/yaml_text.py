@@ -1,103 +1,78 @@
-"""YAML as Libra reads and writes it: YAML 1.2's core types, with the line of every key.
+"""Reading and writing YAML: PyYAML with the core types of YAML 1.2, and the line of every key.
 
-YAML 1.1, PyYAML's default, reads ``1e-4`` as text, ``no`` as false, ``010`` as 8 and ``12:30`` as 750, and keeps only the last
-of two equal keys. Here numbers are numbers, only true and false are truth values, and a repeated key is an error.
+YAML 1.1, PyYAML's default, reads ``1e-4`` as text, ``no`` as false, ``010`` as 8 and ``12:30`` as 750, and keeps the last of two
+equal keys. Here numbers are numbers, only true and false are truth values, and a repeated key is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from libra.errors import ConfigError
 
-_RESOLVERS: tuple[tuple[str, re.Pattern[str], str], ...] = (
-    ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
-    ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), "-+0123456789"),
-    (
-        "tag:yaml.org,2002:float",
-        re.compile(
-            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-        ),
-        "-+.0123456789",
-    ),
-    ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), "~nN\0"),
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_CORE_TYPES = (  # tag, pattern, first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    ("float", _FLOAT, [*"-+.0123456789"]),
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
 )
 
-
-def _core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for tag, pattern, first in _RESOLVERS:
-        for character in first:
-            table.setdefault("" if character == "\0" else character, []).append((tag, pattern))
-    return table
+Lines = dict[tuple[str, ...], int]
+"""1-based line of every key, by its path from the top of the file."""
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _core_resolvers()
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _core_resolvers()
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write equal lists twice rather than as anchor and alias."""
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Text with line breaks or unprintable characters in double quotes: PyYAML loses some of them in other styles."""
-    style = None if text.isprintable() else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
+for _tag, _pattern, _first in _CORE_TYPES:
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 # PyYAML's own constructor reads "010" as octal and "1_000" as 1000.
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-
-Lines = dict[tuple[str, ...], int]
-"""1-based line of every key, by its path from the top of the file."""
+# Text with line breaks or unprintable characters in double quotes: PyYAML loses some of them in other styles.
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+_Dumper.add_multi_representer(Path, lambda dumper, path: dumper.represent_data(str(path)))
 
 
 def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
-    """The mapping a YAML document holds, and the line of each of its keys.
+    """The mapping in a YAML document, and the line of each of its keys; an empty document is an empty mapping.
 
-    Parameters
-    ----------
-    text : str
-        The document. An empty one is an empty mapping.
-    source : str
-        Its name in error messages.
-
-    Raises
-    ------
-    ConfigError
-        Where the text is no YAML, is no mapping, repeats a key, or has a key that is no text.
+    Raises ConfigError, which begins with ``source``, where the text is not YAML, is not a mapping, repeats a key, or has a key that
+    is not text.
     """
-    with _root(text, source) as (loader, node):
-        if node is None:
-            return {}, {}
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{source}:1: a configuration is a mapping of sections; begin it with e.g. 'run:'")
-        lines: Lines = {}
-        value = _value(loader, node, source, (), lines, ())
-    assert isinstance(value, dict)
+    node, value, lines = _parsed(text, source)
+    if node is None:
+        return {}, {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}:1: a configuration is a mapping of sections; begin it with e.g. 'run:'")
     return value, lines
 
 
 def read_value(text: str, source: str) -> Any:
-    """The value that ``text`` is as YAML, as in an override ``a.b=text``; ConfigError where it is none, or not one."""
-    with _root(text, source) as (loader, node):
-        if node is None or text[node.end_mark.index :].strip():
-            raise ConfigError(
-                f"{source}: {text!r} is not one value; type null for none, and quotes around text with '#'"
-            )
-        return _value(loader, node, source, (), {}, ())
+    """The value of ``text`` as YAML, as in an override ``a.b=text``; ConfigError if it is not exactly one value."""
+    node, value, _ = _parsed(text, source)
+    if node is None or text[node.end_mark.index :].strip():
+        raise ConfigError(f"{source}: {text!r} is not one value; type null for none, and quotes around text with '#'")
+    return value
 
 
 def write(value: Any) -> str:
@@ -106,56 +81,56 @@ def write(value: Any) -> str:
     return text
 
 
-@contextmanager
-def _root(text: str, source: str) -> Iterator[tuple[_Loader, yaml.Node | None]]:
-    """The loader and the root node of a document; what goes wrong while they are used is a ConfigError."""
+def one_line_yaml(value: object) -> str:
+    """``value`` as typed after ``=`` in an override: ``null``, ``0.2``, ``[0.9, 0.95]``."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"), default_flow_style=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _parsed(text: str, source: str) -> tuple[yaml.Node | None, Any, Lines]:
+    """The root node of a document (None: an empty one), its value, and the line of every key."""
+    lines: Lines = {}
+
+    def value_of(node: yaml.Node, path: tuple[str, ...], parents: tuple[yaml.Node, ...]) -> Any:
+        if node in parents:
+            raise ConfigError(f"{source}:{_line(node)}: an alias that contains itself; write the value out")
+        if isinstance(node, yaml.SequenceNode):
+            return [value_of(item, (*path, str(i)), (*parents, node)) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            return loader.construct_object(node, deep=True)
+        mapping: dict[str, Any] = {}
+        for key_node, inner in node.value:
+            key, where = loader.construct_object(key_node, deep=True), f"{source}:{_line(key_node)}"
+            if not isinstance(key, str):
+                raise ConfigError(f'{where}: the key {key!r} is not text; write it in quotes, as "{key}"')
+            if key in mapping:
+                raise ConfigError(f"{where}: the key {'.'.join((*path, key))} is repeated; keep one of them")
+            lines[(*path, key)] = _line(key_node)
+            mapping[key] = value_of(inner, (*path, key), (*parents, node))
+        return mapping
+
     try:
         loader = _Loader(text)
         try:
-            yield loader, loader.get_single_node()
+            root = loader.get_single_node()
+            return root, None if root is None else value_of(root, (), ()), lines
         finally:
             loader.dispose()
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(_syntax_message(error, source)) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = source if mark is None else f"{source}:{mark.line + 1}"
+        raise ConfigError(
+            f"{where}: not valid YAML: {problem or ' '.join(str(error).split())}; check indentation, and put quotes around text "
+            "with ':' or '#'"
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"{source}: lists and mappings are nested too deep to be read") from error
 
 
-def _value(
-    loader: _Loader,
-    node: yaml.Node,
-    source: str,
-    path: tuple[str, ...],
-    lines: Lines,
-    ancestors: tuple[int, ...],
-) -> Any:
-    where = f"{source}:{node.start_mark.line + 1}"
-    if id(node) in ancestors:
-        raise ConfigError(f"{where}: an alias that contains itself; write the value out")
-    ancestors = (*ancestors, id(node))
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            _value(loader, item, source, (*path, str(index)), lines, ancestors) for index, item in enumerate(node.value)
-        ]
-    if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node, deep=True)
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        where = f"{source}:{key_node.start_mark.line + 1}"
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise ConfigError(f'{where}: the key {key!r} is not text; write it in quotes, as "{key}"')
-        if key in result:
-            raise ConfigError(f"{where}: the key {'.'.join((*path, key))} stands twice; keep one of them")
-        lines[(*path, key)] = key_node.start_mark.line + 1
-        result[key] = _value(loader, value_node, source, (*path, key), lines, ancestors)
-    return result
-
-
-def _syntax_message(error: Exception, source: str) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{source}:{mark.line + 1}" if mark is not None else source
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"{where}: not valid YAML: {problem}; check indentation, and put quotes around text with ':' or '#'"
+def _line(node: yaml.Node) -> int:
+    line: int = node.start_mark.line
+    return line + 1

@@ -1,4 +1,4 @@
-"""The data dispatcher: rows of a batch from the workers that made them straight to those that want them.
+"""Batch transfer: rows of a batch go directly from the workers that graded them to the training workers that need them.
 
 The controller plans from metadata (`orders`); payload goes from worker to worker (`DispatchServer`, `fetch`).
 """

@@ -1,19 +1,19 @@
-"""Which bytes of a batch go from whom to whom, from where its rows lie and where they are wanted. Pure.
+"""Which bytes of a batch go from which worker to which. Pure: its input is rows, sizes and names.
 
-A batch is rows (sequences, of any size each) in *blocks*: rows that lie one after the other in one worker's memory. Consumers
-say which rows they want, in which order; `plan` answers with *moves*, one for each pair of workers, made of *pieces*: runs of
-bytes with their place at either end. Rows, sizes and names are all that it sees.
+A batch is rows (sequences of any size) in *blocks*: rows that lie one after the other in one worker's memory. Each
+consumer lists the rows that it needs, in order. `plan` returns *moves*, one for each pair of workers, made of *pieces*:
+runs of bytes with their offsets at both ends.
 
 Source: EARL's data dispatcher (arXiv:2510.05943), which replaces gathering at the controller and scattering again by direct
-transfers along the layouts of producer and consumer. Differs from the paper: rows have sizes of their own, a row may have
-several holders, and a plan can be made again without those who failed.
+transfers along the layouts of producer and consumer. Differs from the paper: rows have sizes of their own, several workers
+may hold a row, and a plan can be made again without workers that failed.
 
 Invariants
 ----------
-1. Every row that a consumer wants arrives there exactly once, at the place that its order says; no byte beside those moves.
-2. What a consumer holds itself does not travel: its own rows are a move from it to itself.
-3. Of several holders the one with the fewest bytes to send so far sends; rows with one holder are counted first. The same
-   blocks and wishes give the same plan everywhere.
+1. Every row that a consumer wants arrives there exactly once, at its place in that order; no other byte moves.
+2. A consumer's own rows are a move from it to itself, which is not sent.
+3. Of several workers that hold a row, the one with the fewest bytes to send so far sends it; rows that only one holds are
+   counted first. The same blocks and orders give the same plan everywhere.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from libra.errors import LayoutError
 Row = int | str
 """Name of a row, unique in its batch."""
 Wanted = Mapping[str, Sequence[Row]]
-"""Rows that each worker wants, in the order in which they shall lie there."""
+"""The rows that each worker needs, in the order of its buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Rows one after the other in the memory of ``worker``; ``num_bytes`` has the size of each.
 
-    Rows that are numbered in order are best given as a ``range``: it stays one when the block is sent.
+    Pass rows that are numbered in order as a ``range``: it is sent as a range, not as a list.
     """
 
     worker: str
@@ -54,7 +54,7 @@ class Block:
             raise LayoutError(f"block {self.name} of {self.worker}: got a size of {min(self.num_bytes)} bytes")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sizes travel as runs of equal ones: a tensor's rows are one run."""
+        """Sizes are sent as runs of equal ones: a tensor's rows are one run."""
         return _block, (
             self.worker,
             self.name,
@@ -69,7 +69,7 @@ def _block(worker: str, name: str, rows: Sequence[Row], runs: Sequence[tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes: of which block, from where, to where in the consumer's buffer, how many."""
+    """A run of bytes of a block, and its place in the consumer's buffer."""
 
     block: str
     offset_bytes: int
@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one worker sends another (or has itself), in the order in which it is sent."""
+    """The pieces that one worker sends to another (or copies for itself), in the order of sending."""
 
     source: str
     destination: str
@@ -87,13 +87,8 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """All of its pieces."""
+        """Bytes of all its pieces."""
         return sum(piece.num_bytes for piece in self.pieces)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nothing travels."""
-        return self.source == self.destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +99,12 @@ class DispatchPlan:
     buffer_bytes: Mapping[str, int]
 
     def to(self, destination: str) -> tuple[Move, ...]:
-        """Moves of one consumer, beginning with the worker that comes after it: not everybody asks the same one first."""
+        """Moves of one consumer, beginning with the worker after it, so that consumers do not all begin with the same one."""
         return tuple(move for move in self.moves if move.destination == destination)
-
-    @property
-    def sent_bytes(self) -> dict[str, int]:
-        """Bytes that each worker sends to others."""
-        sent: dict[str, int] = {}
-        for move in self.moves:
-            if not move.is_local:
-                sent[move.source] = sent.get(move.source, 0) + move.num_bytes
-        return sent
 
 
 class _Place(NamedTuple):
-    """Where a holder has a row."""
+    """A row in one worker's memory."""
 
     worker: str
     block: str
@@ -126,13 +112,13 @@ class _Place(NamedTuple):
 
 
 def plan(blocks: Sequence[Block], wanted: Wanted) -> DispatchPlan:
-    """The moves that bring every wanted row to whoever wants it.
+    """The moves that bring every wanted row to its consumer.
 
     Raises
     ------
     LayoutError
-        Nobody holds a wanted row, its holders disagree about its size, a consumer wants a row twice, or a worker has two blocks
-        of one name.
+        No worker holds a wanted row, copies of a row differ in size, a consumer wants a row twice, or a worker has two blocks of
+        one name.
     """
     places, sizes = _places(blocks)
     for consumer, rows in wanted.items():
@@ -140,7 +126,7 @@ def plan(blocks: Sequence[Block], wanted: Wanted) -> DispatchPlan:
             raise LayoutError(f"{consumer} wants {len(rows)} rows, {len(set(rows))} different; each can be wanted once")
         if missing := [row for row in rows if row not in places]:
             raise LayoutError(
-                f"{consumer} wants {len(missing)} rows that nobody holds, the first is {missing[0]!r}; "
+                f"{consumer} wants {len(missing)} rows that no worker holds, the first is {missing[0]!r}; "
                 f"{len(places)} rows are held"
             )
     chosen = _choose(places, sizes, wanted)
@@ -154,12 +140,12 @@ def plan(blocks: Sequence[Block], wanted: Wanted) -> DispatchPlan:
     return DispatchPlan(tuple(moves), buffer_bytes)
 
 
-def again(
+def replan(
     blocks: Sequence[Block], consumer: str, rows: Sequence[Row], failed: Sequence[Move], lost: Collection[str]
 ) -> tuple[Move, ...]:
-    """The moves that bring ``consumer``, who wants ``rows``, what ``failed`` did not, from anybody but ``lost``.
+    """Moves in place of those that ``failed``, from workers other than ``lost``; ``consumer`` wants ``rows``.
 
-    LayoutError where nobody else holds one of those rows.
+    LayoutError if no other worker holds one of those rows.
     """
     _, sizes = _places(blocks)
     starts, _ = _starts(rows, sizes)
@@ -174,7 +160,7 @@ def again(
     places, _ = _places(left)
     if gone := [row for row in missing if row not in places]:
         raise LayoutError(
-            f"{consumer}: {len(gone)} rows have no holder beside {', '.join(sorted(lost))}; the first is {gone[0]!r}"
+            f"{consumer}: only {', '.join(sorted(lost))} had {len(gone)} of its rows; the first is {gone[0]!r}"
         )
     chosen = _choose(places, sizes, {consumer: missing})
     order = sorted({block.worker for block in left} | {consumer})
@@ -188,12 +174,12 @@ def contiguous(rows: Sequence[Row], consumers: Sequence[str]) -> dict[str, list[
 
 
 def dealt(rows: Sequence[Row], consumers: Sequence[str]) -> dict[str, list[Row]]:
-    """Rows dealt out in turn, like cards."""
+    """Rows dealt to the consumers in turn (round robin)."""
     return {name: list(rows[index :: len(consumers)]) for index, name in enumerate(consumers)}
 
 
 def balanced(num_tokens: Mapping[Row, int], consumers: Sequence[str]) -> dict[str, list[Row]]:
-    """Slices of nearly equal tokens: longest first, each to whoever has the fewest; in the order of ``num_tokens`` within each."""
+    """Slices of nearly equal tokens: longest first, each to the one with the fewest; each in the order of ``num_tokens``."""
     load = dict.fromkeys(consumers, 0)
     given: dict[str, set[Row]] = {name: set() for name in consumers}
     for row in sorted(num_tokens, key=lambda row: -num_tokens[row]):
@@ -204,7 +190,7 @@ def balanced(num_tokens: Mapping[Row, int], consumers: Sequence[str]) -> dict[st
 
 
 def replicated(wanted: Wanted, peers: Mapping[str, Sequence[str]]) -> dict[str, list[Row]]:
-    """The same slice for every worker of a consumer, as tensor-parallel peers want it; ``peers`` names them all."""
+    """The same slice for all workers of a consumer, which ``peers`` lists: for tensor-parallel ranks."""
     return {worker: list(rows) for consumer, rows in wanted.items() for worker in peers[consumer]}
 
 
@@ -214,7 +200,7 @@ def _places(blocks: Sequence[Block]) -> tuple[dict[Row, list[_Place]], dict[Row,
     seen: set[tuple[str, str]] = set()
     for block in blocks:
         if (block.worker, block.name) in seen:
-            raise LayoutError(f"{block.worker} has two blocks of the name {block.name}; a name is one block's")
+            raise LayoutError(f"{block.worker} has two blocks of the name {block.name}; give each its own name")
         seen.add((block.worker, block.name))
         offset = 0
         for row, size in zip(block.rows, block.num_bytes, strict=True):
@@ -231,10 +217,10 @@ def _places(blocks: Sequence[Block]) -> tuple[dict[Row, list[_Place]], dict[Row,
 def _choose(
     places: Mapping[Row, Sequence[_Place]], sizes: Mapping[Row, int], wanted: Wanted
 ) -> dict[tuple[str, Row], _Place]:
-    """Who gives each row to each consumer."""
+    """The place from which each consumer gets each row."""
     chosen: dict[tuple[str, Row], _Place] = {}
     load: dict[str, int] = {}
-    open_ones: list[tuple[str, Row]] = []
+    shared: list[tuple[str, Row]] = []
     for consumer, rows in wanted.items():
         for row in rows:
             own = next((place for place in places[row] if place.worker == consumer), None)
@@ -244,15 +230,15 @@ def _choose(
                 only = chosen[consumer, row] = places[row][0]
                 load[only.worker] = load.get(only.worker, 0) + sizes[row]
             else:
-                open_ones.append((consumer, row))
-    for consumer, row in sorted(open_ones, key=lambda pair: -sizes[pair[1]]):
+                shared.append((consumer, row))
+    for consumer, row in sorted(shared, key=lambda pair: -sizes[pair[1]]):
         least = chosen[consumer, row] = min(places[row], key=lambda place: load.get(place.worker, 0))
         load[least.worker] = load.get(least.worker, 0) + sizes[row]
     return chosen
 
 
 def _starts(rows: Sequence[Row], sizes: Mapping[Row, int]) -> tuple[dict[Row, int], int]:
-    """Where each row begins in its consumer's buffer, and where the last one ends, in bytes."""
+    """The byte at which each row begins in its consumer's buffer, and the end of the last one."""
     starts, at = {}, 0
     for row in rows:
         starts[row] = at
@@ -263,7 +249,7 @@ def _starts(rows: Sequence[Row], sizes: Mapping[Row, int]) -> tuple[dict[Row, in
 def _moves(
     consumer: str, given: Mapping[Row, _Place], starts: Mapping[Row, int], sizes: Mapping[Row, int], order: list[str]
 ) -> list[Move]:
-    """The moves to one consumer; sources in ``order`` (sorted names of all workers), from the one after it on."""
+    """The moves to one consumer; sources in ``order`` (names of all workers), from the one after it on."""
     runs: dict[str, list[tuple[str, int, int, int]]] = {}
     for row, (worker, block, offset) in given.items():
         if not (size := sizes[row]):
@@ -272,7 +258,7 @@ def _moves(
         if pieces:
             last_block, last_offset, last_at, last_size = pieces[-1]
             if block == last_block and last_offset + last_size == offset and last_at + last_size == at:
-                pieces[-1] = (block, last_offset, last_at, last_size + size)  # it goes on from the last at both ends
+                pieces[-1] = (block, last_offset, last_at, last_size + size)  # adjacent to the last at both ends
                 continue
         pieces.append((block, offset, at, size))
     first = order.index(consumer) + 1

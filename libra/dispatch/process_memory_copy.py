@@ -1,12 +1,12 @@
-"""Memory of another process of this machine, read in one copy: the way past the network between workers of one node.
+"""Memory of another process of this machine, read in one copy.
 
-Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node. The kernel decides who may (the same user, and what
-a container or Yama leaves of that); whoever may not is told by a probe, and takes the bytes over the connection instead.
+Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node. The kernel decides which processes may (the same
+user, restricted further by containers and Yama); a probe finds out, and where it fails the bytes go over the connection.
 
 Invariants
 ----------
-1. Nothing is read before the probe: a number of the holder's, read at the address that it named, is the number that it sent. A
-   process id that means somebody else here (another machine, another namespace) does not pass.
+1. Nothing is read before the probe: random bytes of the server, read at the address that it named, are those that it sent. A
+   process id that is another process here (another machine, another namespace) does not pass.
 2. All bytes are read or OSError is raised.
 """
 
@@ -52,7 +52,7 @@ _PROBE = np.frombuffer(secrets.token_bytes(_PROBE_BYTES), np.uint8)
 
 @functools.cache
 def machine() -> str:
-    """What processes that may see each other's memory have in common; empty where this one never can."""
+    """Equal in processes that may be able to read each other's memory; empty if this one never can."""
     if _READ is None:
         return ""
     try:
@@ -64,12 +64,12 @@ def machine() -> str:
 
 
 def run_of(view: memoryview) -> Run:
-    """Where a view's bytes lie in this process."""
+    """Address and length of a view in this process."""
     return np.frombuffer(view, np.uint8).ctypes.data, len(view)
 
 
 def offered(views: Sequence[memoryview]) -> dict[str, Any]:
-    """What a neighbour has to know to read ``views``; JSON-able. They have to stay until it has."""
+    """What another process needs to read ``views``; JSON-able. The memory has to stay until it has done so."""
     return {
         "pid": os.getpid(),
         "probe": [_PROBE.ctypes.data, _PROBE.tobytes().hex()],
@@ -78,7 +78,7 @@ def offered(views: Sequence[memoryview]) -> dict[str, Any]:
 
 
 def can_read(offer: dict[str, Any]) -> bool:
-    """Whether the process that made ``offer`` is on this machine and lets this one read its memory."""
+    """Whether this process can read the memory of the one that made ``offer``."""
     if _READ is None:
         return False
     address, expected = offer["probe"]
@@ -87,11 +87,11 @@ def can_read(offer: dict[str, Any]) -> bool:
         read(int(offer["pid"]), [(int(address), _PROBE_BYTES)], [found.data])
     except OSError:
         return False
-    return found.tobytes().hex() == expected
+    return found.tobytes().hex() == str(expected)
 
 
 def read(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes of ``runs``, which are as many, of process ``pid``; OSError where that cannot be."""
+    """Fill ``views`` with the bytes of ``runs``, which are as many, of process ``pid``; OSError if it cannot."""
     batch: list[tuple[int, int, int]] = []
     size = 0
     for pair in _paired(runs, [run_of(view) for view in views]):

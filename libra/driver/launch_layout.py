@@ -1,8 +1,8 @@
-"""What a run starts: its configuration's layout, or the one that is planned for it before any worker starts (`planner.layout`).
+"""The layout that a run starts: that of its configuration, or one planned before any worker starts (`planner.layout`).
 
-1. A plan rests on seconds that were measured here, or on a datasheet that somebody named or the machine's own GPUs have: it is
-   never made from another machine's figures in silence, and it says what it rests on.
-2. What cannot be started here is refused before anything is, with what is missing and what to type.
+1. A plan uses seconds measured on this machine, or a datasheet that the configuration names or the machine's GPUs have. It
+   never uses another machine's figures silently, and states its source.
+2. A layout that cannot start here is refused before any worker starts, with what is missing and what to type.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from libra.config import RunConfig
 from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import load_gpu
-from libra.planner.cost import Workload
+from libra.planner.cost import TrajectoryTotals
+from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.from_calibration import rests_on as calibrated_rests_on
 from libra.planner.from_config import planned_gpu, shape_of, snapshot_of
 from libra.planner.plan_settings import check_planned, layout_of, planned, with_plan
-from libra.planner.trace_workload import COLUMNS, workload_of_turns
 from libra.traces.agent_turns import read_agent_turns
 
 if TYPE_CHECKING:
     from distributed import Client
 
 
-def read_trace(path: Path, tool_s: float) -> Workload:
-    """The trajectories of a CSV of turns; ConfigError where it cannot be read, PlanError where it does not say enough."""
-    return workload_of_turns(read_agent_turns(path, COLUMNS, "planner.trace (--trace FILE)"), tool_s)
+def read_trace(path: Path, tool_s: float) -> TrajectoryTotals:
+    """The trajectories of a CSV of turns; ConfigError if it cannot be read, PlanError where columns are missing."""
+    return totals_of_trace(read_agent_turns(path, TRACE_COLUMNS, "planner.trace (--trace FILE)"), tool_s)
 
 
 MOST_RANKS_PER_CORE = 4
-"""Workers that a machine without GPUs is given for each core at most: more would not come up in time."""
+"""Maximum workers per core of a machine without GPUs: more would not start in time."""
 
 
 def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here: bool = True) -> RunConfig:
-    """``config`` as a run starts it on this machine: with `planner.layout` auto it is planned first.
+    """``config`` as a run starts it on this machine, planned first with `planner.layout` auto.
 
     Parameters
     ----------
     config : RunConfig
     machine : Machine, optional
-        None: this one is looked at, where that matters.
+        None: this one, inspected where needed.
     started_here : bool
-        Whether the run starts its workers. False: it is given a cluster.
+        Whether the run starts its workers. False: it uses a given cluster.
 
     Raises
     ------
     ConfigError, PlanError
-        The plan, or what is configured, cannot be started here; the message says what is missing and what to type.
+        The layout cannot start here; the message has what is missing and what to type.
     """
     section, started_here = config.planner, started_here and config.cluster.scheduler is None
     if started_here and config.cluster.device == "cuda":
@@ -65,7 +65,7 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
         return config
     if not started_here:
         raise ConfigError(
-            "planner.layout: auto starts the workers that it plans, and this run is given a cluster that has its own; type "
+            "planner.layout: auto starts the workers that it plans, and this run uses a cluster with its own; type "
             "planner.layout=configured"
         )
     machine = machine or this_machine()
@@ -75,8 +75,8 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
     return made
 
 
-def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: Workload | None = None) -> PlannedLayout:
-    """The plan for ``config``, as a run starts it, for hardware named ``gpu``; ``turns`` None: of `planner.trace`, or drawn."""
+def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
+    """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn."""
     if turns is None and config.planner.trace is not None:
         turns = read_trace(config.planner.trace, config.planner.tool_s)
     snapshot, _ = snapshot_of(config, turns, what_if=False)
@@ -86,14 +86,14 @@ def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: Workload | No
 
 
 def check_workers(config: RunConfig, client: Client) -> None:
-    """PlanError where a plan is for other hardware than the workers of a cluster that somebody else started have."""
+    """PlanError if a plan is for other hardware than the workers of the given cluster have."""
     layout = config.planner.planned
-    if layout is not None:  # how many of each kind are there, check_cluster says
+    if layout is not None:  # check_cluster counts them by kind
         check_planned(layout, shape_of(config), cluster_gpu(client), layout.num_gpus)
 
 
 def _check_here(config: RunConfig, machine: Machine) -> None:
-    """Whether this machine, and the model, can have the engines that a configuration lists."""
+    """Check that this machine and the model support the engines that a configuration lists."""
     layout, groups = config.planner.planned, config.cluster.engines
     if layout is not None:
         check_planned(layout, shape_of(config), machine.gpu, machine.num_gpus)
@@ -101,7 +101,7 @@ def _check_here(config: RunConfig, machine: Machine) -> None:
         if group.tp > 1:
             try:
                 shape = shape_of(config)
-            except ModelError:  # a model whose sizes the planner does not know: the engine will say
+            except ModelError:  # a model whose sizes the planner does not know: the engine checks it
                 break
             try:
                 shape.check_tp(group.tp)
@@ -111,12 +111,12 @@ def _check_here(config: RunConfig, machine: Machine) -> None:
     if config.rollout.engine == "vllm" and 0 < machine.num_gpus < gpus:
         raise ConfigError(
             f"cluster.engines: its engines take {gpus} GPUs, and this machine has {machine.num_gpus} x {machine.gpu}; list fewer, "
-            "or start them elsewhere (--scheduler)"
+            "or start them on another cluster (--scheduler)"
         )
 
 
 def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """``config`` with the hardware to plan for, and what its seconds rest on, in words."""
+    """``config`` with the hardware to plan for, and the source of its seconds, in words."""
     section = config.planner
     number = section.num_gpus or machine.ranks(config.cluster.threads)
     what = ("GPU" if machine.num_gpus else "rank") + ("s" if number != 1 else "")
@@ -130,7 +130,7 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     if number < 2:
         more = "planner.layout=configured, which shares it" if machine.num_gpus else "planner.num_gpus=2"
         raise PlanError(
-            f"planner.num_gpus: {number} {what} cannot be shared out between training and rollout, which take at least one each; "
+            f"planner.num_gpus: {number} {what} cannot be divided between training and rollout, which take at least one each; "
             f"type {more}"
         )
     if machine.gpu == CPU and number > MOST_RANKS_PER_CORE * machine.cores:
@@ -142,13 +142,15 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     gpu, rests_on = _seconds(config, machine)
     threads = config.cluster.threads or machine.cores
     if machine.gpu == CPU and number * threads > machine.cores:
-        rests_on += f"; {number} ranks of {threads} threads share {machine.cores} cores, which no figure allows for"
+        rests_on += (
+            f"; {number} ranks of {threads} threads share {machine.cores} cores, which the seconds do not allow for"
+        )
     values: dict[str, Any] = {"num_gpus": number, "gpu": gpu}
     return config.model_copy(update={"planner": section.model_copy(update=values)}), rests_on
 
 
 def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
-    """The datasheet to plan with (None: a calibration says it all), and what the seconds rest on."""
+    """The datasheet to plan with (None: the calibration has everything), and the source of the seconds."""
     section = config.planner
     calibration = section.calibration
     if calibration is not None:
@@ -157,9 +159,8 @@ def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
     if machine.gpu == CPU:
         if section.gpu is None:
             raise PlanError(
-                "planner.layout: auto has to know how fast this machine is, which has no GPU and was not measured; type "
-                "libra calibrate RUN --save FILE and planner.calibration=FILE, or planner.gpu=NAME to share it out in the "
-                "proportions of that GPU"
+                "planner.layout: auto needs the speed of this machine, which has no GPU and was not measured; type "
+                "libra calibrate RUN --save FILE and planner.calibration=FILE, or planner.gpu=NAME for the proportions of that GPU"
             )
         name = planned_gpu(section.gpu).name
         return section.gpu, f"datasheet and tables of {name}, not this machine: proportions may hold, seconds do not"
@@ -188,8 +189,8 @@ def _known(gpu: str) -> bool:
     return True
 
 
-def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> PlannedLayout:
-    """The plan for ``config`` on the hardware that section ``planner`` names, wherever that is."""
+def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None) -> PlannedLayout:
+    """The plan for ``config`` on the hardware that section ``planner`` names."""
     calibration = config.planner.calibration
     named = config.planner.gpu
     sheet = planned_gpu(named).name
@@ -199,7 +200,7 @@ def plan_for_datasheet(config: RunConfig, turns: Workload | None = None) -> Plan
 
 
 def without_layout(config: RunConfig) -> RunConfig:
-    """``config`` before anything was planned into it."""
+    """``config`` without a plan."""
     planner = config.planner.model_copy(update={"layout": "configured", "planned": None})
     return config.model_copy(update={"planner": planner})
 

@@ -1,12 +1,12 @@
-"""Plans that are carried out: after each iteration, what the run's workers should do, and the changes that lead there.
+"""Replanning: after each iteration, choose an arrangement of the run's workers, and request the changes that lead to it.
 
-1. A change is asked for once, between iterations; nobody waits for it. While one goes on, nothing else is asked for.
-2. What runs is what the scheduler says (``libra_roles``, ``libra_engines``), never what was asked for: there a change is seen
-   that failed or was undone.
-3. Slots are limited before roles change: an engine that is to come up with fewer has its limit before it is there.
-4. Every consideration is in the event log, accepted or not (``plan_considered``), and what would pay and cannot be had too, with
-   what is missing (``plan_blocked``), once. A change that was carried out is followed by ``plan_realised`` after the first
-   iteration that began and ended with it, with what it gained and cost.
+1. A change is requested once, between iterations, and the run does not wait for it. While one is under way, no other is requested.
+2. The present arrangement is the one that the scheduler reports (``libra_roles``, ``libra_engines``), never the one
+   requested, so that a change that failed or was undone is seen.
+3. Slots are limited before roles change: an engine that is to start with fewer has its limit before it starts.
+4. Every plan considered is in the event log, accepted or not (``plan_considered``). A plan that would pay off but is
+   impossible is logged once, with what is missing (``plan_blocked``). A change that was carried out is followed by
+   ``plan_realised``, with its gain and cost, after the first iteration that began and ended with it.
 """
 
 from __future__ import annotations
@@ -14,66 +14,50 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from libra.errors import ClusterError
 from libra.events import to_dict
-from libra.planner.arrangement_loop import ArrangementLoop, ArrangementScore, SplitDecision
+from libra.planner.arrangement_forecast import ArrangementScore, EndedIteration
+from libra.planner.arrangement_loop import ArrangementLoop, SplitDecision
 from libra.planner.arrangements import Arrangement, Assignments, Seat, arranged, limits_for, steps_to
-from libra.planner.cost import Workload
-from libra.planner.hybrid_splits import Batch
 from libra.planner.measured_step import StepForecast
-from libra.planner.plan_log_events import plan_log_events
 from libra.planner.replan import REBUCKET, ROLES, SLOTS
+from libra.planner.split_forecast import Batch
+
+if TYPE_CHECKING:
+    from libra.driver.scheduler_calls import SchedulerCalls
 
 logger = logging.getLogger(__name__)
 
 BOUNDARY_MOVES = math.sqrt(2.0)
-"""Boundaries are set anew when one is to be further off than this factor: a length class, as finely as lengths are told."""
-
-
-class RunCalls(Protocol):
-    """What is asked of the scheduler; `libra.driver.run_client.AskingRun` in a run."""
-
-    def role_rows(self) -> Sequence[Mapping[str, Any]]:
-        """Of each worker that can change: worker, role, tp, stage, generation, and seconds of its last change (None: none yet)."""
-
-    def change(self, assignments: Assignments) -> int:
-        """Begin a change to these roles; its generation, or ClusterError."""
-
-    def limit_slots(self, slots: Mapping[str, Mapping[str, int]], reason: str) -> None:
-        """Limit slots of engines, or ClusterError."""
-
-    def set_boundaries(self, tokens: Mapping[str, float], reason: str) -> None:
-        """Mean trajectories for engines by their length."""
+"""New boundaries are set when one would move by more than this factor: a length class, the resolution of forecasts."""
 
 
 @dataclass(slots=True)
-class RoleRequest:
-    """One that was asked for: after which iteration, what it should gain, what ran before, and what is still to be asked.
+class RequestedChange:
+    """A change under way: after which iteration, its predicted gain, what ran before, and the steps to come.
 
-    ``asked`` are its changes of roles by generation, ``limit_s`` the seconds in which slots were limited; None: they stayed.
+    ``requested`` has its role changes by generation, ``limit_s`` the seconds in which slots were limited; None: they stayed.
     """
 
     iteration: int
     predicted_gain_frac: float
     before: Arrangement
     steps: list[list[Assignments]]
-    asked: dict[int, Assignments] = field(default_factory=dict)
+    requested: dict[int, Assignments] = field(default_factory=dict)
     limit_s: float | None = None
 
 
 class Replanning:
-    """What one run's workers do, followed iteration by iteration.
+    """The arrangement of one run's workers, followed iteration by iteration.
 
     Parameters
     ----------
-    calls : RunCalls
+    calls : SchedulerCalls
     loop : ArrangementLoop
-    tell : callable
-        Takes (name, fields) of an event for the run's log.
     apply : bool
         Whether accepted plans are carried out.
     boundaries : mapping
@@ -82,231 +66,180 @@ class Replanning:
 
     def __init__(
         self,
-        calls: RunCalls,
+        calls: SchedulerCalls,
         loop: ArrangementLoop,
-        tell: Callable[[str, Mapping[str, Any]], None],
         *,
         apply: bool = True,
         boundaries: Mapping[str, float] | None = None,
     ) -> None:
-        self._calls, self.loop, self._tell, self._apply = calls, loop, tell, apply
+        self._calls, self.loop, self._apply = calls, loop, apply
         self._boundaries = dict(boundaries or {})
-        self._change: RoleRequest | None = None
-        self._began_with: Arrangement | None = None  # what the iteration that is under way began with
-        self._known = StepForecast()  # before the iteration that is under way
-        self._blocked: set[str] = set()  # what was said to be missing
+        self._change: RequestedChange | None = None
+        self._began_with: Arrangement | None = None  # the arrangement that the current iteration began with
+        self._known = StepForecast()  # before the current iteration
+        self._blocked: set[str] = set()  # what was logged as missing
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Hear of contexts of earlier starts, as (iteration, mean at the end), and make room for those to come."""
+        """Free KV memory for the upcoming contexts, extrapolated from those of earlier starts as (iteration, mean at the
+        end)."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]
-        weighed = self.loop.weigh(last, StepForecast(), seats, Batch(0.0, 0.0), None, 1, False, 0.0)
-        if weighed is not None:
-            self._say(last, weighed, 0.0, None)
-            if weighed.kinds and self._apply:
-                self._ask(last, weighed, seats)
+        decision = self.loop.weigh(StepForecast(), EndedIteration(last, seats, Batch(0.0, 0.0), None, 0.0, 1, False))
+        if decision is not None:
+            self._log(last, decision, 0.0, None)
+            if decision.kinds and self._apply:
+                self._request(last, decision, seats)
 
     def after(
         self,
-        iteration: int,
+        ended: EndedIteration,
         values: Mapping[str, Any],
-        realised_step_s: float,
-        seats: Collection[Seat],
         forecast: StepForecast,
-        lengths: Workload | None,
-        remaining: int,
-        overlap: bool,
         predicted_step_s: float | None = None,
     ) -> SplitDecision | None:
-        """Hear an iteration: learn from it, compare a change with what it was to gain, weigh the options, ask for a change.
+        """Learn from an iteration, compare a change with its predicted gain, compare the options, and request a change.
 
-        Parameters
-        ----------
-        values : mapping
-            Numbers of the iteration.
-        realised_step_s : float
-            Evaluations left out.
-        seats : collection of Seat
-            The rollout workers as they are.
-        forecast : StepForecast
-            With this iteration in it.
-        lengths : Workload or None
-            Its trajectories.
-        remaining : int
-            Iterations to come.
-        overlap : bool
-            Whether batches are generated while steps are taken.
-        predicted_step_s : float or None
-            What this iteration was to take, as it was predicted before it began; None: nobody did.
+        ``values`` are the iteration's numbers, ``forecast`` has it in it, and ``predicted_step_s`` are the seconds predicted before
+        it began, if there was a prediction.
         """
-        now, batch = arranged(seats), batch_of(values)
+        now = arranged(ended.seats)
         whole = self._began_with == now
         if whole:
             replicas = self.loop.run.core_trainers + int(values.get("hybrids", 0))
-            train_s = float(values.get("train_s", 0.0))
-            self.loop.learn(self._known, seats, batch, replicas, train_s, realised_step_s, overlap)
-        self.loop.saw(iteration, lengths)
+            self.loop.learn(self._known, ended, replicas, float(values.get("train_s", 0.0)))
+        self.loop.learn_contexts(ended.iteration, ended.lengths)
         self._began_with, self._known = now, forecast
         if self._change is not None:
-            rows = list(self._calls.role_rows())
-            self._follow(
-                self._change, iteration, rows, seats, whole, batch, lengths, realised_step_s, forecast, overlap
-            )
+            self._follow(self._change, ended, forecast, whole=whole)
         if self._change is not None:
             return None
-        weighed = self.loop.weigh(iteration, forecast, seats, batch, lengths, remaining, overlap, realised_step_s)
-        if weighed is not None:
-            self._say(iteration, weighed, realised_step_s, predicted_step_s)
-            if weighed.kinds and self._apply:
-                self._ask(iteration, weighed, seats)
+        decision = self.loop.weigh(forecast, ended)
+        if decision is not None:
+            self._log(ended.iteration, decision, ended.step_s, predicted_step_s)
+            if decision.kinds and self._apply:
+                self._request(ended.iteration, decision, ended.seats)
             if self._apply:
-                self._bound(weighed)
-        return weighed
+                self._set_boundaries(decision)
+        return decision
 
-    # ---------------------------------------------------------------- what is said
+    # ---------------------------------------------------------------- what is logged
 
-    def _say(
-        self, iteration: int, weighed: SplitDecision, realised_step_s: float, predicted_step_s: float | None
+    def _log(
+        self, iteration: int, decision: SplitDecision, realised_step_s: float, predicted_step_s: float | None
     ) -> None:
-        now, boundaries = weighed.now, tuple(weighed.boundaries_tokens.values())
-        memory = (weighed.context_tokens, now.kv_demand)
-        for event in plan_log_events(
-            weighed.considered,
-            predicted_step_s,
-            realised_step_s,
-            None,
-            boundaries,
-            weighed.considered.concurrency,
-            memory=memory,
-        ):
-            self._tell(event.name, fields_of(event))
-        for option, gain_frac in weighed.blocked:
-            self._say_blocked(iteration, option, gain_frac)
+        for event in decision.events(predicted_step_s, realised_step_s):
+            self._calls.log(event.name, fields_of(event))
+        for option, gain_frac in decision.blocked:
+            missing = option.arrangement.missing
+            if missing not in self._blocked:
+                self._blocked.add(missing)
+                self._log_blocked(iteration, option, gain_frac, missing)
+                logger.warning("a plan that gains %.1f %% of a step is impossible: %s", 100 * gain_frac, missing)
 
-    def _say_blocked(self, iteration: int, option: ArrangementScore, gain_frac: float) -> None:
-        missing = option.arrangement.missing
-        if missing in self._blocked:
-            return
-        self._blocked.add(missing)
+    def _log_blocked(self, iteration: int, option: ArrangementScore, gain_frac: float, missing: str) -> None:
         wanted = option.arrangement.deployed(self.loop.run.core_trainers)
         fields = {
             "iteration": iteration, "missing": missing, "gain_frac": gain_frac, "kv_demand": option.kv_demand,
             "train_gpus": wanted.train_gpus, "engines": tuple(sorted(wanted.engines.items())),
             "concurrency": tuple(sorted(wanted.concurrency.items())),
         }  # fmt: skip
-        self._tell("plan_blocked", fields)
-        logger.warning("a plan that gains %.1f %% of a step cannot be carried out: %s", 100 * gain_frac, missing)
+        self._calls.log("plan_blocked", fields)
 
-    # ---------------------------------------------------------------- what is asked for
+    # ---------------------------------------------------------------- what is requested
 
-    def _ask(self, iteration: int, weighed: SplitDecision, seats: Collection[Seat]) -> None:
-        now, wanted = weighed.now.arrangement, weighed.chosen.arrangement
+    def _request(self, iteration: int, decision: SplitDecision, seats: Collection[Seat]) -> None:
+        now, wanted, considered = decision.now.arrangement, decision.chosen.arrangement, decision.considered
         steps = steps_to(now, wanted, {seat.name: seat.tp for seat in seats})
-        change = RoleRequest(iteration, weighed.considered.gain_frac, now, steps)
+        change = RequestedChange(iteration, considered.gain_frac, now, steps)
         try:
             if limits := limits_for(now, wanted):
                 began_s = time.perf_counter()
-                self._calls.limit_slots(limits, weighed.considered.reason)
-                change.limit_s = time.perf_counter() - began_s if SLOTS in weighed.kinds else None
+                self._calls.engines.limit_slots(limits, considered.reason)
+                change.limit_s = time.perf_counter() - began_s if SLOTS in decision.kinds else None
             self._next_step(change)
-        except ClusterError as error:  # somebody else changes roles, or a worker has just left: the next plan sees it
-            self._refused(iteration, weighed.chosen, weighed.considered.gain_frac, str(error))
+        except ClusterError as error:  # another caller changes roles, or a worker has just left: the next plan sees it
+            logger.warning("the plan of iteration %d is not carried out: %s", iteration, error)
+            self._log_blocked(iteration, decision.chosen, considered.gain_frac, str(error))
             return
         self._change = change
         logger.info(
-            "%s: %s, instead of %s (changes %s)", weighed.considered.reason, wanted.shown, now.shown,
-            sorted(change.asked) or "of slots only",
+            "%s: %s, instead of %s (changes %s)",
+            considered.reason, wanted.shown, now.shown, sorted(change.requested) or "of slots only",
         )  # fmt: skip
 
-    def _next_step(self, change: RoleRequest) -> None:
+    def _next_step(self, change: RequestedChange) -> None:
         for assignments in change.steps.pop(0) if change.steps else []:
-            change.asked[self._calls.change(assignments)] = assignments
+            change.requested[self._calls.roles.change(assignments)] = assignments
 
-    def _refused(self, iteration: int, wanted: ArrangementScore, gain_frac: float, error: str) -> None:
-        logger.warning("the plan of iteration %d is not carried out: %s", iteration, error)
-        deployed = wanted.arrangement.deployed(self.loop.run.core_trainers)
-        fields = {
-            "iteration": iteration, "missing": error, "gain_frac": gain_frac, "kv_demand": wanted.kv_demand,
-            "train_gpus": deployed.train_gpus, "engines": tuple(sorted(deployed.engines.items())),
-            "concurrency": tuple(sorted(deployed.concurrency.items())),
-        }  # fmt: skip
-        self._tell("plan_blocked", fields)
-
-    def _bound(self, weighed: SplitDecision) -> None:
-        """Set boundaries anew where what should run has others than those that hold."""
-        wanted, has = dict(weighed.boundaries_tokens), self._boundaries
+    def _set_boundaries(self, decision: SplitDecision) -> None:
+        """Set new boundaries if those of the chosen layout differ from the present ones."""
+        wanted, has = dict(decision.boundaries_tokens), self._boundaries
         if not wanted or (wanted.keys() == has.keys() and all(_near(wanted[tp], has[tp]) for tp in wanted)):
             return
-        self._calls.set_boundaries(wanted, "a plan: lengths by what engines of each degree generate")
+        self._calls.engines.set_boundaries(wanted, "a plan: lengths by what engines of each degree generate")
         self._boundaries = wanted
 
-    # ---------------------------------------------------------------- what became of it
+    # ---------------------------------------------------------------- the result of a change
 
-    def _follow(
-        self,
-        change: RoleRequest,
-        iteration: int,
-        rows: Sequence[Mapping[str, Any]],
-        seats: Collection[Seat],
-        whole: bool,
-        batch: Batch,
-        lengths: Workload | None,
-        step_s: float,
-        forecast: StepForecast,
-        overlap: bool,
-    ) -> None:
+    def _follow(self, change: RequestedChange, ended: EndedIteration, forecast: StepForecast, *, whole: bool) -> None:
+        """Check the progress of a change; ``whole``: the iteration began and ended with the same arrangement."""
+        rows = self._calls.role_rows()
         now = {str(row["worker"]): row for row in rows}
-        targets = {name: has for assignments in change.asked.values() for name, has in assignments.items()}
+        targets = {name: has for assignments in change.requested.values() for name, has in assignments.items()}
         stages = {now[name]["stage"] for name in targets if name in now}
         if not stages <= {"resupplied", "failed"}:
             return
         if "failed" in stages or any(name not in now or not _is(now[name], has) for name, has in targets.items()):
-            logger.warning("changes %s were not carried out, or undone; see role_change_failed", sorted(change.asked))
+            logger.warning("changes %s failed or were undone; see role_change_failed", sorted(change.requested))
             self._change = None
             return
         if change.steps:
-            self._go_on(change)
+            try:
+                self._next_step(change)
+            except ClusterError as error:
+                logger.warning("a plan is carried out in part: %s", error)
+                self._change = None
             return
-        if not whole:
-            return  # it was carried out in the middle of this iteration
-        self._change = None
+        if (
+            whole
+        ):  # otherwise the change was carried out during this iteration, whose seconds are of neither arrangement
+            self._change = None
+            self._realised(change, ended, forecast, rows)
+
+    def _realised(
+        self, change: RequestedChange, ended: EndedIteration, forecast: StepForecast, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Compare a change that was carried out with its predicted gain, and learn its cost."""
         costs_s = costs_of(change, rows)
         if self.loop.replanner is not None:
             for kind, cost_s in costs_s:
                 self.loop.replanner.changed(cost_s, kind)
-        before = self.loop.expected(forecast, seats, change.before, batch, lengths, overlap)
+        before = self.loop.expected(forecast, ended, change.before)
         if before is None:
             return
-        gained = 1.0 - step_s / before.step_s
+        gained = 1.0 - ended.step_s / before.step_s
         fields = {
-            "iteration": change.iteration, "generation": max(change.asked, default=0),
+            "iteration": change.iteration, "generation": max(change.requested, default=0),
             "predicted_gain_frac": change.predicted_gain_frac, "realised_gain_frac": gained,
-            "realised_iteration": iteration, "cost_s": sum(cost_s for _, cost_s in costs_s) if costs_s else None,
+            "realised_iteration": ended.iteration, "cost_s": sum(cost_s for _, cost_s in costs_s) if costs_s else None,
         }  # fmt: skip
-        self._tell("plan_realised", fields)
+        self._calls.log("plan_realised", fields)
         logger.info(
-            "changes %s gain %.1f %% of a step, %.1f %% were predicted", sorted(change.asked), 100 * gained,
-            100 * change.predicted_gain_frac,
+            "changes %s gain %.1f %% of a step, %.1f %% were predicted",
+            sorted(change.requested), 100 * gained, 100 * change.predicted_gain_frac,
         )  # fmt: skip
-
-    def _go_on(self, change: RoleRequest) -> None:
-        try:
-            self._next_step(change)
-        except ClusterError as error:
-            logger.warning("a plan is carried out in part: %s", error)
-            self._change = None
 
 
 def batch_of(values: Mapping[str, Any]) -> Batch:
-    """What an iteration generated, and what its step was taken on."""
+    """Tokens that an iteration generated, and tokens of its step."""
     return Batch(float(values["generated_tokens"]), float(values.get("forwarded_tokens", values["generated_tokens"])))
 
 
-def costs_of(change: RoleRequest, rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Kind and seconds of each part of a change; those of roles until the slowest worker was in its new one."""
+def costs_of(change: RequestedChange, rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Kind and seconds of each part of a change; of a role change, until its slowest worker had its new role."""
     rows, found = list(rows), list[tuple[str, float]]()
-    for generation, assignments in change.asked.items():
+    for generation, assignments in change.requested.items():
         cost_s = change_cost_s(rows, generation)
         if cost_s is not None:
             joins = any(has["role"] == "lent" for has in assignments.values())
@@ -318,18 +251,18 @@ def costs_of(change: RoleRequest, rows: Iterable[Mapping[str, Any]]) -> list[tup
 
 
 def change_cost_s(rows: Iterable[Mapping[str, Any]], generation: int) -> float | None:
-    """Seconds of a change until its slowest worker was in its new role; None where no worker's last change was this one."""
+    """Seconds of a role change until its slowest worker had its new role; None if it is not the last change of any worker."""
     spent = (row["seconds"] for row in rows if row["generation"] == generation)
     return max((float(seconds) for seconds in spent if seconds is not None), default=None)
 
 
 def fields_of(event: Any) -> dict[str, Any]:
-    """Fields of an event beside those that the log adds."""
+    """Fields of an event, without those that the log adds."""
     return {name: value for name, value in to_dict(event).items() if name not in ("schema", "name", "run", "t_s")}
 
 
 def _is(row: Mapping[str, Any], has: Mapping[str, object]) -> bool:
-    return row["role"] == has["role"] and row.get("tp", has["tp"]) == has["tp"]
+    return bool(row["role"] == has["role"] and row.get("tp", has["tp"]) == has["tp"])
 
 
 def _near(one: float, other: float) -> bool:

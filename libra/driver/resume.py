@@ -1,12 +1,12 @@
-"""Where a run stands, read from its directory: what `libra resume` begins from.
+"""What earlier starts of a run committed, read from its directory: where `libra resume` begins.
 
 Invariants
 ----------
-1. Nothing here writes but `prune_groups`. The same directory gives the same point.
+1. Only `prune_groups` writes. The same directory gives the same point.
 2. Batches are committed in order without gaps: batch ``j`` opens only when version ``j``, the outcome of batch ``j - 1``, is
    published.
-3. A group is in one of three states: consumed by a committed batch, committed and waiting, or not committed. Only the last
-   kind is ever generated for, and only what its journal does not hold.
+3. A group is consumed by a committed batch, committed and waiting, or not committed. Only a group that is not committed is
+   generated for, and only what its journal lacks.
 """
 
 from __future__ import annotations
@@ -17,31 +17,28 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from libra.driver.start_records import GIVEN_FILE, read_given
 from libra.errors import ConfigError, RunDirectoryError, StoreError
 from libra.events import from_dict
-from libra.graph.resume_point import ResumePoint
+from libra.graph.iteration import ResumePoint, Score
 from libra.policy.admission import GroupId
 from libra.policy.log_replay import learned
 from libra.store.batch_membership import batch_path, read_batch, read_batch_facts
-from libra.store.committer_lock import CommitterLock
 from libra.store.event_log import from_last_snapshot
 from libra.store.trajectory_journal import Journal
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from libra.envs import Environment
-    from libra.graph.iteration import Score
 
 logger = logging.getLogger(__name__)
 
-GIVEN_FILE = "given.json"
-"""In the run directory: which Python objects the run was begun with, besides its configuration."""
 _GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d+)-(?P<group>\d+)\.group")
 _RECORD = re.compile(r"(?P<name>(?P<split>train|eval)-(?P<iteration>\d+)-(?P<group>\d+)-.*)\.0000\.rec")
 
 
 def read_point(spec: RunSpec) -> ResumePoint:
-    """The point that the files of a run amount to; StoreError where one of them is torn."""
+    """The state that the files of a run record; StoreError if one of them is torn."""
     members: list[tuple[GroupId, ...]] = []
     while batch_path(spec.batches_dir, len(members)).exists():
         rows = read_batch(spec.batches_dir, len(members))
@@ -70,11 +67,14 @@ def read_point(spec: RunSpec) -> ResumePoint:
 def prune_groups(spec: RunSpec, first: int, before: int) -> int:
     """Remove the group records of batches ``first`` to ``before - 1``, which no kept checkpoint needs; returns ``before``.
 
-    They are in the store by then. What is gone already is passed over.
+    Those of evaluations at older versions go with them. All are in the store by then. A missing record is not an error.
     """
     for batch in range(first, before):
         for row in read_batch_facts(spec.batches_dir, batch)["groups"]:
             (spec.groups_dir / Path(row["path"]).name).unlink(missing_ok=True)
+    for path in spec.groups_dir.glob("eval-*.group"):
+        if int(path.name.split("-")[1]) < before:
+            path.unlink(missing_ok=True)
     return max(first, before)
 
 
@@ -82,41 +82,30 @@ def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
 
 
-def lock_run(directory: Path) -> CommitterLock:
-    """The right to drive a run, held by one living process; RunDirectoryError names who has it."""
-    try:
-        return CommitterLock(directory / "driver")
-    except StoreError as error:
-        raise RunDirectoryError(
-            f"{directory}: another driver is at work on this run; stop it first, or wait for it ({error})"
-        ) from error
-
-
 def check_resumable(directory: Path, environment: Environment | None, score: Score | None) -> None:
-    """RunDirectoryError where there is no run, ConfigError where it was begun with Python objects that are not given now."""
-    file = directory / GIVEN_FILE
-    if not file.is_file():
+    """RunDirectoryError if there is no run, ConfigError if it was begun with Python objects that are missing now."""
+    if not (directory / GIVEN_FILE).is_file():
         raise RunDirectoryError(f"{directory}: no run to resume here; type the directory of a run, such as runs/NAME")
-    given = json.loads(file.read_text())
+    given = read_given(directory)
     for name, now in (("environment", environment), ("score", score)):
         if given[name] != (now is not None):
             was, is_now = ("with", "without") if given[name] else ("without", "with")
             raise ConfigError(
-                f"{directory}: this run was begun {was} an object as its {name}, and would go on {is_now} one; resume it where "
-                f"it was begun, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
+                f"{directory}: this run was begun {was} an object as its {name}, and would continue {is_now} one; resume it "
+                f"where it was begun, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
             )
 
 
 def learned_before(directory: Path) -> str | None:
-    """What the ordering of a run had learned when its event log ends, as JSON; None where that is nothing, or cannot be read.
+    """What the policy of a run had learned by the end of its event log, as JSON; None if that is nothing or unreadable.
 
-    It is read from the last snapshot and what came after it. Without it a run goes on all the same, and learns it again.
+    It is read from the last snapshot and the events after it. Without it a run continues, and learns again.
     """
     log = directory / "events.jsonl"
     try:
         reader = from_last_snapshot(log) if log.exists() else None
         order = learned((line, from_dict(event)) for line, event in reader) if reader is not None else None
     except StoreError as error:
-        logger.warning("%s: what its policy had learned is lost, it begins to learn again: %s", directory, error)
+        logger.warning("%s: what its policy had learned is unreadable, and it learns again: %s", directory, error)
         return None
     return None if order is None else json.dumps(order)

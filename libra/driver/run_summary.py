@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of a run: rewards, files and duration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a run came to."""
+    """The result of a run: rewards, files and duration."""
 
     run: str
     directory: Path
@@ -22,7 +22,7 @@ class RunSummary:
 
     @property
     def reward_before(self) -> float:
-        """Mean reward on the held-out questions before the first step; NaN where none were asked."""
+        """Mean reward on the held-out questions before the first step; NaN if none were asked."""
         return float(self.evaluations[0]["reward"]) if self.evaluations else math.nan
 
     @property

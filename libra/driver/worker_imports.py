@@ -1,4 +1,4 @@
-"""Whether workers can load what a run sends them, found out before anything depends on it."""
+"""Checks that workers can unpickle what a run sends them, before the run depends on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def loading_error(data: bytes) -> str | None:
-    """Why a worker cannot load a pickled `RunSpec`, None where it can; run on a worker, before anything depends on it."""
+    """Why a worker cannot load a pickled `RunSpec`, None if it can; runs on a worker."""
     try:
         pickle.loads(data)
     except Exception as error:  # noqa: BLE001  the boundary to a user's modules: importing them may raise anything
@@ -24,7 +24,7 @@ def loading_error(data: bytes) -> str | None:
 
 
 def check_loadable(client: Client, spec: RunSpec) -> None:
-    """ConfigError where a worker cannot: it would be closed while it unpickles the environment, and the run would wait for ever."""
+    """ConfigError if a worker cannot: it would be closed while it unpickles the environment, and the run would wait for ever."""
     try:
         data = cloudpickle.dumps(spec)
     except Exception as error:  # the boundary to a user's objects: pickling them may raise anything

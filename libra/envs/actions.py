@@ -1,11 +1,12 @@
-"""Runs one tool call, whatever the tool does.
+"""Runs one tool call, for any behaviour of the tool.
 
 Invariants
 ----------
-1. ``run_action`` returns a `ToolReturn` for everything a call or a tool can do. It raises only where its own task is
-   cancelled, and `ToolFault` where the tool says that what happened is fatal.
-2. It returns within the tool's ``timeout_s`` plus scheduling, except where an ``async`` tool blocks the event loop.
-3. ``content`` has at most ``max_payload_chars`` characters plus one note of what was dropped.
+1. ``run_action`` returns a `ToolReturn` for everything that a call or a tool can do. It raises only if its own task is
+   cancelled, and `ToolFault` where the tool declares the outcome fatal. Its text is storable (`libra.untrusted`), and its ``tool``
+   is one of the environment's, or empty: a name that the model made up is no key for anybody.
+2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the event loop.
+3. ``content`` has at most ``max_payload_chars`` characters plus one note of how many were dropped.
 4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads` until it ends.
 """
 
@@ -25,6 +26,7 @@ from libra.envs.tool import ACTION_ID, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ToolFault, ToolTimeout
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
+from libra.untrusted import error_text, shown_line, storable
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +42,25 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *, action_id: str) -> ToolReturn:
-    """What ``call`` gave back, as the model will read it.
+    """The return of ``call``, as the model reads it.
 
     Parameters
     ----------
     prompt : Prompt
         The question the call belongs to, for the log.
     action_id : str
-        Names the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a keyword of that
-        name are given it, as idempotency key and as seed of injected faults.
+        Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call), passed to tools with a keyword of that
+        name, as idempotency key and seed of injected faults.
 
     Raises
     ------
     ToolFault
-        The tool raised it, or failed in a way it calls ``fatal``; `ToolTimeout` where that was its time-out.
+        The tool raised it, or failed in a way that is ``fatal`` for it; `ToolTimeout` where that was its time-out.
     """
     fault = _malformed(environment, call)
     if fault is not None:
-        return ToolReturn(call.name, ToolStatus.MALFORMED, fault, 0.0, len(fault))
+        known = call.name if call.error is None and any(tool.name == call.name for tool in environment.tools) else ""
+        return ToolReturn(known, ToolStatus.MALFORMED, storable(fault), 0.0, len(fault))
     tool = next(tool for tool in environment.tools if tool.name == call.name)
     arguments = dict(call.arguments)
     if tool.takes_action_id:
@@ -69,7 +72,11 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
     latency_s = time.perf_counter() - started_s
     if outcome is None:
         logger.info(
-            "tool %s timed out after %g s (%s, prompt %s)", tool.name, tool.timeout_s, action_id, prompt.prompt_id
+            "tool %s timed out after %g s (%s, prompt %s)",
+            tool.name,
+            tool.timeout_s,
+            action_id,
+            shown_line(prompt.prompt_id),
         )
         content = f"timed out after {tool.timeout_s:g} s"
         if ToolStatus.TIMEOUT in tool.fatal:
@@ -77,10 +84,10 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
         return ToolReturn(tool.name, ToolStatus.TIMEOUT, content, latency_s, len(content))
     value, error = outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
-        raise ToolFault(f"tool {tool.name}: {type(error).__name__}: {error} ({action_id})") from error
+        raise ToolFault(f"tool {tool.name}: {error_text(error)} ({action_id})") from error
     try:
         payload = f"{type(error).__name__}: {error}" if error is not None else _as_text(value)
-    except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of what a tool made is the tool's code too
+    except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of a tool's value is the tool's code too
         error = fault_of_text
         payload = f"{type(error).__name__} while reading what the tool returned"
     status = ToolStatus.OK if error is None else ToolStatus.ERROR
@@ -90,7 +97,7 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
 async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
 ) -> tuple[Any, BaseException | None] | None:
-    """(value, None) or (None, exception) of ``function(**arguments)``; None where it took longer than ``timeout_s``."""
+    """(value, None) or (None, exception) of ``function(**arguments)``; None if it took longer than ``timeout_s``."""
     loop = asyncio.get_running_loop()
     thread: CallThread | None = None
     waiting: asyncio.Future[tuple[Any, BaseException | None]]
@@ -98,7 +105,7 @@ async def run_bounded(
         waiting = loop.create_task(_guarded(function, arguments))
     else:
         waiting = loop.create_future()
-        # No pool of a fixed size: a hung call neither takes a slot of it nor keeps the process from exiting.
+        # No pool of a fixed size: a hung call must not take a slot of it, or keep the process from exiting.
         thread = CallThread.call(lambda: _in_thread(function, arguments, loop, waiting), name)
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
@@ -109,9 +116,9 @@ async def run_bounded(
         return waiting.result()
     waiting.cancel()
     if thread is not None:
-        thread.left_behind()
+        thread.abandon()
         logger.warning(
-            "%s did not return within %g s; its thread is left behind (%d so far)", name, timeout_s, hung_threads()
+            "%s did not return within %g s; its thread is abandoned (%d so far)", name, timeout_s, hung_threads()
         )
     return None
 
@@ -141,7 +148,7 @@ def _in_thread(
 
     try:
         loop.call_soon_threadsafe(deliver)
-    except RuntimeError:  # the loop closed while the tool ran: nobody waits any more
+    except RuntimeError:  # the loop closed while the tool ran: no one awaits the result
         logger.debug("%s returned after its event loop had closed", threading.current_thread().name)
 
 
@@ -175,9 +182,7 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether the top level of ``value`` is what ``schema`` asks for; what is inside lists and objects is the
-    tool's to check.
-    """
+    """Whether the top level of ``value`` fits ``schema``; the tool checks what is inside lists and objects."""
     if "enum" in schema and value not in schema["enum"] and not (value is None and schema.get("nullable")):
         return False
     names = _types(schema)
@@ -189,7 +194,7 @@ def _fits(value: object, schema: Mapping[str, Any]) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """A str as it is, None as nothing, anything else as JSON, and what JSON cannot say as ``str()``."""
+    """A str unchanged, None as "", anything else as JSON, or as ``str()`` where JSON cannot express it."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -202,9 +207,10 @@ def _as_text(value: object) -> str:
 
 def _bounded_return(tool: Tool, status: ToolStatus, payload: str, latency_s: float) -> ToolReturn:
     dropped = len(payload) - tool.max_payload_chars
+    kept = storable(payload[: tool.max_payload_chars])
     if dropped <= 0:
-        return ToolReturn(tool.name, status, payload, latency_s, len(payload))
-    content = f"{payload[: tool.max_payload_chars]}\n[{dropped} of {len(payload)} characters dropped]"
+        return ToolReturn(tool.name, status, kept, latency_s, len(payload))
+    content = f"{kept}\n[{dropped} of {len(payload)} characters dropped]"
     if status is ToolStatus.OK:
         status = ToolStatus.TRUNCATED
     return ToolReturn(tool.name, status, content, latency_s, len(payload))

@@ -1,6 +1,6 @@
-"""A calculator that reads arithmetic and nothing else: no names, no calls, bounded work, exact fractions.
+"""A calculator for arithmetic only: no names, no calls, bounded work, exact fractions.
 
-Python's own parser gives the tree and `Fraction` the arithmetic; nothing is ever evaluated as code.
+Python's parser gives the tree and `Fraction` the arithmetic; nothing is evaluated as code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 MAX_CHARS = 200
 MAX_DIGITS = 60
-"""Digits that numerator or denominator of any number may have, on the way too."""
+"""Maximum digits of a numerator or denominator, intermediate ones included."""
 MAX_EXPONENT = 100
 
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
@@ -55,7 +55,7 @@ def _as_python(expression: str) -> str:
     for before, after in pairwise(parts):
         thousands = before[-1:].isdigit() and after[:3].isdigit() and len(after[:3]) == 3 and not after[3:4].isdigit()
         if not thousands:
-            raise ValueError('a comma that does not part thousands; write e.g. "1,200 + 5"')
+            raise ValueError('a comma that does not separate thousands; write e.g. "1,200 + 5"')
     return "".join(parts)
 
 
@@ -63,7 +63,7 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         if node.value in (math.inf, -math.inf):
             raise ValueError(f"a number of more than {MAX_DIGITS} digits")
-        return _bounded(Fraction(str(node.value)))  # the text of a float is what was written; the float is only near it
+        return _bounded(Fraction(str(node.value)))  # from the text: the float is only near it
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
         inner = _value(node.operand)
         return -inner if isinstance(node.op, ast.USub) else inner

@@ -1,4 +1,4 @@
-"""Threads for tools and graders that are not coroutines: one call at a time each, used again, left behind where they hang.
+"""Threads for tools and graders that are not coroutines: reused, one call at a time each, and abandoned where they hang.
 
 Invariants
 ----------
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Self
 
 KEPT_IDLE = 64
-"""Idle threads kept for the next calls; starting one costs a grader more than most rewards do."""
+"""Idle threads kept for the next calls: starting one costs more than most rewards."""
 IDLE = "libra-call-idle"
 
 _idle: list[CallThread] = []
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 class CallThread(threading.Thread):
-    """A thread that runs what `run_in_thread` gives it."""
+    """A thread that runs calls one after the other."""
 
     def __init__(self) -> None:
         super().__init__(name=IDLE, daemon=True)
@@ -31,7 +31,7 @@ class CallThread(threading.Thread):
 
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
-        """Run ``work``, which does not raise, on an idle thread or a new one; the thread, named so meanwhile."""
+        """Run ``work``, which must not raise, on an idle thread or a new one; returns the thread, called ``name`` meanwhile."""
         with _lock:
             thread = _idle.pop() if _idle else None
         if thread is None:
@@ -42,26 +42,26 @@ class CallThread(threading.Thread):
         return thread
 
     def run(self) -> None:
-        """Call after call, until there are enough idle threads without this one."""
+        """Run calls, until there are enough idle threads without this one."""
         while True:
             work, self.name = self._calls.get()
             work()
             self.name = IDLE
-            del work  # it holds what the call was given
+            del work  # it holds the arguments of the call
             with _lock:
                 _hung.discard(self)
                 if len(_idle) >= KEPT_IDLE:
                     return
                 _idle.append(self)
 
-    def left_behind(self) -> None:
-        """Nobody waits for the present call any more; it counts as hung until it ends."""
+    def abandon(self) -> None:
+        """Count the current call as hung until it ends."""
         with _lock:
             if self.name != IDLE:
                 _hung.add(self)
 
 
 def hung_threads() -> int:
-    """Threads whose call outlived its time-out and runs still."""
+    """Threads whose call has outlived its time-out and still runs."""
     with _lock:
         return len(_hung)

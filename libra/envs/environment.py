@@ -1,58 +1,74 @@
-"""The seam between Libra and a task: prompts, tools, how calls are read, how a finished trajectory is graded."""
+"""`Environment`, the interface of a task: prompts, tools, the parser of calls, and the grader."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from typing import Any
 
 from libra.envs.tool import Tool
 from libra.envs.tool_calls import TOOL_FORMATS
+from libra.errors import ConfigError
 from libra.types import Episode, Prompt, ToolCall
+
+HELD_OUT_SHARE = 8
+"""Number of classes of questions, by a hash of their text; one class is held out for evaluation."""
+
+
+def question_class(text: str) -> int:
+    """Class of a question, 0 to `HELD_OUT_SHARE` - 1, whatever the seed; class 0 is evaluation, in every run."""
+    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE
 
 
 class Environment(ABC):
     """A task family. Instances are stateless between calls: every worker makes its own from (name, args, seed).
 
-    Subclasses give `prompt` and `grade`, and ``tools`` where there are any.
+    Subclasses define `prompt` and `grade`, and ``tools`` if there are any.
     """
 
     tools: tuple[Tool, ...] = ()
     tool_format: str = "hermes"
-    """How the model writes calls: a name of `TOOL_FORMATS`. A run sets it where ``rollout.tool_format`` is given."""
+    """How the model writes calls: a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides it."""
+
+    isolation: str = ""
+    """How programs that the model writes are confined: label of a `libra.envs.sandbox.Level`. Empty: it runs none."""
 
     @abstractmethod
     def prompt(self, split: str, index: int) -> Prompt:
-        """Question ``index`` (>= 0, no upper end) of ``split``, "train" or "eval".
+        """Question ``index`` (>= 0, without limit) of ``split``, "train" or "eval".
 
         Deterministic in (seed, split, index); no question is in both splits.
         """
 
     @abstractmethod
     def grade(self, episode: Episode) -> float:
-        """Reward of a finished trajectory: one finite number. May be ``async def``; blocking is fine, it has a
-        thread.
-        """
+        """Reward of a finished trajectory: one finite number. May be ``async def``; otherwise it has a thread, and may block."""
 
     def prompt_id(self, split: str, index: int) -> str:
-        """``prompt_id`` of question ``index``, told without making it, where the same question comes again at another index.
+        """``prompt_id`` of question ``index`` where the same question comes again at another index, without making the prompt.
 
-        Empty (here): none ever does. What is known of a question's length from one pass is used in the next.
+        Empty (the default): no question comes again. Lengths seen in one pass over the questions improve forecasts in the next.
         """
         return ""
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a generated turn, in order; none means that the turn is the answer. Here: as ``tool_format`` says."""
+        """The calls in a generated turn, in order; none: the turn is the answer. The default parser is that of ``tool_format``."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
+    def check_split(self, split: str) -> None:
+        """ConfigError unless ``split`` is "train" or "eval"."""
+        if split not in ("train", "eval"):
+            raise ConfigError(f"split {split!r}: {self.name} has the splits 'train' and 'eval'")
+
     async def setup(self) -> None:  # noqa: B027 optional hook
-        """Opened once per worker before the first action."""
+        """Called once per worker, before the first action."""
 
     async def close(self) -> None:  # noqa: B027 optional hook
-        """Closed once per worker after the last action."""
+        """Called once per worker, after the last action."""
 
     @property
     def name(self) -> str:
-        """What messages and logs call this environment."""
+        """Name of this environment in messages and logs."""
         return type(self).__name__
 
     @property

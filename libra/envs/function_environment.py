@@ -23,9 +23,8 @@ HELD_OUT_EVERY = 10
 class FunctionEnvironment(Environment):
     """The environment behind ``libra.train(prompts=..., reward=..., tools=[...])``.
 
-    Training prompts are cycled, in an order shuffled anew for each pass by the seed. Evaluation prompts are
-    ``eval_prompts`` in their order, else every tenth of ``prompts``; with fewer than ten of those there are none, and
-    asking for one raises.
+    Training prompts are cycled, in an order that the seed shuffles for each pass. Evaluation prompts are ``eval_prompts`` in
+    their order, else every tenth of ``prompts``; with fewer than ten there are none, and requesting one raises.
 
     Parameters
     ----------
@@ -35,8 +34,8 @@ class FunctionEnvironment(Environment):
     reward : callable, the name of one, or a list of those
         A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
         takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
-        and any column that every row has. Returns one finite number; may be ``async``. Functions of the form that TRL or
-        verifiers call are told apart by their parameters (`libra.envs.rewards.signatures`), and may have weights.
+        and any column that every row has. It returns one finite number, and may be ``async``. Functions in the form of TRL or
+        verifiers are recognised by their parameters (`libra.envs.rewards.signatures`), and may have weights.
     tools : sequence of functions or `Tool`
     system : str, optional
         System message put before prompts that have none.
@@ -44,8 +43,7 @@ class FunctionEnvironment(Environment):
     Raises
     ------
     ConfigError
-        At construction, for a prompt of another shape, a parameter of ``reward`` that no row has, or a tool without
-        docstring or type hints.
+        For a prompt of another shape, a parameter of ``reward`` that no row has, or a tool without docstring or type hints.
     """
 
     def __init__(
@@ -136,9 +134,7 @@ def _row(given: Any, where: str, system: str | None) -> Row:
         facts = {key: value for key, value in given.items() if key != "prompt"}
         taken = [name for name in OWN if name in facts]
         if taken:
-            raise ConfigError(
-                f"{where}: the column {taken[0]!r} has a name that rewards are given; call it something else"
-            )
+            raise ConfigError(f"{where}: the column {taken[0]!r} has the name of an argument of rewards; rename it")
         given = given["prompt"]
     if isinstance(given, str):
         messages = [{"role": "user", "content": given}]

@@ -12,6 +12,10 @@ from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
 from libra.errors import RewardFault, RewardTimeout
 from libra.types import Episode
+from libra.untrusted import error_text, repr_text
+
+MAX_REWARD = 1e9
+"""Largest reward in magnitude: advantages and gradients are computed in float32."""
 
 
 async def run_grader(environment: Environment, episode: Episode, timeout_s: float = 60.0) -> float:
@@ -20,8 +24,8 @@ async def run_grader(environment: Environment, episode: Episode, timeout_s: floa
     Raises
     ------
     RewardFault
-        Where the reward raises, hangs (`RewardTimeout`), is NaN or infinite, or is no number. There is no default: a
-        trajectory without a reward has none, and is not counted as one with reward 0.
+        If the reward raises, hangs (`RewardTimeout`), is NaN or infinite, or is not a number. There is no default: a
+        trajectory without a reward does not count as one with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
     outcome = await run_bounded(
@@ -35,16 +39,27 @@ async def run_grader(environment: Environment, episode: Episode, timeout_s: floa
         raise RewardTimeout(f"{where}: the reward did not return within {timeout_s:g} s")
     value, error = outcome
     if error is not None:
-        raise RewardFault(f"{where}: the reward raised {type(error).__name__}: {error}") from error
+        raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
     if not isinstance(value, numbers.Real | np.bool_):
-        shown = repr(value)
         raise RewardFault(
-            f"{where}: the reward is {shown[:200]} ({type(value).__name__}); it must be one finite number"
+            f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); it must be one finite number"
         )
     try:
         reward = float(value)
     except OverflowError as error:
         raise RewardFault(f"{where}: the reward is an integer too large for a float") from error
+    except Exception as error:  # boundary: __float__ of a number of the reward's own is its code too
+        raise RewardFault(f"{where}: the reward cannot be read as a number: {error_text(error)}") from error
+    return bounded_reward(reward, where)
+
+
+def bounded_reward(reward: float, where: str) -> float:
+    """``reward``; RewardFault, which begins with ``where``, unless it is finite and at most `MAX_REWARD` in magnitude."""
     if not math.isfinite(reward):
         raise RewardFault(f"{where}: the reward is {reward}; it must be one finite number")
+    if abs(reward) > MAX_REWARD:
+        raise RewardFault(
+            f"{where}: the reward is {reward:g}; it must be from {-MAX_REWARD:g} to {MAX_REWARD:g}, so that sums and squares of "
+            "many remain finite"
+        )
     return reward

@@ -1,4 +1,4 @@
-"""Questions from a file of JSON lines, graded by a reward named in the configuration."""
+"""Questions from a file of JSON lines, graded by a reward of the configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class JsonLines(FunctionEnvironment):
     Parameters
     ----------
     path : str
-        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and further columns. Every
-        worker reads it, so it must be where all of them can.
+        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and further columns. All workers
+        must be able to read it.
     reward : str, mapping or list
         A name of `libra.envs.rewards`, with options, or "module:function" of a function of yours in Libra's, TRL's or verifiers'
         form, or ``{function: module:function, weight: 0.5, form: trl}``; a list is a sum.
@@ -32,7 +32,7 @@ class JsonLines(FunctionEnvironment):
     Raises
     ------
     ConfigError
-        For a file that cannot be read, a line that is no object or has no such column, and a reward that cannot be.
+        For a file that cannot be read, a line that is not an object or lacks a column, and a wrong reward.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class JsonLines(FunctionEnvironment):
 
 
 def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The lines of a file, with the columns that ``columns`` names under the keys of it."""
+    """The lines of a file, with their columns renamed to the keys of ``columns``."""
     where = f"environment.args.{argument}"
     rows: list[dict[str, Any]] = []
     try:
@@ -79,7 +79,7 @@ def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str
             if column not in row:
                 raise ConfigError(
                     f"{where}: {path}, line {number}: no column {column!r} among {sorted(row)}; "
-                    f"type environment.args.{key}=NAME with the name of the column that holds it"
+                    f"type environment.args.{key}=NAME with the name of that column"
                 )
         renamed = {column: key for key, column in columns.items()}
         others = {column: value for column, value in row.items() if column not in renamed and column not in columns}

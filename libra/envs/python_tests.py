@@ -1,16 +1,15 @@
-"""Write a Python function, try it out with a tool, and be graded by hidden tests in a sandbox.
+"""Tasks to write a Python function: a tool runs programs, and hidden tests in a sandbox grade the answer.
 
 Invariants
 ----------
-1. A program is given the arguments of one hidden test at a time, in a process of its own, and no expected result at all: results
-   leave the sandbox as JSON and are compared here.
-2. Hidden tests are drawn when an answer is graded, from a key that only the grading process has: no seed gives them away.
-3. Whatever a program does to its sandbox is a failed test; a sandbox that cannot be started is the environment's fault.
+1. A program gets the arguments of one hidden test at a time, in its own process, and no expected result: results leave the sandbox
+   as JSON and are compared here.
+2. Hidden tests are drawn when an answer is graded, from a key that only the grading process has; no seed reveals them.
+3. Whatever a program does to its sandbox is a failed test; a sandbox that cannot be started is a failure of the environment.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from libra.envs.environment import Environment
+from libra.envs.environment import Environment, question_class
 from libra.envs.sandbox import MEGABYTE, Finished, Limits, SandboxFailed, Session, level_for
 from libra.envs.tool import tool
 from libra.errors import ConfigError, EnvironmentFault
@@ -30,7 +29,6 @@ SYSTEM = (
     "prints. Then reply with the whole function in one ```python block."
 )
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_HELD_OUT_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Task:
     Attributes
     ----------
     text : str
-        What ``solve`` does, with ``{k}`` for the number.
+        The task of ``solve``, with ``{k}`` for the number.
     solution : callable (k, *arguments)
         The right result.
     arguments : callable (generator)
@@ -115,8 +113,8 @@ def _digits(number: int, radix: int) -> list[int]:
 class PythonTests(Environment):
     """The environment registered as ``python_tests``.
 
-    Reward is 1.0 where ``solve`` passes all hidden tests, else 0.0; with ``partial``, the share that it passes. A (task, number)
-    pair belongs to the evaluation split where a hash says so (1 in 8). Facts: ``task``, ``k``.
+    Reward is 1.0 if ``solve`` passes all hidden tests, else 0.0; with ``partial``, the share that it passes. A hash of (task,
+    number) decides the split; 1 in 8 is evaluation. Facts: ``task``, ``k``.
 
     Parameters
     ----------
@@ -127,11 +125,11 @@ class PythonTests(Environment):
     memory_mb : int
         Address space of one process, 2**20 bytes each.
     partial : bool
-        Whether the reward is the share of tests passed.
+        Whether the reward is the share of passed tests.
     isolation : "require" or "best"
-        "require": ConfigError where programs can be confined by nothing but limits. "best": as well as the machine allows.
+        "require": ConfigError if the machine offers only resource limits. "best": the best that the machine offers.
     key : str, optional
-        What hidden tests are drawn from. None: a random one for each process. For tests and comparisons.
+        Seed of hidden tests, for tests and comparisons. None: a random one for each process.
     """
 
     def __init__(
@@ -152,18 +150,18 @@ class PythonTests(Environment):
             raise ConfigError(f"environment.args.timeout_s: got {timeout_s!r}; above 0 seconds")
         self.seed, self.num_tests, self.timeout_s, self.partial = seed, num_tests, timeout_s, partial
         self.level = level_for(isolation)
+        self.isolation = self.level.label
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
         self._key = secrets.token_hex(16) if key is None else key
-        # The tool's own limit lies above the program's, so that the process is killed and not left behind.
+        # The tool's own limit is above the program's, so that the process is killed and no thread hangs.
         self.tools = (tool(self.run_python, timeout_s=2 * timeout_s + 25.0),)
 
     def prompt(self, split: str, index: int) -> Prompt:
-        if split not in ("train", "eval"):
-            raise ConfigError(f"split {split!r}: python_tests has the splits 'train' and 'eval'")
+        self.check_split(split)
         generator = random.Random(f"python_tests/{self.seed}/{split}/{index}")
         while True:
             task_index, k = generator.randrange(len(TASKS)), generator.randint(2, 9)
-            if (hashlib.sha256(f"{task_index}/{k}".encode()).digest()[0] % _HELD_OUT_SHARE == 0) == (split == "eval"):
+            if (question_class(f"{task_index}/{k}") == 0) == (split == "eval"):
                 break
         task = TASKS[task_index]
         names: dict[Any, str] = {_numbers: "xs", _word: "s", _count: "n"}
@@ -197,7 +195,7 @@ class PythonTests(Environment):
         return sum(passed) / len(passed) if self.partial else float(all(passed))
 
     def _passed(self, code: str, tests: list[tuple[list[Any], Any]]) -> list[bool]:
-        """Which hidden tests ``code`` passes; after one that was cut off, none."""
+        """Which hidden tests ``code`` passes; none after one that was cut off."""
         passed = [False] * len(tests)
         with self._sandbox() as sandbox:
             for index, (arguments, expected) in enumerate(tests):
@@ -215,7 +213,7 @@ class PythonTests(Environment):
         try:
             return Session(self.level, self.limits)
         except SandboxFailed as error:
-            raise EnvironmentFault(f"python_tests: a sandbox to run code in could not be started: {error}") from error
+            raise EnvironmentFault(f"python_tests: cannot start a sandbox: {error}") from error
 
 
 def _same(result: str | None, expected: Any) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import json
+import logging
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -12,25 +11,28 @@ from functools import lru_cache
 from typing import Any
 
 from libra.envs.calculator import calculate
-from libra.envs.environment import Environment
+from libra.envs.choices import nearest, one_of
+from libra.envs.environment import Environment, question_class
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError, EnvironmentFault
 from libra.types import Episode, Prompt
+from libra.untrusted import error_text, repr_text
+
+logger = logging.getLogger(__name__)
 
 EXTRA = "pip install 'libra-rl[reasoning-gym]'"
-_SHARES = 8
 _HELD_OUT, _SHOWN = 0, 1
-"""Of 8 classes of questions, by a hash of the text: one is evaluation, one gives the worked examples, the others are training."""
+"""Classes of questions: evaluation, and worked examples; the others are training."""
 _MAX_ATTEMPTS = 2000
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 ENDINGS = {
     "number": "reply with the final number only.",
     "tags": "give the final answer between <answer> and </answer>.",
     "text": "reply with the final answer only.",
 }
-"""How the model is asked to answer, by what is read from the last turn."""
+"""How to answer, by the part of the last turn that is graded."""
 CALL = "Write one call of the calculator and read its result. Then "
 
 _EXAMPLES = (
@@ -38,30 +40,30 @@ _EXAMPLES = (
     ("Ann has 96 cards and gives a third of them to Bob. How many cards are left?", "96 - 96 / 3"),
     ("A bus has 40 seats, and 25 % of them are free. How many are taken?", "40 - 40 * 25 / 100"),
 )
-"""Worked examples for datasets whose questions come without an expression."""
+"""Worked examples for datasets whose questions have no expression."""
 
 
 class ReasoningGym(Environment):
     """The environment registered as ``reasoning_gym``; needs the package reasoning-gym.
 
-    The reward is what the dataset's ``score_answer`` gives, 0 to 1, some of it in part. A question is evaluation where a hash of
-    its text says so (1 in 8), whatever the seed, so no run trains on a question that another holds out. Facts: ``dataset``,
-    ``seed`` (of the question: the dataset of size 1 made with it holds just this one), ``answer``.
+    The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its split (1 in 8 is evaluation),
+    so no run trains on a question that another holds out. Facts: ``dataset``, ``seed`` (of the question: the dataset of size 1
+    with this seed holds just it), ``answer``.
 
     Parameters
     ----------
     dataset : str, list of str, or mapping
         Names such as "gsm_symbolic" or "chain_sum"; a mapping gives each its configuration, ``{"chain_sum": {"max_terms": 3}}``.
-        Of several, each question draws one evenly.
+        With several, each question draws one evenly.
     calculator : bool
         Whether the model has the calculator.
     answer : str
-        What of the last turn is graded: the last "number", what is between <answer> "tags", or its whole "text". A turn that ends
-        in a call has no answer.
+        The graded part of the last turn: the last "number", the text between <answer> "tags", or its whole "text". A turn that
+        ends in a call has no answer.
     examples : int
         Worked examples shown before the question, as a conversation with calls. Small models need some.
     size : int, optional
-        Different training questions; after that they come again. None: no two are meant to be the same.
+        Different training questions, which are then repeated. None: no limit.
     inline : bool
         Whether calls run inside the generation quantum.
 
@@ -83,10 +85,9 @@ class ReasoningGym(Environment):
         seed: int = 0,
     ) -> None:
         where = "environment.args"
-        if answer not in ENDINGS:
-            raise ConfigError(f"{where}.answer: got {answer!r}; one of {', '.join(ENDINGS)}")
+        one_of(f"{where}.answer", answer, tuple(ENDINGS))
         if size is not None and size < 1:
-            raise ConfigError(f"{where}.size: got {size!r}; at least 1 question, or null for no end of them")
+            raise ConfigError(f"{where}.size: got {size!r}; at least 1 question, or null for no limit")
         if examples < 0:
             raise ConfigError(f"{where}.examples: got {examples!r}; 0 or more")
         self.datasets = _datasets(dataset)
@@ -96,8 +97,7 @@ class ReasoningGym(Environment):
         self.system = CALL + ending if calculator else ending.capitalize()
 
     def prompt(self, split: str, index: int) -> Prompt:
-        if split not in ("train", "eval"):
-            raise ConfigError(f"split {split!r}: reasoning_gym has the splits 'train' and 'eval'")
+        self.check_split(split)
         if split == "train" and self.size is not None:
             index %= self.size
         name, seed, entry = self._drawn(split, index)
@@ -116,22 +116,27 @@ class ReasoningGym(Environment):
         dataset, entry = _entry(name, self.datasets[name], seed)
         if _question(entry) != episode.prompt.messages[-1]["content"]:
             raise EnvironmentFault(
-                f"reasoning_gym: {name} gave another question for seed {seed} than before; it does not depend on its seed alone, "
+                f"reasoning_gym: {name} gave another question for seed {seed} than before: it depends on more than its seed, "
                 "or another version of reasoning-gym is installed here"
             )
-        return float(dataset.score_answer(self.answered(episode), entry))
+        answer = self.answered(episode)
+        try:
+            return float(dataset.score_answer(answer, entry))
+        except Exception as error:  # noqa: BLE001 boundary: what its parsers raise for an odd answer is no fault of the grader
+            logger.info("reasoning_gym: %s scores 0: %s for %s", name, error_text(error), repr_text(answer))
+            return 0.0
 
     def answered(self, episode: Episode) -> str | None:
-        """What is graded, None where the trajectory gave no answer."""
+        """The graded text, None if the trajectory has no answer."""
         if not episode.turns or episode.turns[-1].calls:
             return None
         text = episode.answer
         if self.answer == "text":
             return text.strip() or None
-        found = (_NUMBER if self.answer == "number" else _TAGGED).findall(text)
-        if not found:
-            return None
-        return found[-1].replace(",", "") if self.answer == "number" else found[-1].strip()
+        if self.answer == "tags":
+            return _last_tagged(text)
+        found = _NUMBER.findall(text)
+        return found[-1].replace(",", "") if found else None
 
     def calculator(self, expression: str) -> str:
         """Works out arithmetic.
@@ -156,7 +161,7 @@ class ReasoningGym(Environment):
         )
 
     def _example(self, name: str, number: int) -> list[dict[str, str]]:
-        """A worked question: of the dataset where it says what is to be calculated, else one that was written for the purpose."""
+        """A worked question: of the dataset if it has an expression, else one of `_EXAMPLES`."""
         question, expression = _EXAMPLES[number % len(_EXAMPLES)]
         entry = self._drawn("example", number, name)[2]
         if isinstance(entry.get("metadata", {}).get("expression"), str):
@@ -178,7 +183,7 @@ class ReasoningGym(Environment):
 
 
 def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Configuration, as JSON, by dataset; each is made once to see that it can be."""
+    """Configuration, as JSON, by dataset; each is made once as a check."""
     where = "environment.args.dataset"
     named = (
         {given: {}} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {n: {} for n in given}
@@ -191,10 +196,9 @@ def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> d
         raise ConfigError(f"{where}: the package reasoning-gym is not installed ({error}); type {EXTRA}") from error
     for name, config in named.items():
         if name not in DATASETS:
-            nearest = difflib.get_close_matches(str(name), list(DATASETS), n=1)
-            meant = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+            near = nearest(name, DATASETS)
             raise ConfigError(
-                f"{where}: reasoning-gym has no dataset {name!r}{meant}; it has {', '.join(sorted(DATASETS))}"
+                f"{where}: reasoning-gym has no dataset {name!r}{near}; it has {', '.join(sorted(DATASETS))}"
             )
         taken = sorted({"seed", "size"} & set(config or {}))
         if taken:
@@ -215,10 +219,18 @@ def _entry(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
     return dataset, dataset[0]
 
 
+def _last_tagged(text: str) -> str | None:
+    """What the last closed pair of answer tags holds. Searched for, because a pattern is quadratic in tags that nobody closes."""
+    found, position = None, 0
+    while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start + len(_OPEN))) >= 0:
+        found, position = text[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
+    return found
+
+
 def _question(entry: Mapping[str, Any]) -> str:
     return str(entry["question"]).strip()
 
 
 def _split_of(name: str, question: str) -> str:
-    kind = hashlib.sha256(f"{name}/{question}".encode()).digest()[0] % _SHARES
+    kind = question_class(f"{name}/{question}")
     return "eval" if kind == _HELD_OUT else "example" if kind == _SHOWN else "train"

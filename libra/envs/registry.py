@@ -1,13 +1,13 @@
-"""Environments by name: the ones that ship, or any ``package.module:attribute``."""
+"""Environments by name: those that ship, or any ``package.module:attribute``."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from libra.envs.choices import nearest
 from libra.envs.environment import Environment
 from libra.errors import ConfigError
 
@@ -25,8 +25,8 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
     Raises
     ------
     ConfigError
-        For a name that is neither registered nor importable, an argument the constructor does not take or misses, and a
-        factory that returns something else than an `Environment`.
+        For a name that is neither registered nor importable, an unknown or missing argument, and a factory that does
+        not return an `Environment`.
     """
     factory = _find(name)
     parameters = inspect.signature(factory).parameters
@@ -38,7 +38,7 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
         if given not in parameters and not takes_any:
             allowed = [each for each in parameters if each != "seed"]
             raise ConfigError(
-                f"environment.args.{given}: {name!r} takes no such argument{_nearest(given, allowed)}; "
+                f"environment.args.{given}: {name!r} takes no such argument{nearest(given, allowed)}; "
                 f"it takes {', '.join(allowed) or 'none'}"
             )
     try:
@@ -58,7 +58,7 @@ def _find(name: str) -> Callable[..., Any]:
     module_name, colon, attribute = path.partition(":")
     if not colon:
         raise ConfigError(
-            f"environment.name: no environment {name!r}{_nearest(name, ENVIRONMENTS)}; "
+            f"environment.name: no environment {name!r}{nearest(name, ENVIRONMENTS)}; "
             f"registered: {', '.join(sorted(ENVIRONMENTS))}; or type package.module:attribute"
         )
     try:
@@ -68,16 +68,11 @@ def _find(name: str) -> Callable[..., Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            nearest = _nearest(part, [each for each in dir(found) if not each.startswith("_")])
-            raise ConfigError(f"environment.name: {name!r}: {module_name!r} has no {part!r}{nearest}")
+            near = nearest(part, [each for each in dir(found) if not each.startswith("_")])
+            raise ConfigError(f"environment.name: {name!r}: {module_name!r} has no {part!r}{near}")
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(
             f"environment.name: {name!r} is a {type(found).__name__}; give a class or a function that makes one"
         )
     return found
-
-
-def _nearest(given: str, known: Any) -> str:
-    match = difflib.get_close_matches(given, list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""

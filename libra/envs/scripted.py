@@ -1,6 +1,6 @@
-"""Environments whose trajectories are given beforehand, turn by turn: for measurements that need the same work every time.
+"""Environments with scripted turns, for measurements that need the same work every time.
 
-The engine really generates each turn, for as many tokens as the script says; what it generates means nothing.
+The engine generates as many tokens per turn as the script has; their content is ignored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class ScriptedTurn(NamedTuple):
 
 @runtime_checkable
 class Scripted(Protocol):
-    """What an `Environment` has beside the rest where its turns are scripted. It needs ``rollout.ignore_eos``."""
+    """An `Environment` whose turns are scripted. It needs ``rollout.ignore_eos``."""
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
         """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no calls."""
 
 
 def turn_by_script(environment: object, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn | None:
-    """What the script of an environment says of a turn; None where it has none."""
+    """A turn of an environment's script; None if the environment has no script."""
     return environment.scripted(tid, prompt, turn) if isinstance(environment, Scripted) else None

@@ -1,4 +1,4 @@
-"""A tool: a plain Python function, and what the model is told about it."""
+"""A tool: a Python function, and its description for the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from libra.errors import ConfigError
 from libra.types import ToolStatus
 
 ACTION_ID = "action_id"
-"""A tool with a keyword of this name is given the action's id, and the model is not told of it."""
+"""A tool with a keyword of this name gets the action's id; the model does not see it."""
 
 TIMEOUT_S = 10.0
 MAX_PAYLOAD_CHARS = 8000
 FATAL = (str(ToolStatus.ERROR), str(ToolStatus.TIMEOUT))
-"""What a tool may call fatal."""
+"""Outcomes that may be fatal for a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +26,23 @@ class Tool:
     Attributes
     ----------
     name : str
-        What the model calls it.
+        Its name for the model.
     function : callable
-        Takes the arguments by keyword; may be ``async``. A function that is not runs in a thread of its own. An
-        ``async`` one shares the event loop: it must await, since one that blocks cannot be cut off.
+        Takes the arguments by keyword; may be ``async``. Other functions run in a thread of their own. An ``async`` one shares
+        the event loop and must await: while it blocks it cannot be timed out.
     schema : mapping
         ``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it.
     timeout_s : float
-        Wall seconds after which a call is cut off.
+        Wall seconds of a call.
     max_payload_chars : int
-        Characters of a return that the model is shown; the rest is dropped, and the model told so.
+        Characters of a return that the model sees; the rest is dropped, with a note.
     inline : bool
-        Whether it is cheap enough to run inside the generation quantum.
+        Whether calls run inside the generation quantum; for cheap tools.
     fatal : tuple of str
-        Of "error" and "timeout", those that are no observation: the trajectory ends there as a failure that is not the
-        model's, and is sampled again (``trainer.resample``). Without them the model is shown what happened and goes on. For
-        single cases a tool raises `libra.errors.ToolFault`.
+        Those of "error" and "timeout" that end the trajectory with a failure that the model did not cause, to be sampled
+        again (``trainer.resample``). Others are observations: the model reads them and continues. For single cases a tool
+        raises
+        `libra.errors.ToolFault`.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Tool:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Arguments that a call must give."""
+        """Arguments without a default."""
         return tuple(self.schema["function"]["parameters"].get("required", ()))
 
     @property
@@ -100,7 +101,7 @@ def tool(
     Raises
     ------
     ConfigError
-        Where a hint or a description is missing; the message says which line to add.
+        If a hint or a description is missing; the message has the line to add.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
     return Tool(shown, function, _schema(function, shown), timeout_s, max_payload_chars, inline, fatal)
@@ -129,22 +130,20 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     doc = inspect.getdoc(function)
     if not doc:
         raise ConfigError(
-            f'{where}: no docstring, so the model cannot know what it does; add e.g. """What it does.\\n\\n'
+            f'{where}: no docstring, so the model cannot know its purpose; add e.g. """What it does.\\n\\n'
             + ("Args:\\n    " + "\\n    ".join(f"{key}: what it is" for key in shown) if shown else "")
             + '"""'
         )
 
     def stub() -> None: ...
 
-    # The model must not see action_id, so the schema is read from a stand-in without it.
+    # The model must not see action_id, so the schema is read from a substitute without it.
     stub.__name__, stub.__doc__ = name, doc
     stub.__annotations__ = {key: hint for key, hint in hints.items() if key in shown}
     stub.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
     try:
         return get_json_schema(stub)
-    except (
-        Exception
-    ) as error:  # boundary: transformers has error classes of its own for each way a docstring can be wrong
+    except Exception as error:  # boundary: transformers has its own error class for each fault of a docstring
         missing = [key for key in shown if f"{key}:" not in doc and f"{key} (" not in doc]
         lines = "; ".join(f"'    {key}: what it is'" for key in missing or shown)
         raise ConfigError(

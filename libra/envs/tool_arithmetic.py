@@ -1,4 +1,5 @@
-"""Chains of 1 to 8 operations, each on the result of another, shuffled, with a calculator that does one at a time.
+"""Chains of 1 to 8 operations, each on the result of another, in shuffled lines, with a calculator that computes one at a
+time.
 
 A question reads::
 
@@ -6,27 +7,26 @@ A question reads::
     d -> ans: * 3
     k -> d: + 5
 
-Every operation needs a call of its own, so a trajectory has as many turns as operations plus one for the answer, plus
-what mistakes cost: malformed calls, overflow and injected time-outs are all shown to the model, which may try again.
+Every operation needs its own call, so a trajectory has one turn per operation and one for the answer, and more after mistakes:
+malformed calls, overflow and injected time-outs are shown to the model, which may try again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import operator
 import random
 import re
 from itertools import pairwise
 
-from libra.envs.environment import Environment
+from libra.envs.environment import Environment, question_class
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt
 
 MAX_OPERATIONS = 8
 LIMIT = 999
-"""Largest magnitude the calculator shows; no right answer is above it, but a wrong operation may be."""
+"""Largest magnitude of a result; no right answer exceeds it, but a wrong operation may."""
 
 SYSTEM = (
     "Work out ans. Each line leads from one name to the next by one operation; the lines are in no order. "
@@ -37,7 +37,6 @@ ANSWER = "ans"
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LINE = re.compile(r"\s*[A-Za-z_]\w{0,20}\s*->\s*([A-Za-z_]\w{0,20})\s*:\s*([-+*])\s*(-?\d{1,9})\s*")
 _INTEGER = re.compile(r"-?\d+")
-_HELD_OUT_SHARE = 8
 
 TRAIN_SHARES = (0.20, 0.19, 0.16, 0.13, 0.11, 0.08, 0.07, 0.06)
 """Share of training questions with 1, 2, ... 8 operations: most are short, the tail is long."""
@@ -46,24 +45,24 @@ TRAIN_SHARES = (0.20, 0.19, 0.16, 0.13, 0.11, 0.08, 0.07, 0.06)
 class ToolArithmetic(Environment):
     """The environment registered as ``tool_arithmetic``.
 
-    Reward is 1.0 where the last integer of the last turn is the answer, else 0.0. Training questions have 1 to
+    Reward is 1.0 if the last integer of the last turn is the answer, else 0.0. Training questions have 1 to
     ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation question ``i`` has ``i %
-    max_operations + 1``, so any multiple of ``max_operations`` questions has equal shares. A question belongs to the
-    evaluation split where a hash of its text says so (1 in 8), whatever the seed, so no run ever trains on a question
-    that another run holds out. Facts: ``num_operations``, ``answer``.
+    max_operations + 1``, so any multiple of ``max_operations`` questions has equal shares. A hash of its text puts a
+    question into the evaluation split (1 in 8), independent of the seed, so no run ever trains on a question that another
+    run holds out. Facts: ``num_operations``, ``answer``.
 
     Parameters
     ----------
     timeout_rate : float
-        Share of calls, drawn by action id, in which the calculator hangs until it is cut off.
+        Share of calls, drawn by action id, that hang until their time-out.
     timeout_s : float
-        Wall seconds after which a call is cut off.
+        Wall seconds of a call.
     max_operations : int
         1 to 8.
     spare_lines : int
-        Most lines that a question has besides those its answer needs; their number is drawn evenly from 0 to this.
+        Maximum number of superfluous lines of a question; the number is drawn evenly from 0 to this.
     inline : bool
-        Whether calls may run inside the generation quantum (then a hang holds the engine's slot).
+        Whether calls may run inside the generation quantum (a hang then holds the engine's slot).
     """
 
     def __init__(
@@ -94,8 +93,7 @@ class ToolArithmetic(Environment):
         self.tools: tuple[Tool, ...] = (tool(self.calculator, timeout_s=timeout_s, inline=inline),)
 
     def prompt(self, split: str, index: int) -> Prompt:
-        if split not in ("train", "eval"):
-            raise ConfigError(f"split {split!r}: tool_arithmetic has the splits 'train' and 'eval'")
+        self.check_split(split)
         attempt = 0
         while True:
             generator = random.Random(f"tool_arithmetic/{self.seed}/{split}/{index}/{attempt}")
@@ -105,7 +103,7 @@ class ToolArithmetic(Environment):
                 shares = TRAIN_SHARES[: self.max_operations]
                 num_operations = generator.choices(range(1, len(shares) + 1), shares)[0]
             text, answer = question(generator, num_operations, generator.randint(0, self.spare_lines))
-            if _is_held_out(text) == (split == "eval"):
+            if (question_class(text) == 0) == (split == "eval"):
                 messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
                 facts = {"num_operations": num_operations, "answer": answer}
                 return Prompt(f"{split}-{index}", messages, facts)
@@ -134,8 +132,7 @@ class ToolArithmetic(Environment):
 def question(generator: random.Random, num_operations: int, num_spare: int = 0) -> tuple[str, int]:
     """Text of a chain of ``num_operations`` operations, and its answer. Every result is from 0 to `LIMIT`.
 
-    ``num_spare`` further lines are a chain of their own that begins with a name without a value: nothing can be done
-    with them, and nothing needs to be.
+    ``num_spare`` further lines are a separate chain that begins with a name without a value.
     """
     value = generator.randint(2, 99)
     shuffled = generator.sample(NAMES, num_operations + num_spare + bool(num_spare))
@@ -165,9 +162,9 @@ def calculate(line: str, value: int) -> str:
     Raises
     ------
     ValueError
-        Where the line is not one operation on a name and a whole number, with a name for the result.
+        If the line is not one operation on a name and a whole number, with a name for the result.
     OverflowError
-        Where ``value`` or the result is above `LIMIT` in magnitude.
+        If ``value`` or the result is above `LIMIT` in magnitude.
     """
     match = _LINE.fullmatch(line)
     if match is None:
@@ -177,7 +174,3 @@ def calculate(line: str, value: int) -> str:
     if max(abs(result), abs(value)) > LIMIT:
         raise OverflowError(f"above {LIMIT}")
     return f"{name} = {result}"
-
-
-def _is_held_out(text: str) -> bool:
-    return hashlib.sha256(text.encode()).digest()[0] % _HELD_OUT_SHARE == 0

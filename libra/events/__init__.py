@@ -1,21 +1,23 @@
-"""What happened in a run, as values: past-tense events, one small frozen dataclass each, and their JSON form.
+"""What happened in a run: past-tense events, one small frozen struct each, and their lines in the event log.
 
-1. Every event has ``run`` (name) and ``t_s`` (wall seconds since the run started); its ``name`` says which one it is.
-2. ``from_json(to_json(event)) == event``. Sequences are tuples; numbers are finite, and None says "not known".
-3. Each line carries ``schema``. An unknown schema, name or field is refused, never skipped.
-4. Everything the policy objects are told is here, in the order they were told it, each command they answered is on that
-   line or on one of its own right after it: `libra.policy.log_replay` takes the same decisions again from nothing else.
+1. Every event has ``run`` (name) and ``t_s`` (wall seconds since the run started); its ``name`` is its class in snake case.
+2. ``from_json(to_json(event)) == event``. Sequences are tuples; numbers are finite, and None means "not known".
+3. Each line begins with ``schema``. An unknown schema, name, field or type is refused, never skipped.
+4. The log has every event that the policy objects receive, in the order in which they receive it. Each command they answer is
+   on that line or on one of its own right after it, so that `libra.policy.log_replay` can repeat the decisions.
 
-Nothing here reads a clock or writes a file: whoever emits an event says when it happened.
+Nothing here reads a clock or writes a file: the caller gives the time of an event.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from operator import attrgetter
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from libra.errors import StoreError
 from libra.events.event import Event
@@ -143,106 +145,61 @@ __all__ = [
 SCHEMA = 4
 """Layout of an event; a change that old code cannot read takes the next number."""
 
-_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
-
-
-def _one_shot() -> Callable[[Any], str]:
-    """`JSONEncoder.encode` without making a C encoder for each event, which takes longer than most events do."""
-    make = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:  # an interpreter without the C accelerator
-        return _encoder.encode
-    text = json.encoder.encode_basestring_ascii
-    encode = make(None, _encoder.default, text, None, ":", ",", False, False, False)
-    return lambda values: "".join(encode(values, 0))
-
-
-_encode = _one_shot()
-
-_KINDS: tuple[type[Event], ...] = (
-    BoundariesSet,
-    RunStarted,
-    PolicySnapshot,
-    GateParked,
-    GateOpened,
-    TrajectoryParked,
-    PrioritySet,
-    PromptsNamed,
-    BucketsPreferred,
-    PlacementVoid,
-    HomeForgotten,
-    PolicyLearned,
-    TrajectoryEnded,
-    QuantumDispatched,
-    QuantumFinished,
-    QuantumContinued,
-    TrajectoryFoundEnded,
-    QuantumLost,
-    QuantumGivenBack,
-    GroupCommitted,
-    BatchParked,
-    BatchOpened,
-    StepFinished,
-    VersionPublished,
-    VersionServed,
-    VersionChecked,
-    EngineQuarantined,
-    IterationFinished,
-    WorkerJoined,
-    WorkerSetupFailed,
-    EngineDeclared,
-    SlotsSet,
-    WorkerCapacity,
-    WorkerWithdrawn,
-    WorkerLost,
-    GangFormed,
-    GangLost,
-    RoleChangeStarted,
-    RoleStage,
-    RoleChanged,
-    RoleRestored,
-    RoleChangeFailed,
-    RoleChangeCancelled,
-    RoleMemberFailed,
-    FailureClassified,
-    StallDetected,
-    LayoutPlanned,
-    PlanConsidered,
-    PlanAccepted,
-    PlanBlocked,
-    PlanRealised,
-)
-EVENTS: dict[str, type[Event]] = {event.name: event for event in _KINDS}
+EVENTS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
 """Every kind of event by name."""
 
-_FIELDS = {event: tuple(f.name for f in fields(event)) for event in EVENTS.values()}
-_VALUES: dict[type[Event], Callable[[Any], tuple[Any, ...]]] = {e: attrgetter(*names) for e, names in _FIELDS.items()}
+_HEAD = f'{{"schema":{SCHEMA},'
+
+
+def _plain(value: Any) -> Any:
+    """A number or word of a derived type (numpy's, for one) as the plain one; TypeError for other types."""
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind in (str, float, int):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} {value!r} has no form in JSON")
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
 def to_dict(event: Event) -> dict[str, Any]:
     """The event as one flat dict, ``schema`` and ``name`` first."""
-    kind = type(event)
-    values = {"schema": SCHEMA, "name": kind.name}
-    values.update(zip(_FIELDS[kind], _VALUES[kind](event), strict=True))
-    return values
+    return {"schema": SCHEMA, **msgspec.to_builtins(event, enc_hook=_plain)}
 
 
-def to_json(event: Event | Mapping[str, Any]) -> str:
-    """One line of JSON without its newline; StoreError where a value is NaN, infinite, or not JSON-able."""
-    # Not by isinstance first: asking an abstract class costs a fifth of the line, and the hot path gives a dict.
-    values = event if type(event) is dict or isinstance(event, Mapping) else to_dict(event)
+def to_json(event: Event) -> str:
+    """One line of JSON without its newline; StoreError if a value is NaN, infinite, or not JSON-able."""
     try:
-        return _encode(values)
-    except (TypeError, ValueError) as error:
+        line = _encode(event)
+    except (
+        UnicodeEncodeError
+    ):  # a lone surrogate, from a file name that is not UTF-8: only an ASCII escape can express it
+        return json.dumps(to_dict(event), separators=(",", ":"), allow_nan=False)
+    except TypeError as error:
         raise StoreError(
-            f"event {values.get('name')!r}: {error}; allowed are None, bool, finite numbers, strings, lists and dicts: "
-            f"{values}"
+            f"event {event.name}: {error}; allowed are None, bool, numbers, strings, lists and dicts"
         ) from error
+    # msgspec writes NaN and infinity as null.
+    if b"null" in line and (found := _not_finite(to_dict(event))):
+        raise StoreError(f"event {event.name}: {found}; allowed are finite numbers: {event}")
+    return _HEAD + line[1:].decode()
+
+
+def _not_finite(value: object, where: str = "") -> str:
+    """The first number within ``value`` that is NaN or infinite, with its place; empty if there is none."""
+    if isinstance(value, float):
+        return "" if isfinite(value) else f"{where} is {value}"
+    if isinstance(value, dict):
+        return next(filter(None, (_not_finite(each, str(name)) for name, each in value.items())), "")
+    if isinstance(value, list | tuple):
+        return next(filter(None, (_not_finite(each, where) for each in value)), "")
+    return ""
 
 
 def from_dict(values: Mapping[str, Any]) -> Event:
-    """The event that a dict describes; StoreError where schema, name or a field is unknown, a field is missing, or says a word that
-    it cannot say.
-    """
+    """The event of a dict; StoreError where schema, name or a field is unknown, or a field is missing or of another type."""
     if values.get("schema") != SCHEMA:
         raise StoreError(
             f"event of schema {values.get('schema')!r}, this Libra reads {SCHEMA}; use the Libra that wrote it"
@@ -251,23 +208,18 @@ def from_dict(values: Mapping[str, Any]) -> Event:
     if kind is None:
         raise StoreError(f"event named {values.get('name')!r}; known are {', '.join(EVENTS)}")
     try:
-        return kind(**{name: _frozen(value) for name, value in values.items() if name not in ("schema", "name")})
-    except TypeError as error:
-        raise StoreError(f"event {kind.name}: {error}; its fields are {', '.join(_FIELDS[kind])}") from error
-    except ValueError as error:
-        raise StoreError(f"event {kind.name}: {error}; use the Libra that wrote it") from error
+        return msgspec.convert({name: value for name, value in values.items() if name != "schema"}, kind)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(kind.__struct_fields__)
+        raise StoreError(f"event {kind.name}: {error}; its fields are {fields}; use the Libra that wrote it") from error
 
 
 def from_json(line: str) -> Event:
-    """The event one line holds; StoreError where the line is not JSON, or not an event."""
+    """The event of one line; StoreError if the line is not JSON, or not an event."""
     try:
-        values = json.loads(line)
-    except ValueError as error:
+        values = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
         raise StoreError(f"event line is not JSON ({error}): {line[:120]!r}") from error
     if not isinstance(values, dict):
-        raise StoreError(f"event line is no JSON object: {line[:120]!r}")
+        raise StoreError(f"event line is not a JSON object:  {line[:120]!r}")
     return from_dict(values)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

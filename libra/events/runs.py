@@ -1,18 +1,15 @@
-"""What happened to the run as a whole: iterations, batches, steps, decisions of policy and planner."""
+"""The run as a whole: iterations, batches, steps, decisions of policy and planner."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from libra.events.event import Event
 
 
-@dataclass(frozen=True, slots=True)
-class RunStarted(Event):
-    """A driver took ``epoch`` of a run and begins; ``policy`` names what orders its trajectories, ``family`` their environment."""
+class RunStarted(Event, frozen=True):
+    """A driver begins ``epoch`` of a run; ``policy`` names the ordering of its trajectories, ``family`` their environment."""
 
-    name: ClassVar[str] = "run_started"
     epoch: int
     eta: int
     iterations: int
@@ -21,113 +18,91 @@ class RunStarted(Event):
     family: str
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySnapshot(Event):
-    """What the policy objects know here: ``order`` of the one that ``policy`` names, and ``admission``.
+class PolicySnapshot(Event, frozen=True):
+    """State of the policy objects: ``order`` of the ordering ``policy``, and ``admission``.
 
-    The first after ``run_started`` is what an epoch begins with; from any later one a replay can begin.
+    An epoch begins with the first after ``run_started``; a replay can begin at any later one.
     """
 
-    name: ClassVar[str] = "policy_snapshot"
     policy: str
     family: str
     order: dict[str, Any]
     admission: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class GateParked(Event):
-    """An iteration asks to begin."""
+class GateParked(Event, frozen=True):
+    """An iteration waits at its gate."""
 
-    name: ClassVar[str] = "gate_parked"
     iteration: int
 
 
-@dataclass(frozen=True, slots=True)
-class PromptsNamed(Event):
-    """Group ``k`` of a training iteration is of ``prompts[k]``, a name that a prompt has whenever it comes again; empty: never."""
+class PromptsNamed(Event, frozen=True):
+    """Group ``k`` of a training iteration is of ``prompts[k]``, the same name in every iteration; empty: it does not return."""
 
-    name: ClassVar[str] = "prompts_named"
     iteration: int
     prompts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GateOpened(Event):
+class GateOpened(Event, frozen=True):
     """An iteration may generate, for this reason."""
 
-    name: ClassVar[str] = "gate_opened"
     iteration: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class BoundariesSet(Event):
-    """From now on trajectories had best begin on engines of the degree that ``boundaries`` mean for their length, for this reason.
+class BoundariesSet(Event, frozen=True):
+    """From now on trajectories should begin on engines of the degree that ``boundaries`` assign to their length, for this reason.
 
     Pairs (TP degree, generated tokens), ascending; see `libra.policy.messages.BoundariesSet`.
     """
 
-    name: ClassVar[str] = "boundaries_set"
     boundaries: tuple[tuple[int, float], ...]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLearned(Event):
-    """The policy did the dear part of its learning from what had finished, which took ``seconds`` of the scheduler's loop."""
+class PolicyLearned(Event, frozen=True):
+    """The policy's expensive update ran, and took ``seconds`` of the scheduler's loop."""
 
-    name: ClassVar[str] = "policy_learned"
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class BatchParked(Event):
-    """A step asks for its groups."""
+class BatchParked(Event, frozen=True):
+    """A step requests its groups."""
 
-    name: ClassVar[str] = "batch_parked"
     batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOpened(Event):
+class BatchOpened(Event, frozen=True):
     """A step may train on these groups, each (iteration, group), for this reason."""
 
-    name: ClassVar[str] = "batch_opened"
     batch: int
     members: tuple[tuple[int, int], ...]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepFinished(Event):
+class StepFinished(Event, frozen=True):
     """All ranks took step ``step``."""
 
-    name: ClassVar[str] = "step_finished"
     step: int
     loss: float
     train_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class IterationFinished(Event):
-    """The summary of an iteration returned; ``reward`` is None where no trajectory had one."""
+class IterationFinished(Event, frozen=True):
+    """The summary of an iteration returned; ``reward`` is None if no trajectory had one."""
 
-    name: ClassVar[str] = "iteration_finished"
     iteration: int
     reward: float | None
     lag: float
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPlanned(Event):
-    """The run starts what was planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
+class LayoutPlanned(Event, frozen=True):
+    """The run starts the layout planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
 
-    ``engines`` are (TP degree, number, trajectories at once on each); ``boundaries`` pairs (TP degree, generated tokens up to which
-    a trajectory is meant for it). ``step_s`` is predicted from what ``rests_on`` names; ``lost`` are the next best layouts.
+    ``engines`` are (TP degree, number, trajectories at once on each); ``boundaries`` pairs (TP degree, longest trajectory
+    in generated tokens assigned to it). ``step_s`` is predicted from the data that ``rests_on`` names; ``lost`` are the next best.
     """
 
-    name: ClassVar[str] = "layout_planned"
     model: str
     gpu: str
     num_gpus: int
@@ -141,20 +116,18 @@ class LayoutPlanned(Event):
     lost: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanConsidered(Event):
-    """A plan was weighed against what runs after an iteration, accepted or not, for this reason.
+class PlanConsidered(Event, frozen=True):
+    """A plan was compared with the present layout after an iteration, and accepted or not, for this reason.
 
     ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None: nothing was); ``current_step_s``
-    and ``proposed_step_s`` are what its batch takes as things are, and in the plan, by what is known after it. Where the cost
-    model predicts, ``rollout_factor`` and ``training_factor`` correct it; else they are 1. ``gain_s`` is over
-    ``remaining_iterations``; ``cost_s`` the mean of ``num_changes`` measured changes, assumed where there was none. ``engines``
-    are (TP degree, number), ``concurrency`` (TP degree, slots of the engine of that degree with the fewest). At the
-    ``context_tokens`` expected in an iteration that a change is in time for, the fullest engine of what runs would need
-    ``kv_demand`` of its KV; 0: not known.
+    and ``proposed_step_s`` are seconds for its batch in the present layout and in the plan, by the data measured in it. If
+    the cost model predicts, ``rollout_factor`` and ``training_factor`` correct it; else they are 1. ``gain_s`` is over
+    ``remaining_iterations``; ``cost_s`` the mean of ``num_changes`` measured changes, or an assumption if there was none.
+    ``engines`` are (TP degree, number), ``concurrency`` (TP degree, slots of the engine of that degree with the fewest).
+    ``context_tokens`` are expected in the first iteration that a change can affect; at that length the fullest engine of
+    the present layout would need ``kv_demand`` of its KV; 0: not known.
     """
 
-    name: ClassVar[str] = "plan_considered"
     iteration: int
     predicted_step_s: float | None
     realised_step_s: float
@@ -176,11 +149,9 @@ class PlanConsidered(Event):
     kv_demand: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlanAccepted(Event):
-    """The plan considered in the line before is to be carried out by ``commands``, each (name, numbers in words)."""
+class PlanAccepted(Event, frozen=True):
+    """The plan of the preceding line will be carried out by ``commands``, each (name, numbers in words)."""
 
-    name: ClassVar[str] = "plan_accepted"
     iteration: int
     train_gpus: int
     engines: tuple[tuple[int, int], ...]
@@ -189,14 +160,12 @@ class PlanAccepted(Event):
     commands: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanBlocked(Event):
-    """A plan cannot be carried out, because of what is ``missing``; each is said once.
+class PlanBlocked(Event, frozen=True):
+    """A plan cannot be carried out because of what is ``missing``; each is logged once.
 
     It would gain ``gain_frac`` of a step, and need ``kv_demand`` of the KV of its fullest engine.
     """
 
-    name: ClassVar[str] = "plan_blocked"
     iteration: int
     missing: str
     gain_frac: float
@@ -206,16 +175,14 @@ class PlanBlocked(Event):
     concurrency: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRealised(Event):
-    """What the change that was accepted after ``iteration`` came to, in the first iteration that it was there for.
+class PlanRealised(Event, frozen=True):
+    """Result of the change that was accepted after ``iteration``, in the first iteration with it.
 
-    Gains are shares of a step; the realised one is against what the split before is predicted to take for the batch of
-    ``realised_iteration``. ``cost_s``: seconds until the slowest worker of change ``generation`` was in its new role; None: not
-    known, because no ``role_changed`` said so.
+    Gains are shares of a step; the realised gain compares with the predicted seconds of the previous split for the batch of
+    ``realised_iteration``. ``cost_s``: seconds until the slowest worker of change ``generation`` was in its new role; None:
+    not known, because there was no ``role_changed``.
     """
 
-    name: ClassVar[str] = "plan_realised"
     iteration: int
     generation: int
     predicted_gain_frac: float

@@ -1,15 +1,15 @@
-"""One RL iteration as one Dask graph. Read `iteration_graph` from top to bottom: it is the architecture.
+"""One RL iteration as one Dask graph. `iteration_graph`, read from top to bottom, is the architecture.
 
-No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin opens them (staleness
-bound); trajectories wait parked between their quanta. ``batch`` does not depend on this iteration's groups: it takes
-whichever committed groups are due, and what is left is carried over.
+No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin opens them (staleness bound);
+trajectories wait parked between their quanta. ``batch`` does not depend on the groups of its iteration: it takes the committed
+groups that are due, and later batches take the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import dask
@@ -17,8 +17,8 @@ from dask import delayed
 from dask.delayed import Delayed
 
 from libra import keys
-from libra.graph import nodes
-from libra.graph.resume_point import ResumePoint
+from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, training_nodes
+from libra.policy.admission import GroupId
 from libra.worker.checkpoint_writer import checkpoint_is_due
 from libra.worker.run_spec import RunSpec
 
@@ -27,8 +27,46 @@ Score = Callable[[Delayed], Delayed]
 
 
 @dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What earlier starts of a run committed, so that graphs leave it out; `libra.driver.resume` reads it.
+
+    Attributes
+    ----------
+    members : list of tuples of GroupId
+        Groups of each committed batch, in order; the run continues with batch ``len(members)``.
+    committed : set of (split, iteration, group)
+        Groups whose record exists, consumed or not; an evaluation's iteration is its version.
+    started : dict of GroupId to int
+        Groups that are not committed and have records in the journal, with the oldest version in them.
+    """
+
+    members: list[tuple[GroupId, ...]] = field(default_factory=list)
+    committed: frozenset[tuple[str, int, int]] = frozenset()
+    started: dict[GroupId, int] = field(default_factory=dict)
+
+    @property
+    def batches(self) -> int:
+        """Batches committed, which is the version of the weights the run continues with."""
+        return len(self.members)
+
+    @property
+    def consumed(self) -> frozenset[GroupId]:
+        """Groups that a committed batch has."""
+        return frozenset(group for batch in self.members for group in batch)
+
+    def left(self, iteration: int, groups: int) -> list[int]:
+        """Groups of an iteration that no committed batch has."""
+        return [g for g in range(groups) if (iteration, g) not in self.consumed]
+
+
+FRESH = ResumePoint()
+"""Nothing is committed yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
-    """What the driver computes: the node that ends it, and nodes that may outlive it (groups carried over)."""
+    """The nodes that the driver computes: the last node of the iteration, and groups that may finish later, for a later
+    batch."""
 
     end: Delayed
     groups: list[Delayed]
@@ -46,24 +84,21 @@ def on(resource: str) -> AbstractContextManager[Any]:
 
 
 def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Tasks of the training replica as ``resource`` says; of several, tasks that the gang places, all at once or none."""
+    """Tasks of the training replica, on ``resource``. Of several ranks, the gang plugin places all tasks at once or none."""
     if spec.config.cluster.train_workers == 1:
         return resource
     return dask.annotate(resources={keys.GANG: 1})
 
 
 def beside(resource: str) -> AbstractContextManager[Any]:
-    """Tasks that run on a worker which declares a resource, and take nothing of it (contract in tests/graph/test_private.py)."""
+    """Tasks that run on a worker which declares a resource, and take none of it; a contract of `libra.worker.dask_internals`."""
     return dask.annotate(resources={resource: 0})
 
 
 def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> Delayed:
-    """One task with a key of ours."""
-    return delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
-
-
-FRESH = ResumePoint()
-"""Nothing was committed before."""
+    """One task with one of Libra's keys."""
+    made: Delayed = delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
+    return made
 
 
 def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> Graph:
@@ -72,45 +107,43 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
     groups = iteration_groups(spec, k, score=score, point=point)
 
     with parked():
-        batch = node(nodes.batch, spec.key("batch", k), run, k)
+        batch = node(batch_nodes.batch, spec.key("batch", k), run, k)
     with on(keys.COMMIT):
-        stored = node(nodes.store, spec.key("store", k), run, batch)
+        stored = node(batch_nodes.store, spec.key("store", k), run, batch)
     with on_ranks(spec, on(keys.TRAIN)):
         ranks = range(spec.config.cluster.train_workers)
-        steps = [node(nodes.step, spec.key("step", k, rank), run, batch, rank) for rank in ranks]
+        steps = [node(training_nodes.step, spec.key("step", k, rank), run, batch, rank) for rank in ranks]
     with on(keys.GRADE):
-        updated = node(nodes.update, spec.key("update", k), run, steps)
-    published = on_every_rank(spec, nodes.publish, "publish", (k,), updated)
-    with on_ranks(
-        spec, beside(keys.TRAIN)
-    ):  # the next step need not wait for the disk: see libra.worker.checkpoint_writer
+        updated = node(training_nodes.update, spec.key("update", k), run, steps)
+    published = on_every_rank(spec, training_nodes.publish, "publish", (k,), updated)
+    with on_ranks(spec, beside(keys.TRAIN)):  # the next step does not wait for the disk: libra.worker.checkpoint_writer
         due = checkpoint_is_due(spec.config, k + 1)
-        saved = node(nodes.checkpoint, spec.key("checkpoint", k), run, published) if due else None
+        saved = node(training_nodes.checkpoint, spec.key("checkpoint", k), run, published) if due else None
     with on(keys.GRADE):
-        end = node(nodes.summary, spec.key("summary", k), run, k, batch, updated, published, stored)
+        end = node(training_nodes.summary, spec.key("summary", k), run, k, batch, updated, published, stored)
     return Graph(end, groups, saved)
 
 
 def on_every_rank(
     spec: RunSpec, function: Callable[..., Any], name: str, indices: tuple[int, ...], *args: Any
 ) -> Delayed:
-    """What the training replica makes of ``args``; of several, every rank is asked and rank 0 answers."""
+    """A function of the training replica on ``args``: it runs on every rank, and the result is that of rank 0."""
     num_ranks = spec.config.cluster.train_workers
     with on_ranks(spec, on(keys.TRAIN)):
         if num_ranks == 1:
             return node(function, spec.key(name, *indices), spec.run, *args)
         answers = [node(function, spec.key(name, *indices, r), spec.run, *args, r) for r in range(num_ranks)]
     with on(keys.GRADE):
-        return node(nodes.first, spec.key(f"{name}_done", *indices), answers)
+        return node(training_nodes.first, spec.key(f"{name}_done", *indices), answers)
 
 
 def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> list[Delayed]:
-    """The groups of iteration ``k`` that no committed batch holds; one whose record exists needs no trajectories."""
+    """The groups of iteration ``k`` that no committed batch has; one whose record exists needs no trajectories."""
     run, trainer = spec.run, spec.config.trainer
     with parked():
-        gate = node(nodes.gate, spec.key("gate", k), run, k)
+        gate = node(rollout_nodes.gate, spec.key("gate", k), run, k)
     with on(keys.GRADE):
-        prompts = node(nodes.prompts, spec.key("prompts", k), run, gate)
+        prompts = node(rollout_nodes.prompts, spec.key("prompts", k), run, gate)
 
     groups = []
     for g in point.left(k, trainer.prompts):
@@ -118,41 +151,49 @@ def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point
         if ("train", k, g) not in point.committed:
             with parked():
                 trajectories = [
-                    node(nodes.trajectory, spec.key("trajectory", k, g, s), run, prompts, k, g, s)
+                    node(rollout_nodes.trajectory, spec.key("trajectory", k, g, s), run, prompts, k, g, s)
                     for s in range(trainer.group_size)
                 ]
         with on(keys.GRADE):
             if score and trajectories:
-                extra = score(node(nodes.episodes, spec.key("episodes", k, g), run, trajectories))
-            groups.append(node(nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
+                extra = score(node(rollout_nodes.episodes, spec.key("episodes", k, g), run, trajectories))
+            groups.append(node(rollout_nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
     return groups
 
 
 def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) -> Graph:
-    """Held-out questions asked at ``version``: the same trajectories and groups, and no step."""
+    """The held-out prompts at ``version``: the same trajectories and groups, and no step."""
     run, count = spec.run, spec.config.evaluation.prompts
     with parked():
-        gate = node(nodes.gate, spec.key("gate", version, split="eval"), run, version)
+        gate = node(rollout_nodes.gate, spec.key("gate", version, split="eval"), run, version)
     with on(keys.GRADE):
-        prompts = node(nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
+        prompts = node(rollout_nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
     groups = []
     for g in range(count):
-        asked = []
+        trajectories = []
         if ("eval", version, g) not in point.committed:
             with parked():
                 key = spec.key("trajectory", version, g, 0, split="eval")
-                asked = [node(nodes.trajectory, key, run, prompts, version, g, 0, "eval")]
+                trajectories = [node(rollout_nodes.trajectory, key, run, prompts, version, g, 0, "eval")]
         with on(keys.GRADE):
             groups.append(
-                node(nodes.group, spec.key("group", version, g, split="eval"), run, asked, version, g, "eval")
+                node(
+                    rollout_nodes.group,
+                    spec.key("group", version, g, split="eval"),
+                    run,
+                    trajectories,
+                    version,
+                    g,
+                    "eval",
+                )
             )
     with on(keys.COMMIT):
-        end = node(nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
+        end = node(evaluation_nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
     return Graph(end, [])
 
 
 def restored(spec: RunSpec, batches: int) -> Delayed:
-    """Weights and store as they are after ``batches`` committed batches, which is version ``batches``; 0 begins a run."""
+    """Bring weights and store to ``batches`` committed batches, which is version ``batches``; 0 begins a run."""
     with on(keys.COMMIT):
-        stored = node(nodes.store_missing, spec.key("store_missing"), spec.run, batches)
-    return on_every_rank(spec, nodes.restore, "restore", (), batches, stored)
+        stored = node(batch_nodes.store_missing, spec.key("store_missing"), spec.run, batches)
+    return on_every_rank(spec, training_nodes.restore, "restore", (), batches, stored)

@@ -1,11 +1,9 @@
 """Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind.
 
 1. A step never gets shorter with more sequences of the same mean context, or with more context, nor a prefill with more tokens
-   before or in it: where measurements fall they are pooled. An operator is sharded over ``tp`` once.
-2. A decode step is: layers x (linear + attention + two all-reduces) + output matrix + what the host adds per step.
-3. ``kv_capacity_tokens`` counts what each GPU holds, with key-value heads copied where tp exceeds them.
-
-What the host adds is no property of the GPU: `Overhead` says what is assumed where no run was measured.
+   before or in it: if measurements fall, they are pooled. An operator is sharded over ``tp`` once.
+2. A decode step is layers x (linear + attention + two all-reduces) + output matrix + host overhead.
+3. ``kv_capacity_tokens`` is counted per GPU; key-value heads are copied where tp exceeds their number.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.bilinear_grid import Grid, rising
+from libra.hardware.bilinear_grid import Grid
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.operators import OperatorCorrection, layer_s, operator_s
+from libra.hardware.operators import layer_s, operator_s
 from libra.hardware.rooflines import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
 from libra.hardware.shapes import ModelShape, load_shape
 from libra.hardware.shipped import shipped_tables
-from libra.hardware.tables import Tables
+from libra.hardware.tables import ShapeTables, Tables
 
 Array = NDArray[np.float64]
 
@@ -36,7 +34,7 @@ _PASTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What host and framework add to the kernels.
+    """Seconds that host and framework add to the kernels; not a property of the GPU.
 
     Attributes
     ----------
@@ -44,29 +42,34 @@ class Overhead:
         Of each step: scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption; a run's
         own steps calibrate it (`libra calibrate`).
     worker_s : float
-        More of it for each GPU beyond the first.
+        Additional seconds for each GPU beyond the first.
     """
 
     step_s: float = 2.0e-3
     worker_s: float = 0.1e-3
 
 
-class Measured(OperatorCorrection, Protocol):
-    """What tables know of a GPU: corrections of operators and attention, and all-reduce seconds."""
+class EngineSeconds(Protocol):
+    """Seconds and KV memory of one model on one engine of ``tp`` GPUs, as planner, simulator and emulated engines use them."""
 
-    def decode_ratio(self, num_sequences: Array, mean_context: Array, tp: int) -> Array:
-        """Measured over predicted attention of a decode step."""
+    @property
+    def tp(self) -> int:
+        """GPUs of the engine (tensor-parallel degree)."""
 
-    def prefill_ratio(self, new_tokens: Array, past_tokens: Array, tp: int) -> Array:
-        """Measured over predicted attention of a chunk."""
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
 
-    def all_reduce_s(self, num_bytes: Array, workers: int, workers_per_node: int) -> Array | None:
-        """Seconds from a table, or None where there is none."""
+    def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
+
+    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
 
 
 @dataclass(frozen=True)
 class ModelOnGPU:
-    """`EngineSeconds` of one model on one engine; make it with `engine_seconds`.
+    """`EngineSeconds` of one model on one engine; `engine_seconds` builds it.
 
     Attributes
     ----------
@@ -75,8 +78,8 @@ class ModelOnGPU:
     tp : int
         GPUs of the engine.
     efficiencies : Efficiencies
-    measured : Measured or None
-        Tables that correct the forms; None where nothing was measured on this GPU.
+    measured : ShapeTables or None
+        Tables that correct the rooflines; None if nothing was measured on this GPU.
     overhead : Overhead
     memory_frac : float
         Share of each GPU's memory that the engine may take.
@@ -92,7 +95,7 @@ class ModelOnGPU:
     shape: ModelShape
     tp: int
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
-    measured: Measured | None = None
+    measured: ShapeTables | None = None
     overhead: Overhead = field(default_factory=Overhead)
     memory_frac: float = 0.9
     reserved_bytes: float = 2.0e9
@@ -124,13 +127,13 @@ class ModelOnGPU:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes of each GPU left for keys and values; negative where the weights do not fit."""
+        """Bytes of each GPU available for keys and values; negative if the weights do not fit."""
         allowed = self.memory_frac * self.gpu.memory_bytes
         return allowed - self.shape.weight_bytes(self.tp) - self.reserved_bytes
 
     @property
     def host_s(self) -> float:
-        """Seconds the host adds to each step."""
+        """Host overhead of each step."""
         return self.overhead.step_s + self.overhead.worker_s * (self.tp - 1)
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
@@ -148,12 +151,11 @@ class ModelOnGPU:
         return np.where(num >= 1, seconds, 0.0)
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` whose KV is there already."""
-        seconds, left, past = 0.0, new_tokens, past_tokens
-        while left > 0:
-            chunk = min(left, self.chunk_tokens)
-            seconds += self._linear.at(chunk, 1.0) + self._prefill.at(chunk, past) + self.host_s
-            left, past = left - chunk, past + chunk
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
+        seconds = 0.0
+        for done in range(0, new_tokens, self.chunk_tokens):
+            chunk = min(new_tokens - done, self.chunk_tokens)
+            seconds += self._linear.at(chunk, 1.0) + self._prefill.at(chunk, past_tokens + done) + self.host_s
         return seconds
 
     def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
@@ -173,7 +175,7 @@ class ModelOnGPU:
         return layer_s(self.gpu, self.efficiencies, self.shape, self.tp, tokens, self.measured)
 
     def all_reduce_s(self, num_bytes: ArrayLike) -> Array:
-        """Seconds of one all-reduce over the engine's GPUs, which share a node as far as it has enough of them."""
+        """Seconds of one all-reduce over the engine's GPUs, which share a node if it has enough of them."""
         size = np.asarray(num_bytes, float)
         per_node = min(self.tp, self.gpu.gpus_per_node)
         if self.measured is not None and self.tp > 1:
@@ -197,18 +199,18 @@ class ModelOnGPU:
         return seconds if self.measured is None else seconds * self.measured.prefill_ratio(new, past, self.tp)
 
     def _linear_grid(self) -> Grid:
-        """Everything of a step but attention and host: by tokens; second axis 1 for a prefill, which has one row of logits."""
+        """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill, which has one row of logits."""
+        from scipy.optimize import isotonic_regression  # takes most of a second to import
+
         top = max(self.chunk_tokens, 2048)
-        tokens = np.unique(np.r_[np.arange(1, 129), np.arange(128, 2048, 64), np.arange(2048, top + 512, 512)]).astype(
-            float
-        )
-        per_layer = self.layer_s(tokens) + 2.0 * self.all_reduce_s(
-            tokens * self.shape.hidden * self.shape.bytes_per_weight
-        )
+        tokens = np.unique(np.r_[1:129, 128:2048:64, 2048 : top + 512 : 512]).astype(float)
+        token_bytes = self.shape.hidden * self.shape.bytes_per_weight
+        per_layer = self.layer_s(tokens) + 2.0 * self.all_reduce_s(tokens * token_bytes)
         one = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "emb", tokens, self.measured)
         head = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "lm_head", np.r_[tokens, 1.0])
         body = self.shape.num_layers * per_layer + one
-        return Grid(tokens, [0.0, 1.0], np.stack([rising(body + head[:-1]), rising(body + head[-1])], axis=1))
+        decode, prefill = (isotonic_regression(body + logits).x for logits in (head[:-1], head[-1]))
+        return Grid(tokens, [0.0, 1.0], np.stack([decode, prefill], axis=1))
 
     def _decode_grid(self) -> Grid:
         num, mean = np.meshgrid(np.asarray(_BATCHES, float), np.asarray(_CONTEXTS, float), indexing="ij")
@@ -225,7 +227,7 @@ class ModelOnGPU:
 
 
 def _rising_both(values: Array) -> Array:
-    """The least values above these that never fall along either axis; attention falls by a few percent where kernels change."""
+    """The running maximum along both axes: attention falls by a few percent where kernels change."""
     return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
 
 
@@ -248,7 +250,8 @@ def engine_seconds(
     tp : int
         Tensor-parallel degree.
     tables : Tables, "shipped" or None
-        What was measured on this GPU: `libra calibrate` makes tables; the package's own, where it has some; or forms only.
+        Measurements of this GPU: tables of `libra calibrate`; "shipped", the package's own if it has some; None, rooflines
+        only.
     **settings
         Of `ModelOnGPU`: ``memory_frac``, ``overhead``, ``efficiencies``, ``measured``, ...
 

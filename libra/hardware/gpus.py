@@ -1,4 +1,4 @@
-"""Datasheets of GPUs: what is known of one before anything was measured on it. One small YAML file each, in ``gpus/``."""
+"""Datasheets of GPUs, one small YAML file each in ``gpus/``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class GPU:
     flops_per_s : float
         Dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation.
     clock_hz : float
-        Of the multiprocessors, boosted: the one the peak operations are quoted at.
+        Boost clock of the multiprocessors, to which the peak operations refer.
     num_sms : int
-        Streaming multiprocessors: what a matrix product's tiles are dealt to.
+        Streaming multiprocessors, which compute the tiles of a matrix product.
     l2_bytes : float
     link_bytes_per_s : float
-        Sum of a GPU's links to the others of its node, one direction. Bytes, not bits; half of a "bidirectional" figure.
+        Sum of a GPU's links to the others of its machine, one direction. Bytes, not bits; half of a "bidirectional" figure.
     network_bytes_per_s : float
-        A GPU's share of its node's network, one direction.
+        A GPU's share of its machine's network, one direction.
     gpus_per_node : int
     """
 
@@ -72,7 +72,7 @@ def known_gpus() -> dict[str, GPU]:
 
 
 def read_gpu(path: str | Path) -> GPU:
-    """The datasheet in a YAML file; ConfigError where a field is missing, unknown or no number."""
+    """The datasheet in a YAML file; ConfigError for a missing, unknown or non-numeric field."""
     values = yaml.safe_load(Path(path).read_text())
     names = {field.name for field in fields(GPU)}
     if not isinstance(values, dict) or set(values) != names:
@@ -87,9 +87,9 @@ def read_gpu(path: str | Path) -> GPU:
 
 
 def load_gpu(name: str) -> GPU:
-    """The GPU called ``name`` ("A800-80G", "a100_80g"; "h100" where only one known GPU begins so), or in the file ``name``.
+    """The GPU ``name`` ("A800-80G", "a100_80g"; "h100" if only one known GPU begins so), or the one in the file ``name``.
 
-    ConfigError names the nearest ones where there is none.
+    ConfigError names the nearest known GPU.
     """
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():

@@ -1,4 +1,4 @@
-"""An engine as it measured itself: `EngineSeconds` out of the seconds of its own forward passes."""
+"""`EngineSeconds` from the seconds that an engine measured of its own forward passes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class MeasuredEngine:
     Attributes
     ----------
     steps : StepSeconds
-        Of its forward passes. A context token costs ``prefill_token_s`` wherever it is computed: alone or beside others.
+        Of its forward passes. Prefill costs ``prefill_token_s`` per context token, alone or in a batch.
     tp : int
     kv_capacity_tokens : int
     wall_over_passes : float
-        Wall seconds of its turns over those that its passes add up to: what an engine does between two passes is in no pass.
+        Wall seconds of its turns over the sum of its passes; the difference is its work between two passes.
     """
 
     steps: StepSeconds
@@ -45,7 +45,7 @@ class MeasuredEngine:
         return np.where(num >= 1, self.wall_over_passes * seconds, 0.0)
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds by which computing ``new_tokens`` makes a pass longer."""
+        """Seconds that computing ``new_tokens`` adds to a pass."""
         return self.wall_over_passes * self.steps.prefill_token_s * max(0, new_tokens)
 
     def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:

@@ -1,4 +1,4 @@
-"""The operators of one decoder layer, by the names that kernel profiles give them, and their sizes on one of ``tp`` GPUs."""
+"""The operators of one decoder layer, by their names in kernel profiles, and their sizes on one of ``tp`` GPUs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LAYER_COUNTS: Mapping[str, int] = {**dict.fromkeys(GEMMS + MOVES, 1), "emb": 0, 
 
 
 class OperatorCorrection(Protocol):
-    """Measured over predicted seconds of an operator: what a table knows beyond the forms."""
+    """Measured over predicted seconds of an operator."""
 
     def ratio(self, operator: str, tp: int, tokens: Array) -> Array:
-        """A factor above 0 for each number of tokens; 1 where nothing was measured."""
+        """A factor above 0 for each number of tokens; 1 without measurements."""
 
 
 def gemm_columns_inner(operator: str, shape: ModelShape, tp: int) -> tuple[float, float]:
@@ -43,7 +43,7 @@ def gemm_columns_inner(operator: str, shape: ModelShape, tp: int) -> tuple[float
 
 
 def activation_bytes(operator: str, shape: ModelShape, tp: int) -> float:
-    """Bytes per token of what an elementwise operator writes (rope: of queries and keys)."""
+    """Bytes per token that an elementwise operator writes (rope: queries and keys)."""
     width = {
         "attn_rope": (shape.num_heads / tp + shape.kv_heads_per_gpu(tp)) * shape.head_dim,
         "mlp_act": shape.ffn / tp,
@@ -77,7 +77,7 @@ def layer_s(
     tokens: ArrayLike,
     correction: OperatorCorrection | None = None,
 ) -> Array:
-    """Seconds of all linear and elementwise operators of one layer; attention and all-reduce are apart."""
+    """Seconds of all linear and elementwise operators of one layer, without attention and all-reduce."""
     parts = [
         count * operator_s(gpu, eff, shape, tp, operator, tokens, correction)
         for operator, count in LAYER_COUNTS.items()

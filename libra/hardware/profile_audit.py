@@ -1,10 +1,10 @@
-"""Whether a profile can be what it says: errors of unit, of GPU and of label that a fit would swallow in silence.
+"""Checks of profiles for wrong units, GPUs and labels, which a fit would not notice.
 
-1. Nothing is faster than its GPU: no matrix product above the peak operations, no bytes above the memory's bandwidth.
-2. A profile that equals one of another GPU, where the datasheets say that they must differ, was measured on that one.
-3. Times some factor off what the forms say of any such GPU, over most points, are in another unit.
+1. Nothing is faster than its GPU: no matrix product exceeds peak FLOPS, no transfer exceeds the memory bandwidth.
+2. A profile that equals another GPU's, although the datasheets differ, was measured on that GPU.
+3. If most times are too large or too small by the same factor, they are in another unit.
 
-Each finding is a sentence; whoever calibrates refuses the profile, whoever scores leaves it out and says so.
+Each finding is a sentence. Calibration refuses such a profile.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from libra.hardware.tables import RatioRows, Tables
 Array = NDArray[np.float64]
 
 FASTEST_FRAC = 1.05
-"""Above this share of the peak a measurement is impossible; timers round."""
+"""Largest share of the peak that is possible; timers round."""
 FASTEST_LINKS = 1.5
-"""Likewise for links: switches that add on the way let an all-reduce seem faster than its links."""
+"""The same for links: switches that add in the network make an all-reduce seem faster than its links."""
 STRANGE_FACTOR = 4.0
-"""Median of measured over predicted seconds, or its inverse, beyond which the unit is wrong, or the GPU another one."""
+"""Median of measured over predicted seconds, or its inverse, above which the unit or the GPU is wrong."""
 SAME_SPREAD = 0.08
-"""Two profiles whose ratio strays less than this (5 % to 95 %, in the logarithm) around 1 are one."""
+"""Two profiles are the same if the logarithm of their ratio (5 % to 95 %) is within this distance of 0."""
 MIN_COMMON = 40
-"""Fewest common points on which two profiles are called one."""
+"""Minimum number of common points for that comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something impossible about a profile.
+    """An impossible property of a profile.
 
     Attributes
     ----------
     source : str
         The file.
     text : str
-        What is wrong, with the numbers, and what it probably is.
+        What is wrong, with the numbers, and the probable cause.
     measured_on : str or None
-        The GPU that it was measured on instead, where that is known.
+        The GPU that it was really measured on, if known.
     """
 
     source: str
@@ -56,9 +56,9 @@ class Finding:
 
 
 def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) -> list[Finding]:
-    """What is impossible about ``profile`` on ``gpu``; empty where nothing is.
+    """Impossible properties of ``profile`` on ``gpu``.
 
-    ``others`` are tables of GPUs it may have been confused with; None: the package's.
+    ``others`` are tables of GPUs that it may have been confused with; None: the package's.
     """
     references = [shipped_tables(g.name) for g in gpus_with_tables()] if others is None else list(others)
     if isinstance(profile, LinearProfile):
@@ -76,7 +76,6 @@ def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) ->
 
 
 def _rate_problem(what: str, best: float, gpu: GPU, peak: str) -> list[str]:
-    """Text for a share of a peak above 1."""
     if best <= FASTEST_FRAC:
         return []
     why = "not in milliseconds" if best > 100 else "off by 8 (bits for bytes)" if best > 4 else "too small"
@@ -87,7 +86,6 @@ def _rate_problem(what: str, best: float, gpu: GPU, peak: str) -> list[str]:
 
 
 def _factor_problem(what: str, log_ratio: Array, gpu: GPU) -> list[str]:
-    """Text for measured seconds that are some factor of what any such GPU takes."""
     if not len(log_ratio):
         return []
     factor = float(np.exp(np.median(log_ratio)))
@@ -116,7 +114,7 @@ def _linear(profile: LinearProfile, gpu: GPU) -> list[str]:
         flops = 2.0 * curve.tokens * columns * inner
         moved = 2.0 * (columns * inner + curve.tokens * (columns + inner))
         flops_frac = max(flops_frac, float((flops / curve.seconds).max() / gpu.flops_per_s))
-        big = moved > 4.0 * gpu.l2_bytes  # what fits into the cache, or half of it, may well beat the memory
+        big = moved > 4.0 * gpu.l2_bytes  # what fits into the cache can be faster than the memory
         if big.any():
             bytes_frac = max(bytes_frac, float((moved / curve.seconds)[big].max() / gpu.memory_bytes_per_s))
         ratios.append(np.log(curve.seconds / gemm_s(gpu, Efficiencies(), curve.tokens, columns, inner)))
@@ -133,7 +131,7 @@ def _attention(profile: AttentionProfile, gpu: GPU) -> list[str]:
     read = token_bytes * points[:, 0] * points[:, 1]
     big = read > 4.0 * gpu.l2_bytes
     best = float((read[big] / points[big, 2]).max() / gpu.memory_bytes_per_s) if big.any() else 0.0
-    form = attention_decode_s(gpu, Efficiencies(), points[:, 0], points[:, 0] * points[:, 1], token_bytes)
+    form = profile.form_s("decode", gpu, Efficiencies(), points)
     return _rate_problem("decode attention kernels", best, gpu, "memory bandwidth") or _factor_problem(
         "decode attention kernels", np.log(points[big, 2] / form[big]), gpu
     )
@@ -159,13 +157,13 @@ def _training(profile: TrainingProfile) -> list[str]:
     ratio = float(np.median(totals[1] / totals[0]))
     if not 0.8 < ratio < 6.0:
         return [
-            f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is possible: mixed up columns?"
+            f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is plausible: are columns mixed up?"
         ]
     return []
 
 
 def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) -> list[Finding]:
-    """Decode attention that equals another GPU's at equal bytes of KV, against what both datasheets say."""
+    """Decode attention that equals another GPU's at equal bytes of KV, although the datasheets differ."""
     for tables in references:
         expected = tables.gpu.memory_bytes_per_s / gpu.memory_bytes_per_s
         if abs(np.log(expected)) < 2.5 * SAME_SPREAD:
@@ -186,7 +184,7 @@ def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) ->
 
 
 def _log_ratio_at_equal_bytes(profile: AttentionProfile, tables: Tables, rows: RatioRows) -> Array:
-    """log(measured / the reference) where both have as many sequences and bytes of KV, and more than launches matter."""
+    """log(measured / reference) where both have as many sequences and bytes of KV, above the cost of a launch."""
     points = profile.decode
     token_bytes = 4.0 * profile.kv_heads * profile.head_dim
     reference_bytes = 4.0 * rows.key[1] * rows.key[2]

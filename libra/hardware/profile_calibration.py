@@ -1,8 +1,8 @@
-"""Forms and tables of one GPU from its profiles, with the error of each operator; nonsense is refused.
+"""Rooflines and tables of one GPU from its profiles, with the error of each operator.
 
-1. Profiles of several GPUs are never fitted together, nor one whose GPU nobody named.
-2. Errors of tables are of points they were not made of: every second point, from the others.
-3. A profile with a finding of `libra.hardware.profile_audit` is refused by name, with what it probably is.
+1. Profiles of several GPUs, or of an unnamed one, are never fitted together.
+2. A table's error is taken at every second point, from a table of the others.
+3. A profile with a finding of `libra.hardware.profile_audit` is refused.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from libra.hardware.fit_rooflines import fit_forms
 from libra.hardware.gpus import GPU, load_gpu
 from libra.hardware.operators import operator_s
 from libra.hardware.profile_audit import audit
-from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, Profile, TrainingProfile
-from libra.hardware.rooflines import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
-from libra.hardware.tables import Tables, all_reduce_table, decode_rows, make_tables, prefill_rows
+from libra.hardware.profiles import KINDS, AttentionProfile, CollectiveProfile, LinearProfile, Profile, TrainingProfile
+from libra.hardware.rooflines import Efficiencies, all_reduce_s
+from libra.hardware.tables import Tables, all_reduce_table, attention_rows, make_tables
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorError:
-    """How well one operator is predicted.
+    """Prediction error of one operator.
 
     Attributes
     ----------
     operator : str
     num_points : int
     form_frac, table_frac : float
-        Mean |predicted / measured - 1| of the form on its own, and of a table of every second point at the others.
+        Mean |predicted / measured - 1| of the roofline alone, and of a table of every second point at the others.
     """
 
     operator: str
@@ -45,7 +45,7 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True)
 class GpuCalibration:
-    """What profiles of one GPU gave."""
+    """Tables of one GPU with their errors, and the profiles that were not used."""
 
     tables: Tables
     errors: tuple[OperatorError, ...]
@@ -53,18 +53,18 @@ class GpuCalibration:
 
 
 def calibrate(profiles: Iterable[Profile], gpu_name: str | None = None) -> GpuCalibration:
-    """Fit the forms to profiles and make tables of them.
+    """Fit the rooflines to profiles and build tables of the ratios.
 
     Parameters
     ----------
     profiles : iterable of Profile
     gpu_name : str, optional
-        The GPU they were taken on; None: the one that their paths name.
+        The GPU that they were measured on; None: the one that their paths name.
 
     Raises
     ------
     ConfigError
-        No profile, no or several GPUs, or a profile that cannot be what it says.
+        No profile, no or several GPUs, or an impossible profile.
     """
     every = list(profiles)
     used = [p for p in every if not isinstance(p, TrainingProfile)]
@@ -116,7 +116,7 @@ def _errors(gpu: GPU, eff: Efficiencies, profiles: Sequence[Profile]) -> list[Op
 
 
 def _log_errors(gpu: GPU, eff: Efficiencies, profile: Profile) -> list[tuple[str, Array, Array]]:
-    """(operator, log error of the form at all points, of the table at every second point)."""
+    """(operator, log error of the roofline at all points, of the table at every second point)."""
     if isinstance(profile, LinearProfile):
         found = []
         for curve in profile.curves:
@@ -141,19 +141,15 @@ def _log_errors(gpu: GPU, eff: Efficiencies, profile: Profile) -> list[tuple[str
 
 def _attention_errors(gpu: GPU, eff: Efficiencies, profile: AttentionProfile) -> list[tuple[str, Array, Array]]:
     found = []
-    for name, points, column in (("attn_decode", profile.decode, 1), ("attn_prefill", profile.prefill, 0)):
-        learn = np.isin(points[:, column], np.unique(points[:, column])[::2]) if len(points) else np.zeros(0, bool)
+    for kind in KINDS:
+        points = profile.points(kind)
+        column = points[:, 1 if kind == "decode" else 0]
+        learn = np.isin(column, np.unique(column)[::2])
         if learn.sum() < 2 or (~learn).sum() < 2:
             continue
-        if name == "attn_decode":
-            kv_bytes = 4.0 * profile.kv_heads * profile.head_dim
-            seconds = attention_decode_s(gpu, eff, points[:, 0], points[:, 0] * points[:, 1], kv_bytes)
-            rows = decode_rows(gpu, eff, replace(profile, decode=points[learn]))
-        else:
-            seconds = attention_prefill_s(gpu, eff, points[:, 0], points[:, 1], profile.heads, profile.head_dim)
-            rows = prefill_rows(gpu, eff, replace(profile, prefill=points[learn]))
-        form = np.log(seconds / points[:, 2])
+        half = replace(profile, decode=points[learn]) if kind == "decode" else replace(profile, prefill=points[learn])
+        rows = attention_rows(gpu, eff, half, kind)
         assert rows is not None
-        asked = points[~learn]
-        found.append((name, form, form[~learn] + rows.log_ratio(asked[:, 0], asked[:, 1])))
+        form = np.log(profile.form_s(kind, gpu, eff, points) / points[:, 2])
+        found.append((f"attn_{kind}", form, form[~learn] + rows.log_ratio(points[~learn, 0], points[~learn, 1])))
     return found

@@ -1,7 +1,7 @@
 """Kernel profiles in the layouts of Vidur and Frontier (CSV) and Sailor (JSON), averaged over repeated points, in seconds.
 
-A file is recognised by its columns, never by its name. A CSV holds ``time_stats.<operator>.median`` in **milliseconds** beside
-what was run; which GPU it was run on stands in the path only (``compute/a100/...``, ``compute_a100_...``).
+A file is identified by its columns, never by its name. A CSV has ``time_stats.<operator>.median`` in **milliseconds**. Only
+the path names the GPU (``compute/a100/...``, ``compute_a100_...``).
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.gpus import known_gpus
+from libra.hardware.gpus import GPU, known_gpus
 from libra.hardware.operators import GEMMS, MOVES
+from libra.hardware.rooflines import Efficiencies, attention_decode_s, attention_prefill_s
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]
+AttentionKind = Literal["decode", "prefill"]
+KINDS: tuple[AttentionKind, ...] = ("decode", "prefill")
 
 _MS = 1e-3
 _GPU_WORDS = {
@@ -87,7 +91,7 @@ class AttentionProfile:
     prefill : (n, 3) array
         New tokens, tokens of KV before them, seconds; one sequence.
     uneven : int
-        Rows left out because their sequences differ in length or are mixed with another phase.
+        Rows that were dropped because their sequences differ in length or are mixed with another phase.
     """
 
     source: str
@@ -101,10 +105,21 @@ class AttentionProfile:
     prefill: Array
     uneven: int
 
+    def points(self, kind: AttentionKind) -> Array:
+        """``decode`` or ``prefill``."""
+        return self.decode if kind == "decode" else self.prefill
+
+    def form_s(self, kind: AttentionKind, gpu: GPU, eff: Efficiencies, points: Array) -> Array:
+        """Seconds of the roofline at the first two columns of ``points``."""
+        first, second = points[:, 0], points[:, 1]
+        if kind == "decode":
+            return attention_decode_s(gpu, eff, first, first * second, 4.0 * self.kv_heads * self.head_dim)
+        return attention_prefill_s(gpu, eff, first, second, self.heads, self.head_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveProfile:
-    """One collective between ``workers`` GPUs, ``workers_per_node`` on a node: seconds over bytes."""
+    """One collective of ``workers`` GPUs, ``workers_per_node`` of them on each machine: seconds over bytes."""
 
     source: str
     gpu: str | None
@@ -139,25 +154,25 @@ Profile = LinearProfile | AttentionProfile | CollectiveProfile | TrainingProfile
 
 
 def gpu_in_path(path: str | Path) -> str | None:
-    """Name of the GPU that a path speaks of: the last word of it that is one; None where there is none."""
+    """The GPU that a path names: the last word of it that names one; None without such a word."""
     words = str(path).lower().replace("_", "-").replace(" ", "-")
     spots = []
     for word, name in _GPU_WORDS.items():
-        for match in re.finditer(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", words):
-            spots.append((match.start(), len(word), name))
-    for known in known_gpus().values():
-        word = known.name.lower()
-        spots += [(m.start(), len(word), known.name) for m in re.finditer(rf"(?<![a-z0-9]){re.escape(word)}", words)]
+        matches = re.finditer(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", words)
+        spots += [(match.start(), len(word), name) for match in matches]
+    for name in known_gpus():
+        matches = re.finditer(rf"(?<![a-z0-9]){re.escape(name.lower())}", words)
+        spots += [(match.start(), len(name), name) for match in matches]
     return max(spots)[2] if spots else None
 
 
 def read_profiles(path: str | Path, *, relative_to: str | Path | None = None) -> list[Profile]:
-    """The profiles in one file; none where the file holds something else (its columns are not those of a known layout).
+    """The profiles in one file; none if its columns match no known layout.
 
     Raises
     ------
     ConfigError
-        The file is a profile but a number in it is none, or not above 0.
+        The file is a profile, but a field of it is not a number.
     """
     path = Path(path)
     label = str(path.relative_to(relative_to)) if relative_to is not None else path.name
@@ -178,7 +193,7 @@ def read_profiles(path: str | Path, *, relative_to: str | Path | None = None) ->
 
 
 def read_directory(directory: str | Path) -> list[Profile]:
-    """The profiles in every CSV and JSON file below ``directory``, in order of their paths."""
+    """The profiles in all CSV and JSON files below ``directory``, by path."""
     root = Path(directory)
     if not root.is_dir():
         raise ConfigError(f"{directory}: no such directory; name one that holds profile files")
@@ -193,8 +208,16 @@ def _number(row: dict[str, str], name: str, label: str) -> float:
         raise ConfigError(f"{label}: {name}: got {row.get(name)!r}; allowed is a number") from error
 
 
+def _grouped(rows: Sequence[dict[str, str]], *names: str) -> Iterable[list[dict[str, str]]]:
+    """Rows that agree in these columns."""
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups.values()
+
+
 def _averaged(keys: Array, seconds: Array) -> tuple[Array, Array]:
-    """Distinct rows of ``keys`` in order, and the mean of the seconds of each."""
+    """Distinct rows of ``keys``, sorted, and the mean seconds of each."""
     distinct, where = np.unique(keys, axis=0, return_inverse=True)
     where = where.reshape(-1)
     return distinct, np.bincount(where, weights=seconds) / np.bincount(where)
@@ -216,11 +239,7 @@ def _row_shape(row: dict[str, str], label: str, heads_name: str) -> ModelShape:
 
 
 def _linear(rows: Sequence[dict[str, str]], label: str) -> Iterator[LinearProfile]:
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    sizes = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "vocab_size")
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in sizes), []).append(row)
-    for members in groups.values():
+    for members in _grouped(rows, "n_head", "n_kv_head", "n_embd", "n_expanded_embd", "vocab_size"):
         shape = _row_shape(members[0], label, "n_head")
         curves = []
         for operator in GEMMS + MOVES:
@@ -248,11 +267,7 @@ def _is_even(row: dict[str, str]) -> bool:
 
 
 def _attention(rows: Sequence[dict[str, str]], label: str) -> Iterator[AttentionProfile]:
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        key = ("n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers")
-        groups.setdefault(tuple(row[name] for name in key), []).append(row)
-    for members in groups.values():
+    for members in _grouped(rows, "n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers"):
         shape = _row_shape(members[0], label, "n_q_head")
         tp = int(_number(members[0], "num_tensor_parallel_workers", label))
         even = [row for row in members if _is_even(row)]
@@ -323,7 +338,7 @@ def _training(path: Path, label: str) -> Iterator[TrainingProfile]:
 
 
 def _layer_times(layers: object) -> Array | None:
-    """(layers, 3) seconds, or None where this is no training profile."""
+    """(layers, 3) seconds, or None: not a training profile."""
     if not isinstance(layers, dict) or not layers:
         return None
     try:

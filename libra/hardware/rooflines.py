@@ -1,10 +1,9 @@
-"""Analytic forms: seconds of one operator on one GPU from its datasheet and a few efficiencies.
+"""Rooflines: seconds of one operator on one GPU from its datasheet and a few efficiencies.
 
-Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it means something on another GPU.
-Arrays broadcast; all results are seconds. Forms are per GPU: whoever shards an operator passes the shard's sizes, once.
+Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it applies to another GPU too. Arrays
+broadcast; all results are seconds. Sizes are those of one GPU's shard.
 
-Differs from the published planner of Libra (arXiv:2606.03077 v2), whose forms are rooflines at fixed efficiency and which divides
-by TP twice.
+Differs from the published planner of Libra (arXiv:2606.03077 v2), which has rooflines at fixed efficiency and divides by TP twice.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Free constants of the forms; one set serves every GPU, model, operator and size.
+    """Constants of the rooflines; one set serves every GPU, model, operator and size.
 
     The defaults were fitted to A100 matrix products and elementwise operators of Llama-2-7b, Llama-2-70b and Llama-3-8B
     (microsoft/vidur, MIT) and A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT). Those of the all-reduce are the best of 120
@@ -33,25 +32,25 @@ class Efficiencies:
     gemm_launch_s : float
         Matrix products: fixed seconds.
     gemm_flops_frac, gemm_small_frac : float
-        Fraction of peak operations inside a tile of at least 128 x 128, and inside one of half that size; a quarter's is
-        lower again by the same factor.
+        Fraction of peak operations inside a tile of at least 128 x 128, and of half that size; each further halving has the
+        same factor.
     gemm_depth : float
-        Inner length that starting and ending a tile costs.
+        Cost of starting and ending a tile, as an inner length.
     gemm_wave : float
-        Exponent of rounding tiles up to whole waves of all multiprocessors: 1 if every tile took exactly as long.
+        Exponent of rounding tiles up to whole waves of all multiprocessors: 1 if all tiles took equally long.
     gemm_bytes_frac, gemm_bytes_half : float
-        Reached fraction of memory bandwidth; bytes at which half of it is reached.
+        Reached fraction of memory bandwidth, and the bytes at which half of it is reached.
     gemm_sharpness : float
         Exponent that joins operations and memory (infinite: the slower of the two).
     move_launch_s : float
         Elementwise operators: fixed seconds.
     move_bytes_frac : float
-        The fraction of memory bandwidth that the best of them reaches; taken, not fitted: on the GPU that was measured most of
-        them are bound by the multiprocessors.
+        Fraction of memory bandwidth that the best of them reaches; assumed, not fitted: on the measured GPU the multiprocessors
+        bound most of them.
     move_emb, move_norm, move_rope, move_act, move_add : float
         Bytes that one multiprocessor handles per cycle: most of these kernels are slower than the memory.
     move_l2 : float
-        Bytes per cycle that one draws from the second-level cache, where the activation fits in it.
+        Bytes per cycle of one multiprocessor from the second-level cache, if the activation fits in it.
     decode_launch_s, decode_bytes_frac, decode_min_tokens : float
         Attention of one new token: fixed seconds, fraction of memory bandwidth, tokens of KV that even a short sequence costs.
     prefill_launch_s, prefill_flops_frac, prefill_tile : float
@@ -98,7 +97,7 @@ _SPLITS = (1, 2, 4)
 def gemm_s(gpu: GPU, eff: Efficiencies, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
     """Seconds of ``(rows, inner) @ (inner, columns)`` in bfloat16.
 
-    The library is taken to choose the best of a few tile sizes and splits of the inner length, each rounded up to waves.
+    Assumes that the library chooses the best of a few tile sizes and splits of the inner length, each rounded up to waves.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, inner)))
     per_sm = gpu.flops_per_s / gpu.num_sms
@@ -127,14 +126,14 @@ _MOVES = {
     "mlp_act": ("move_act", 3.0),
     "add": ("move_add", 3.0),
 }
-"""Constant of each elementwise operator, and how often its result's bytes pass: read once or twice, written once."""
+"""Constant of each elementwise operator, and its memory passes: one or two reads, one write."""
 
 
 def move_s(gpu: GPU, eff: Efficiencies, operator: str, activation_bytes: ArrayLike) -> Array:
-    """Seconds of an elementwise operator whose result has ``activation_bytes``; see `libra.hardware.operators` for the names.
+    """Seconds of an elementwise operator (`libra.hardware.operators`) whose result has ``activation_bytes``.
 
-    Bound by what the multiprocessors handle, or by memory and cache: a GPU of little bandwidth per multiprocessor reaches a larger
-    share of it with the same kernel.
+    The multiprocessors bound it, or memory and cache: a GPU with little bandwidth per multiprocessor reaches a larger share of it
+    with the same kernel.
     """
     size = np.asarray(activation_bytes, float)
     name, passes = _MOVES[operator]
@@ -151,7 +150,7 @@ def attention_decode_s(
 ) -> Array:
     """Seconds of one layer's attention for one new token each of ``num_sequences``.
 
-    ``context_tokens`` is the sum over the sequences; ``kv_bytes`` what one token's keys and values take in this layer on this GPU.
+    ``context_tokens`` is the sum over the sequences; ``kv_bytes`` is of one token in this layer on this GPU.
     """
     num, context = np.asarray(num_sequences, float), np.asarray(context_tokens, float)
     read = (context + eff.decode_min_tokens * num) * kv_bytes
@@ -163,7 +162,7 @@ def attention_prefill_s(
 ) -> Array:
     """Seconds of one layer's causal attention of a chunk of one sequence over itself and ``past_tokens`` before it.
 
-    A tile of query rows of one head is one block of work on one multiprocessor, so the last wave may be nearly empty.
+    One multiprocessor computes a tile of query rows of one head, so the last wave may be nearly empty.
     """
     new, past = np.asarray(new_tokens, float), np.asarray(past_tokens, float)
     tiles = np.ceil(new / eff.prefill_tile) * heads
@@ -174,9 +173,9 @@ def attention_prefill_s(
 
 
 def all_reduce_s(gpu: GPU, eff: Efficiencies, num_bytes: ArrayLike, workers: int, workers_per_node: int = 0) -> Array:
-    """Seconds to add ``num_bytes`` over ``workers``; ``workers_per_node`` 0 means that one node holds them all.
+    """Seconds to sum ``num_bytes`` over ``workers``; ``workers_per_node`` 0: all on one machine.
 
-    For where there is no table: alpha-beta forms are up to 71 % off at the small messages of a decode step.
+    Only if there is no table: alpha-beta forms are up to 71 % off at the small messages of a decode step.
     """
     size = np.asarray(num_bytes, float)
     if workers <= 1:

@@ -1,8 +1,8 @@
-"""A run's own hardware in numbers: its engines with capacity and seconds, its trainer, and what passes between them.
+"""Measured hardware of a run: capacity and seconds of its engines, its trainer, and the seconds between them.
 
-`libra calibrate RUN --save FILE` writes it as one JSON file, `simulation.calibration` and `planner.calibration` read it. `libra
-simulate --from-run` makes it of the run itself. Where engines declared their seconds (`engine_declared`), these are taken; else
-seconds are fitted to the run's generations (`libra.hardware.run_step_fit`), and ``declared`` says so.
+`libra calibrate RUN --save FILE` writes it as one JSON file; `simulation.calibration` and `planner.calibration` read it. `libra
+simulate --from-run` computes it from the run. Seconds are those that engines declared (`engine_declared`), else they are fitted to
+the run's generations (`libra.hardware.run_step_fit`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from libra.types import StepSeconds
 SCHEMA = 1
 """Layout of a calibration file."""
 UNBOUNDED_TOKENS = 2**40
-"""KV memory of an engine that did not say how much it has, where nothing else says it."""
+"""KV memory of an engine that declared none."""
 KIND = "libra run calibration"
-"""What a calibration file says that it is."""
+"""``kind`` of a calibration file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class EngineOfRun:
     Attributes
     ----------
     worker, engine, bucket : str
-        Its worker, its kind (``transformers``, ``vllm``) and its capacity class.
+        Its worker, its kind (``transformers``, ``vllm``) and its bucket.
     tp, slots, kv_tokens : int
     steps : StepSeconds
     declared : bool
-        The engine measured ``steps`` itself; else they are fitted to how long its generations took.
+        The engine measured ``steps`` itself; else they are fitted to the seconds of its generations.
     wall_over_passes : float
-        Wall seconds of its turns over those that ``steps`` explain.
+        Wall seconds of its turns over those by ``steps``.
     transport_s, worker_s : tuple of float
-        Of a generation, to draw from: on the way to the worker and back, and on the worker around the engine.
+        Samples of a generation's seconds: the round trip to the worker, and on the worker outside the engine.
     """
 
     worker: str
@@ -58,34 +58,34 @@ class EngineOfRun:
 
     @property
     def seconds(self) -> MeasuredEngine:
-        """As planner and simulator ask for it."""
+        """As `EngineSeconds`."""
         return MeasuredEngine(self.steps, self.tp, self.kv_tokens, self.wall_over_passes)
 
     @property
     def max_contexts(self) -> int | None:
-        """Trajectories whose KV it holds at most: one a slot, or as many as fit."""
+        """Maximum number of trajectories whose KV it keeps: one per slot, or None: as many as fit."""
         return self.slots if self.engine == "transformers" else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunCalibration:
-    """Everything that a run says of its hardware.
+    """Measurements of a run's hardware.
 
     Attributes
     ----------
     model, digest : str
-        The model that its engines serve, and the digest of its shape (`libra.hardware.shapes.shape_digest`; empty: not known).
+        The model that its engines serve, and the digest of its shape (`libra.hardware.shapes.shape_digest`; empty: unknown).
     engines : tuple of EngineOfRun
     trainer : RunTrainer or None
         None: too few steps.
     train_gpus : int
-        Replicas that took a step together.
+        Replicas of the training group.
     update_s, load_s : float
-        Mean seconds from a step's end until its weights are published, and that an engine stands still to take them.
+        Mean seconds from a step's end until its weights are published, and of an engine's pause to load them.
     tool_transport_s, tool_worker_s : tuple of float
-        Of an action, as of a generation.
+        Samples for an action, as for a generation.
     gate_s, commit_s : float
-        From a gate to its first trajectory, and from a group's last end to its record.
+        From a gate to its first trajectory, and from the end of a group's last trajectory to its record.
     source : str
         The run's directory.
     """
@@ -105,29 +105,29 @@ class RunCalibration:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """TP degrees that it has seconds of."""
+        """TP degrees of its engines."""
         return tuple(sorted({engine.tp for engine in self.engines}))
 
     def of_tp(self, tp: int, where: str) -> EngineOfRun:
-        """The engine of this degree; of several kinds the one that takes most at once, of those the one with most passes.
+        """The engine of this degree: with most slots, then with most measured passes.
 
-        ConfigError, which begins with ``where``, for a degree that the run had no engine of.
+        ConfigError, which begins with ``where``, if the run had no engine of this degree.
         """
         engines = [engine for engine in self.engines if engine.tp == tp]
         if not engines:
             known = ", ".join(f"tp{degree}" for degree in self.degrees)
             raise ConfigError(
-                f"{where}: asks for engines of tp{tp}, and {self.source} measured {known} only; type "
+                f"{where}: engines of tp{tp} are requested, and {self.source} measured {known} only; type "
                 f"simulation.layout={{tp{self.degrees[0]}: 1}}, or calibrate from a run that has an engine of tp{tp}"
             )
         return max(engines, key=lambda engine: (engine.slots, engine.steps.num_steps, engine.worker))
 
     def check_model(self, model: str, digest: str, where: str) -> None:
-        """ConfigError, which begins with ``where``, where seconds of another model are asked for."""
+        """ConfigError, which begins with ``where``, if the model is another one."""
         if digest != self.digest if digest and self.digest else model != self.model:
             raise ConfigError(
                 f"{where}: {self.source} measured engines of {self.model} (sizes {self.digest[:12] or 'unknown'}), and this "
-                f"configuration has model.path={model} (sizes {digest[:12] or 'unknown'}); take the configuration of the former, "
+                f"configuration has model.path={model} (sizes {digest[:12] or 'unknown'}); take the former's configuration, "
                 "or calibrate from a run of this model: libra calibrate RUN --save FILE"
             )
 
@@ -137,18 +137,12 @@ class RunCalibration:
 
 
 def calibration_from_json(text: str, where: str) -> RunCalibration:
-    """The calibration that a text describes.
-
-    Raises
-    ------
-    ConfigError
-        It is none, or of a schema that this Libra does not read.
-    """
-    again = "write it anew: libra calibrate RUN --save FILE"
+    """The calibration in a text; ConfigError if it is not one, or has another schema."""
+    again = "write it again: libra calibrate RUN --save FILE"
     try:
         values = json.loads(text)
         if not isinstance(values, dict) or values.pop("kind", None) != KIND:
-            raise ConfigError(f"{where}: is no calibration of a run; {again}")
+            raise ConfigError(f"{where}: not a calibration of a run; {again}")
         schema = values.pop("schema", None)
         if schema != SCHEMA:
             raise ConfigError(f"{where}: has schema {schema!r}, and this Libra reads {SCHEMA}; {again}")
@@ -167,7 +161,7 @@ def calibration_from_json(text: str, where: str) -> RunCalibration:
 
 
 def read_calibration(path: Path, where: str) -> RunCalibration:
-    """Read a calibration file; ConfigError, which begins with ``where``, where it is none."""
+    """Read a calibration file; a ConfigError begins with ``where``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +178,7 @@ def _engine(values: dict[str, Any]) -> EngineOfRun:
 
 
 def _check(found: RunCalibration, where: str, again: str) -> None:
-    """ConfigError for numbers that no run can have given."""
+    """ConfigError for impossible numbers."""
     if not found.engines:
         raise ConfigError(f"{where}: has no engine; {again}")
     for engine in found.engines:

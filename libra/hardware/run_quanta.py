@@ -1,8 +1,8 @@
-"""What a run's event log and store say of its quanta: how long engines, tools and everything between them took.
+"""Quanta of a run, from its event log and store: seconds of engines, tools and everything between them.
 
-A quantum of a trajectory is dispatched, travels to a worker, waits there for a pass to end, is generated, becomes text and a
-record, and is reported. The log has the beginning, the end and the worker's part of it; the store has the engine's. Everything
-here is of training trajectories; questions that are held out are in no number.
+A quantum is dispatched, sent to a worker, waits there for the end of a pass, is generated, decoded and recorded, and is
+reported. The log has its beginning, its end and the worker's share; the store has the engine's. Held-out questions are left
+out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Array = NDArray[np.float64]
 class Quantum(NamedTuple):
     """A generation or an action of the log.
 
-    ``begun_s`` is when its slot was given (NaN: it went on in the slot of the one before), ``told_s`` when the scheduler heard
-    of its end, in seconds of the log; ``latency_s`` is wall time on the worker. ``inline`` names a tool that ran within a
-    generation (empty: a call that could not be read), None: none did.
+    In seconds of the log, ``begun_s`` is its dispatch (NaN: it continued in the slot of the previous quantum) and ``told_s`` the
+    report of its end; ``latency_s`` is wall time on the worker. ``inline`` names a tool that ran within a generation (empty: a
+    malformed call; None: no tool).
     """
 
     key: keys.Key
@@ -43,7 +43,7 @@ class Quantum(NamedTuple):
 
 
 def quanta_of(events: Iterable[Mapping[str, Any]]) -> list[Quantum]:
-    """Committed quanta of training trajectories, in the order of the log."""
+    """Committed quanta of training trajectories, in log order."""
     given: dict[str, tuple[float, bool]] = {}
     found = []
     for event in events:
@@ -66,30 +66,30 @@ def quanta_of(events: Iterable[Mapping[str, Any]]) -> list[Quantum]:
 
 
 BINS = 16
-"""Numbers that stand for a distribution: each is the mean of as many of its values."""
+"""Numbers that represent a distribution: each is the mean of equally many of its values."""
 
 
 def binned(values: ArrayLike) -> tuple[float, ...]:
-    """Up to `BINS` numbers to draw from, with the mean of ``values``; (0,) of none.
+    """Up to `BINS` numbers to draw from, with the mean of ``values``; (0,) without values.
 
-    What took less than nothing, for clocks of two processes differ by microseconds, took nothing.
+    Negative values count as 0: clocks of two processes differ by microseconds.
     """
     found = np.sort(np.maximum(np.asarray(values, float), 0.0))
     if not len(found):
         return (0.0,)
-    # As many in each, so that the mean stays: what is left over is spread by interpolation of the cumulative sum.
+    # Interpolating the cumulative sum gives each bin equally many values, and keeps the mean.
     total = np.interp(np.linspace(0, len(found), BINS + 1), np.arange(len(found) + 1), np.r_[0.0, np.cumsum(found)])
     return tuple(round(float(value), 9) for value in np.diff(total) * BINS / len(found))
 
 
 def transport_s(quanta: Sequence[Quantum]) -> tuple[float, ...]:
-    """Seconds from a slot's being given to the worker's beginning, and from its end to the scheduler's hearing, to draw from."""
+    """Seconds of the round trip between scheduler and worker, to draw from."""
     return binned([q.told_s - q.begun_s - q.latency_s for q in quanta if q.begun_s == q.begun_s])
 
 
 class TurnsTaken(NamedTuple):
-    """Generations of one engine, each array (n,): when it told of them, on the worker, in the engine's queue, in its passes, in
-    tools that ran within them (seconds), tokens generated, tokens of context and of those what was computed.
+    """Generations of one engine, each array (n,): seconds of the report, on the worker, in the engine's queue, in its passes and in
+    tools that ran within them; tokens generated, tokens of context, and the computed tokens among those.
     """
 
     told_s: Array
@@ -108,23 +108,23 @@ class TurnsTaken(NamedTuple):
 
     @property
     def waited_for_a_pass_s(self) -> Array:
-        """Seconds in the queue as far as they were the rest of a pass: who waits longer waits for room."""
+        """Seconds in the queue until the end of a pass; a longer wait is for KV memory."""
         return np.minimum(self.queued_s, self.busy_s / np.maximum(self.tokens, 1.0))
 
     def worker_s(self) -> tuple[float, ...]:
-        """Seconds on the worker that are neither passes nor tools nor waiting for room in the engine, to draw from."""
+        """Seconds on the worker outside passes, tools and waits for KV memory, to draw from."""
         others = self.latency_s - self.busy_s - self.inline_s - self.queued_s
         return binned(others + self.waited_for_a_pass_s)
 
     def wall_over_passes(self, steps: StepSeconds) -> float:
-        """Wall seconds of these turns over those that passes of ``steps`` explain, with those that ran beside them."""
+        """Wall seconds of these turns over those by passes of ``steps``, given the turns that ran beside them."""
         stop = self.told_s
         start = stop - self.busy_s
         beside = running_beside(start, stop)
         order = np.argsort(start)
         computed = np.concatenate([[0.0], np.cumsum(self.computed[order])])
         begun = start[order]
-        # What is computed for anybody while a turn runs holds it up, its own context included.
+        # Every prefill during a turn delays it, its own included.
         held = computed[np.searchsorted(begun, stop, "right")] - computed[np.searchsorted(begun, start, "left")]
         context = self.context + 0.5 * self.tokens
         step_s = steps.fixed_s + beside * (steps.sequence_s + steps.context_token_s * context)
@@ -133,7 +133,7 @@ class TurnsTaken(NamedTuple):
 
 
 def running_beside(start_s: Array, stop_s: Array) -> Array:
-    """(n,) how many intervals, itself included, run on average while each does."""
+    """(n,) mean number of intervals, itself included, that run while each does."""
     times = np.concatenate([start_s, stop_s])
     change = np.concatenate([np.ones(len(start_s)), -np.ones(len(stop_s))])
     order = np.argsort(times, kind="stable")

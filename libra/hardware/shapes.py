@@ -1,4 +1,4 @@
-"""Shapes of dense decoder models, as far as seconds and bytes depend on them, read from Hugging Face's ``config.json``."""
+"""Sizes of dense decoder models that seconds and bytes depend on, read from Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra.errors import ConfigError, ModelError
 
 _FOLDER = Path(__file__).parent / "models"
 DENSE_TYPES = ("llama", "qwen2", "qwen3", "mistral")
-"""``model_type`` whose layers are attention and one gated feed-forward network, which is what the forms describe."""
+"""Values of ``model_type`` whose layers are attention and one gated feed-forward network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ModelShape:
     bytes_per_weight : int
         Of weights, activations and KV; 2 for bfloat16.
     qk_norm : bool
-        Queries and keys are normalised head by head, as Qwen3 does; training keeps what that needs.
+        Queries and keys are normalised per head (Qwen3); training stores activations for that.
     """
 
     name: str
@@ -56,11 +56,11 @@ class ModelShape:
         return self.num_layers * (self.layer_params + 2 * self.hidden) + self.vocab * self.hidden * (2 - self.tied)
 
     def kv_heads_per_gpu(self, tp: int) -> int:
-        """Key-value heads one of ``tp`` GPUs holds; at least one, so that heads are copied where tp exceeds them."""
+        """Key-value heads on one of ``tp`` GPUs; at least one: heads are copied if tp exceeds their number."""
         return max(1, self.num_kv_heads // tp)
 
     def kv_bytes_per_token(self, tp: int) -> int:
-        """Bytes of keys and values one token takes on each of ``tp`` GPUs."""
+        """Bytes of one token's keys and values on each of ``tp`` GPUs."""
         return 2 * self.num_layers * self.kv_heads_per_gpu(tp) * self.head_dim * self.bytes_per_weight
 
     def weight_bytes(self, tp: int) -> float:
@@ -68,7 +68,7 @@ class ModelShape:
         return self.num_params * self.bytes_per_weight / tp
 
     def check_tp(self, tp: int) -> None:
-        """ConfigError where heads cannot be dealt to ``tp`` GPUs."""
+        """ConfigError if heads cannot be divided among ``tp`` GPUs."""
         if tp < 1 or self.num_heads % tp or (tp > self.num_kv_heads and tp % self.num_kv_heads):
             raise ConfigError(
                 f"tp: got {tp} for {self.name} with {self.num_heads} heads and {self.num_kv_heads} key-value heads; "
@@ -82,18 +82,18 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     Raises
     ------
     ModelError
-        Not a dense model of `DENSE_TYPES` (mixture-of-experts models wait for their own forms), or a size is missing.
+        Not a dense model of `DENSE_TYPES`, or a size is missing.
     """
     kind = config.get("model_type")
     label = name or str(config.get("_name_or_path") or kind)
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
     if experts:
         raise ModelError(
-            f"model {label}: {experts[0]}={config[experts[0]]}; the cost model knows dense models only, not mixtures of "
-            "experts: their steps read the experts that the batch touches, which no form here describes"
+            f"model {label}: {experts[0]}={config[experts[0]]}; the cost model supports dense models only, not mixtures "
+            "of experts: their steps read the experts that the batch selects, which no roofline here describes"
         )
     if kind not in DENSE_TYPES:
-        raise ModelError(f"model {label}: model_type is {kind!r}; the cost model knows {', '.join(DENSE_TYPES)}")
+        raise ModelError(f"model {label}: model_type is {kind!r}; the cost model supports {', '.join(DENSE_TYPES)}")
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -114,7 +114,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 
 
 def shape_digest(shape: ModelShape) -> str:
-    """SHA-256 of a model's sizes; its name is no part of it, so that a trained copy of a model is the same."""
+    """SHA-256 of a model's sizes without its name: a trained copy has the same digest."""
     sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 

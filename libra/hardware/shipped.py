@@ -1,7 +1,4 @@
-"""Tables as files: JSON of a few kilobytes, thinned from profiles. Those in ``tables/`` come with the package.
-
-``tables/README.md`` says where the numbers come from and under which licence.
-"""
+"""Tables as JSON files of a few kilobytes. Those in ``tables/`` come with the package; its README.md names sources and licences."""
 
 from __future__ import annotations
 
@@ -27,12 +24,8 @@ SCHEMA = 1
 
 
 def save_tables(tables: Tables, path: str | Path, *, source: str, points: int = 40) -> None:
-    """Write tables thinned to at most ``points`` along each axis; ratios keep three decimals of their logarithm."""
-
-    def listed(values: Array, digits: int) -> list[float]:
-        return [round(float(value), digits) for value in values]
-
-    document: dict[str, Any] = {
+    """Write tables, thinned to at most ``points`` along each axis; logarithms of ratios keep three decimals."""
+    document = {
         "schema": SCHEMA,
         "gpu": tables.gpu.name,
         "source": source,
@@ -41,45 +34,44 @@ def save_tables(tables: Tables, path: str | Path, *, source: str, points: int = 
             {
                 "operator": curve.operator,
                 "sizes": list(curve.sizes),
-                "log_tokens": listed(curve.log_tokens[keep], 3),
-                "log_ratio": listed(curve.log_ratio[keep], 3),
+                **_thinned(curve, "log_tokens", "log_ratio", points),
             }
             for curve in tables.linear
-            for keep in [spread(len(curve.log_tokens), points)]
         ],
         "all_reduce": [
             {
                 "workers": table.workers,
                 "workers_per_node": table.workers_per_node,
-                "log_bytes": listed(table.log_bytes[keep], 3),
-                "log_seconds": listed(table.log_seconds[keep], 3),
+                **_thinned(table, "log_bytes", "log_seconds", 2 * points),
             }
             for table in tables.all_reduce
-            for keep in [spread(len(table.log_bytes), 2 * points)]
         ],
+        "decode": [_thinned_rows(rows, points) for rows in tables.decode],
+        "prefill": [_thinned_rows(rows, points) for rows in tables.prefill],
     }
-    for name, tables_of_rows in (("decode", tables.decode), ("prefill", tables.prefill)):
-        document[name] = [
-            {
-                "key": list(rows.key),
-                "log_x": listed(rows.log_x[spread(len(rows.log_x), points)], 4),
-                "rows": [
-                    [listed(at[keep], 3), listed(ratio[keep], 3)]
-                    for i in spread(len(rows.log_x), points)
-                    for at, ratio in [rows.rows[i]]
-                    for keep in [spread(len(at), max(8, points // 2))]
-                ],
-            }
-            for rows in tables_of_rows
-        ]
-    lines = (
-        json.dumps(document, separators=(",", ":")).replace('{"operator"', '\n{"operator"').replace("]],[[", "]],\n[[")
-    )
-    Path(path).write_text(lines + "\n")
+    text = json.dumps(document, separators=(",", ":"))
+    Path(path).write_text(text.replace('{"operator"', '\n{"operator"').replace("]],[[", "]],\n[[") + "\n")
+
+
+def _rounded(values: Array, digits: int = 3) -> list[float]:
+    return [round(float(value), digits) for value in values]
+
+
+def _thinned(table: object, x: str, y: str, points: int) -> dict[str, list[float]]:
+    keep = spread(len(getattr(table, x)), points)
+    return {name: _rounded(getattr(table, name)[keep]) for name in (x, y)}
+
+
+def _thinned_rows(table: RatioRows, points: int) -> dict[str, Any]:
+    kept, rows = spread(len(table.log_x), points), []
+    for at, ratio in (table.rows[i] for i in kept):
+        keep = spread(len(at), max(8, points // 2))
+        rows.append([_rounded(at[keep]), _rounded(ratio[keep])])
+    return {"key": list(table.key), "log_x": _rounded(table.log_x[kept], 4), "rows": rows}
 
 
 def read_tables(path: str | Path) -> Tables:
-    """Tables that `save_tables` wrote; ConfigError where the file is none or of another schema."""
+    """Tables that `save_tables` wrote; ConfigError for any other file or schema."""
     try:
         document = json.loads(Path(path).read_text())
         if document["schema"] != SCHEMA:
@@ -87,26 +79,10 @@ def read_tables(path: str | Path) -> Tables:
         return Tables(
             gpu=load_gpu(document["gpu"]),
             efficiencies=Efficiencies(**document["efficiencies"]),
-            linear=tuple(
-                RatioCurve(
-                    curve["operator"],
-                    tuple(curve["sizes"]),
-                    np.array(curve["log_tokens"]),
-                    np.array(curve["log_ratio"]),
-                )
-                for curve in document["linear"]
-            ),
-            decode=_rows(document["decode"]),
-            prefill=_rows(document["prefill"]),
-            all_reduce=tuple(
-                AllReduceTable(
-                    table["workers"],
-                    table["workers_per_node"],
-                    np.array(table["log_bytes"]),
-                    np.array(table["log_seconds"]),
-                )
-                for table in document["all_reduce"]
-            ),
+            linear=tuple(RatioCurve(**_fields(curve)) for curve in document["linear"]),
+            decode=tuple(RatioRows(**_fields(rows)) for rows in document["decode"]),
+            prefill=tuple(RatioRows(**_fields(rows)) for rows in document["prefill"]),
+            all_reduce=tuple(AllReduceTable(**_fields(table)) for table in document["all_reduce"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
@@ -116,24 +92,21 @@ def read_tables(path: str | Path) -> Tables:
         ) from error
 
 
-def _rows(tables: list[dict[str, Any]]) -> tuple[RatioRows, ...]:
-    return tuple(
-        RatioRows(
-            tuple(table["key"]),
-            np.array(table["log_x"]),
-            tuple((np.array(at), np.array(ratio)) for at, ratio in table["rows"]),
-        )
-        for table in tables
-    )
+def _fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of one table: logarithms as arrays, other lists as tuples."""
+    found = {name: np.array(value) if name.startswith("log_") else value for name, value in values.items()}
+    if "rows" in found:
+        found["rows"] = tuple((np.array(at), np.array(ratio)) for at, ratio in found["rows"])
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 @cache
 def shipped_tables(gpu_name: str) -> Tables | None:
-    """The package's tables of a GPU; None where there are none and the forms have to do."""
+    """The package's tables of a GPU, or None."""
     path = _FOLDER / f"{gpu_name.lower().replace('-', '_')}.json"
     return read_tables(path) if path.is_file() else None
 
 
 def gpus_with_tables() -> tuple[GPU, ...]:
-    """GPUs whose tables are in the package."""
+    """GPUs with tables in the package."""
     return tuple(gpu for gpu in known_gpus().values() if shipped_tables(gpu.name) is not None)

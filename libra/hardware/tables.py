@@ -1,11 +1,11 @@
-"""What was measured on one GPU, as ratios to the forms: interpolation in logarithms, the forms where nothing was measured.
+"""Measurements of one GPU as ratios to the rooflines, interpolated in logarithms.
 
-1. At a measured point the answer is the measurement; between two points it lies between what their ratios make of the form,
-   so that a table adds no rise or fall of its own. Beyond the last point the nearest ratio holds.
-2. A matrix product or elementwise operator of a shape that was not measured is corrected by the shapes near it, and by
-   nothing where none is near.
-3. Attention tables answer only for the head counts and length they were measured with: kernels differ too much otherwise.
-4. All-reduce is a table of seconds, per number of workers and workers per node.
+1. At a measured point a table gives the measurement. Between two points the ratio lies between theirs; beyond the last point the
+   nearest ratio holds.
+2. Shapes near it correct a matrix product or elementwise operator of a shape that was not measured; without any the
+   roofline is used.
+3. Attention tables apply only to their own head counts and head length: other kernels differ too much.
+4. All-reduce is a table of seconds by number of workers and workers per machine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from libra.hardware.gpus import GPU
 from libra.hardware.operators import MOVES, activation_bytes, gemm_columns_inner, operator_s
-from libra.hardware.profiles import AttentionProfile, CollectiveProfile, Curve, LinearProfile, Profile
-from libra.hardware.rooflines import Efficiencies, attention_decode_s, attention_prefill_s
+from libra.hardware.profiles import KINDS, AttentionKind, AttentionProfile, CollectiveProfile, LinearProfile, Profile
+from libra.hardware.rooflines import Efficiencies
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 NEAR = 0.25
 """Distance in the logarithm of a size at which another shape's correction has 60 % of its weight."""
 DOUBT = 0.1
-"""Weight of no correction at all, against 1 of a shape at distance 0."""
+"""Weight of no correction, against 1 of a shape at distance 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class RatioCurve:
 
 @dataclass(frozen=True, slots=True)
 class RatioRows:
-    """Measured over predicted seconds over two numbers, on rows of unequal length.
+    """Measured over predicted seconds by two numbers, in rows of unequal length.
 
     Attributes
     ----------
     key : tuple of float
-        Heads, key-value heads and their length, on one GPU.
+        Heads, key-value heads and head length, on one GPU.
     log_x : (rows,) array
         Strictly increasing.
     rows : sequence of ((n,) array, (n,) array)
@@ -67,7 +67,7 @@ class RatioRows:
     rows: tuple[tuple[Array, Array], ...]
 
     def log_ratio(self, x: Array, y: Array) -> Array:
-        """The log ratio at points: along the two rows beside each, then between them."""
+        """The log ratio at points: interpolated along the two nearest rows, then between them."""
         log_x, log_y = np.log(x), _log_tokens(y)
         shape = log_x.shape
         log_x, log_y = log_x.ravel(), log_y.ravel()
@@ -98,13 +98,13 @@ class AllReduceTable:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Everything measured on one GPU.
+    """All tables of one GPU.
 
     Attributes
     ----------
     gpu : GPU
     efficiencies : Efficiencies
-        The constants of the forms that the ratios are to.
+        Constants of the rooflines that the ratios refer to.
     linear : tuple of RatioCurve
     decode, prefill : tuple of RatioRows
     all_reduce : tuple of AllReduceTable
@@ -124,7 +124,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTables:
-    """`Tables` as one model asks them; see `libra.hardware.engine.Measured`."""
+    """`Tables` as corrections of one model."""
 
     tables: Tables
     shape: ModelShape
@@ -151,7 +151,7 @@ class ShapeTables:
         return self._attention(self.tables.prefill, new_tokens, past_tokens, tp)
 
     def all_reduce_s(self, num_bytes: Array, workers: int, workers_per_node: int) -> Array | None:
-        """Seconds from the table of so many workers; None where there is none."""
+        """Seconds from the table of this many workers; None without one."""
         for table in self.tables.all_reduce:
             if (table.workers, table.workers_per_node) == (workers, workers_per_node):
                 return table.seconds(num_bytes)
@@ -166,7 +166,7 @@ class ShapeTables:
 
 
 def attention_key(shape: ModelShape, tp: int) -> tuple[float, ...]:
-    """What attention kernels are chosen by: heads, key-value heads and their length, on one of ``tp`` GPUs."""
+    """Sizes that select an attention kernel: heads, key-value heads and head length, on one of ``tp`` GPUs."""
     return (shape.num_heads / tp, float(shape.kv_heads_per_gpu(tp)), float(shape.head_dim))
 
 
@@ -183,7 +183,7 @@ def _sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ...]:
 def _near(
     curves: Sequence[RatioCurve], operator: str, sizes: tuple[float, ...]
 ) -> tuple[tuple[float, RatioCurve], ...]:
-    """Curves with the weight each has for an operator of these sizes; weights add up to less than 1, the rest is doubt."""
+    """Curves with their weights for an operator of these sizes; the remainder to 1 is the weight of no correction."""
     if operator in MOVES:
         kin = [curve for curve in curves if curve.operator == operator]
     else:
@@ -198,62 +198,44 @@ def _near(
 
 
 def linear_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile) -> list[RatioCurve]:
-    """Ratios of a profile's operators to the forms."""
-    return [_ratio_curve(gpu, eff, profile.shape, curve) for curve in profile.curves]
+    """Ratios of a profile's operators to the rooflines."""
+    curves = []
+    for curve in profile.curves:
+        predicted = operator_s(gpu, eff, profile.shape, curve.tp, curve.operator, curve.tokens)
+        sizes = _sizes(curve.operator, profile.shape, curve.tp)
+        curves.append(RatioCurve(curve.operator, sizes, np.log(curve.tokens), np.log(curve.seconds / predicted)))
+    return curves
 
 
-def _ratio_curve(gpu: GPU, eff: Efficiencies, shape: ModelShape, curve: Curve) -> RatioCurve:
-    predicted = operator_s(gpu, eff, shape, curve.tp, curve.operator, curve.tokens)
-    sizes = _sizes(curve.operator, shape, curve.tp)
-    return RatioCurve(curve.operator, sizes, np.log(curve.tokens), np.log(curve.seconds / predicted))
-
-
-def decode_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile) -> RatioRows | None:
-    """Ratios of a profile's decode attention to the form; rows are numbers of sequences."""
-    points = profile.decode
+def attention_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile, kind: AttentionKind) -> RatioRows | None:
+    """Ratios of a profile's attention to the roofline, None without points; rows are numbers of sequences, or chunk lengths."""
+    points = profile.points(kind)
     if not len(points):
         return None
-    kv_bytes = 4.0 * profile.kv_heads * profile.head_dim
-    predicted = attention_decode_s(gpu, eff, points[:, 0], points[:, 0] * points[:, 1], kv_bytes)
-    return _rows(profile, points, predicted)
-
-
-def prefill_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile) -> RatioRows | None:
-    """Ratios of a profile's prefill attention to the form; rows are chunk lengths."""
-    points = profile.prefill
-    if not len(points):
-        return None
-    predicted = attention_prefill_s(gpu, eff, points[:, 0], points[:, 1], profile.heads, profile.head_dim)
-    return _rows(profile, points, predicted)
-
-
-def _rows(profile: AttentionProfile, points: Array, predicted: Array) -> RatioRows:
-    log_ratio = np.log(points[:, 2] / predicted)
+    log_ratio = np.log(points[:, 2] / profile.form_s(kind, gpu, eff, points))
     firsts = np.unique(points[:, 0])
     rows = []
     for first in firsts:
-        here = points[:, 0] == first
-        order = np.argsort(points[here, 1])
-        rows.append((_log_tokens(points[here, 1][order]), log_ratio[here][order]))
+        here = np.flatnonzero(points[:, 0] == first)
+        here = here[np.argsort(points[here, 1])]
+        rows.append((_log_tokens(points[here, 1]), log_ratio[here]))
     key = (profile.heads, profile.kv_heads, float(profile.head_dim))
     return RatioRows(key, np.log(firsts), tuple(rows))
 
 
 def make_tables(gpu: GPU, eff: Efficiencies, profiles: Iterable[Profile]) -> Tables:
-    """Tables of all profiles, which are taken to be of this GPU."""
-    linear: list[RatioCurve] = []
-    decode: list[RatioRows] = []
-    prefill: list[RatioRows] = []
-    reduces: list[AllReduceTable] = []
-    for profile in profiles:
-        if isinstance(profile, LinearProfile):
-            linear += linear_curves(gpu, eff, profile)
-        elif isinstance(profile, AttentionProfile):
-            decode += [rows for rows in [decode_rows(gpu, eff, profile)] if rows is not None]
-            prefill += [rows for rows in [prefill_rows(gpu, eff, profile)] if rows is not None]
-        elif isinstance(profile, CollectiveProfile) and profile.collective == "all_reduce":
-            reduces.append(all_reduce_table(profile))
-    return Tables(gpu, eff, tuple(linear), tuple(decode), tuple(prefill), tuple(reduces))
+    """Tables of profiles of this GPU."""
+    every = list(profiles)
+    attentions = [p for p in every if isinstance(p, AttentionProfile)]
+    decode, prefill = ([attention_rows(gpu, eff, p, kind) for p in attentions] for kind in KINDS)
+    return Tables(
+        gpu,
+        eff,
+        tuple(curve for p in every if isinstance(p, LinearProfile) for curve in linear_curves(gpu, eff, p)),
+        tuple(rows for rows in decode if rows is not None),
+        tuple(rows for rows in prefill if rows is not None),
+        tuple(all_reduce_table(p) for p in every if isinstance(p, CollectiveProfile) and p.collective == "all_reduce"),
+    )
 
 
 def all_reduce_table(profile: CollectiveProfile) -> AllReduceTable:

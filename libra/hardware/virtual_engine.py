@@ -1,17 +1,17 @@
-"""An inference engine in virtual time: continuous batching, KV memory, a prefix cache, and a queue. It moves from one change of
-its batch to the next, never token by token.
+"""An inference engine in virtual time: continuous batching, KV memory, a prefix cache and a queue. Time advances from one change
+of its batch to the next, never token by token.
 
 Invariants
 ----------
-1. KV held (reserved by running requests, and kept between turns) never exceeds the engine's capacity.
-2. Every request that was submitted is finished once, or handed back by `lost`.
-3. A running request is never preempted: it reserves its whole turn when it starts. (A real engine does not know how long a turn
-   will be, and now and then recomputes one.)
+1. KV in use (reserved by running requests, and kept between turns) never exceeds the engine's capacity.
+2. Every submitted request finishes once, or `lost` returns it.
+3. A running request is never preempted: it reserves its whole turn when it starts. (A real engine does not know the length of a
+   turn, and sometimes recomputes one.)
 4. Smaller priority starts first, then earlier submission.
 
-The model: all running requests gain one token per step, whose seconds come from `EngineSeconds` for the batch as it is, halfway to
-the next change; computing context holds the steps up for its seconds (chunked or not, the work is the same). Samples of a group
-share the KV of their prompt in time, not in memory; and of a whole context, where one is there that began with the same.
+All running requests gain one token per step, whose seconds come from `EngineSeconds` for the batch halfway to the next change.
+Computing context delays the steps by its seconds, chunked or not. Samples of a group share the computation of their prompt's KV,
+but not its memory; requests with the same context share the whole context.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
+from libra.hardware.engine import EngineSeconds
 from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.seconds import EngineSeconds
 from libra.hardware.timing_residuals import Residuals
 from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256
-"""Tables of step seconds are made once per so many tokens of context: a lookup instead of a sum over operators."""
+"""Step seconds are tabulated per this many tokens of context."""
 
 
 class Request(NamedTuple):
@@ -38,28 +38,28 @@ class Request(NamedTuple):
     key: str
     group: str
     context_tokens: int
-    prompt_tokens: int  # of the context, what all samples of the group share
+    prompt_tokens: int  # of the context; all samples of the group share them
     new_tokens: int
-    computed_tokens: int = 0  # of the context, what some engine has computed before
-    reserved_tokens: int = 0  # of generated ones, whose room is held; 0: those that it will generate
-    context: int = 0  # requests of one number have the same tokens of context; 0: nobody else has
+    computed_tokens: int = 0  # of the context, computed by an engine before
+    reserved_tokens: int = 0  # KV reserved for generated tokens; 0: new_tokens
+    context: int = 0  # requests with the same number have the same context tokens; 0: unique
 
     @property
     def room_tokens(self) -> int:
-        """KV that is held for it while it runs."""
+        """KV reserved while it runs."""
         return self.context_tokens + max(self.new_tokens, self.reserved_tokens)
 
 
 class EngineTables:
-    """Seconds of one kind of engine, looked up; shared by all engines of that kind.
+    """Tabulated seconds of one kind of engine, shared by all engines of that kind.
 
     Parameters
     ----------
     seconds : EngineSeconds
     grain_tokens : int
-        Contexts are rounded to the middle of so many tokens.
+        Contexts are rounded to the middle of intervals of this many tokens.
     max_contexts : int or None
-        Trajectories that it holds the KV of at most, whatever room they take: an engine of slots keeps a context in each. None:
+        Maximum number of trajectories whose KV it keeps, of any size: an engine with slots keeps one context in each. None:
         as many as fit.
     """
 
@@ -92,11 +92,11 @@ class EngineTables:
         return found
 
     def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
-        """What such an engine declares. Its seconds are those of the tables alone at ``context_tokens`` and with slots and memory
-        full; between the two they go with the context held. Bytes are 0 where the seconds know none.
+        """The capacity that such an engine declares. Its seconds match the tables for one sequence of ``context_tokens``
+        and for full slots and memory, and are linear in the context between the two. Bytes are 0 if unknown.
         """
         alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
-        if isinstance(self.seconds, MeasuredEngine):  # it said so itself
+        if isinstance(self.seconds, MeasuredEngine):
             return EngineCapacity(tokens, 0, 0, slots, self.seconds.tp, self.seconds.steps)
         context_token_s = (self.step_s(slots, tokens) - alone_s) / tokens
         prefill_token_s = self.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens)
@@ -106,7 +106,7 @@ class EngineTables:
 
 
 class Counters(NamedTuple):
-    """What an engine has done."""
+    """Counters of an engine's work so far."""
 
     generated_tokens: int
     prefilled_tokens: int
@@ -117,22 +117,20 @@ class Counters(NamedTuple):
 
 
 class VirtualEngine:
-    """One engine; with ``residuals`` its seconds are drawn around the tables, as measured ones lie around predictions."""
+    """One engine; with ``residuals`` its seconds are drawn around the tables."""
 
     def __init__(
         self, name: str, tables: EngineTables, *, residuals: Residuals | None, rng: np.random.Generator
     ) -> None:
         self.name = name
-        self.changes = 0  # an event that was computed before the last one is void
+        self.changes = 0  # invalidates events that were computed before the last change
         self._tables, self._residuals, self._rng = tables, residuals, rng
         self._queue: list[tuple[tuple[int, ...], int, Request]] = []
         self._running: list[tuple[float, int, str]] = []  # heap of (step of its last token, serial, key)
         self._requests: dict[str, Request] = {}
-        self._kept: OrderedDict[str, tuple[int, str]] = (
-            OrderedDict()
-        )  # context kept between turns, oldest first; its group
-        self._prompts: dict[str, int] = {}  # how many contexts of a group are here
-        self._first_with: dict[int, str] = {}  # context -> who computed it here, and is still here
+        self._kept: OrderedDict[str, tuple[int, str]] = OrderedDict()  # kept KV, oldest first: tokens, group
+        self._prompts: dict[str, int] = {}  # contexts of each group
+        self._first_with: dict[int, str] = {}  # context -> trajectory that computed it and still has KV
         self._context_of: dict[str, int] = {}  # the inverse
         self._reserved = self._kept_tokens = 0
         self._context = 0.0  # tokens that running requests attend to, now
@@ -144,12 +142,12 @@ class VirtualEngine:
     # ---------------------------------------------------------------- requests
 
     def submit(self, now_s: float, request: Request, priority: tuple[int, ...]) -> None:
-        """A trajectory asks for a turn; ConfigError where it could never fit."""
+        """Request a turn; ConfigError if it can never fit."""
         need = request.room_tokens
         if need > self._tables.kv_capacity_tokens:
             raise ConfigError(
                 f"{request.key} needs {need} tokens of KV, {self.name} holds {self._tables.kv_capacity_tokens}; "
-                "take engines of more GPUs, or shorter trajectories"
+                "type simulation.layout with a higher degree, or shorten the trajectories (simulation.turns, simulation.traces)"
             )
         self._advance(now_s)
         self._serial += 1
@@ -157,7 +155,7 @@ class VirtualEngine:
         self._admit()
 
     def finished(self, now_s: float) -> list[Request]:
-        """Requests whose last token is there at ``now_s``, in order; their KV is kept while nobody needs the room."""
+        """Requests that have their last token at ``now_s``, in order; their KV stays until its memory is needed."""
         self._advance(now_s)
         done = []
         while self._running and self._running[0][0] <= self._steps + 1e-6:
@@ -176,11 +174,11 @@ class VirtualEngine:
         return done
 
     def forget(self, key: str) -> None:
-        """Drop the KV of a trajectory that will not come back, if it is kept."""
+        """Drop the KV of a trajectory that has ended."""
         self._evict(key)
 
     def cancel(self, now_s: float, key: str) -> bool:
-        """Take back a trajectory's request, and its KV; whether it had one."""
+        """Cancel a trajectory's request and drop its KV; returns whether it had a request."""
         self._advance(now_s)
         self._evict(key)
         waiting = [entry for entry in self._queue if entry[2].key != key]
@@ -204,11 +202,11 @@ class VirtualEngine:
 
     @property
     def load_now(self) -> tuple[int, int, int]:
-        """Requests that generate, requests that wait, and trajectories whose context is kept."""
+        """Running requests, waiting requests, and trajectories with kept KV."""
         return len(self._running), len(self._queue), len(self._kept)
 
     def next_finish_s(self) -> float | None:
-        """When the next request will be done if nothing changes; None where nothing runs. Void once ``changes`` moves on."""
+        """When the next request finishes; None if none runs. Valid until ``changes`` changes."""
         if not self._running:
             return None
         count = len(self._running)
@@ -219,7 +217,7 @@ class VirtualEngine:
         return max(self._ready, self._now) + steps * self._step_s
 
     def load(self, now_s: float, load_s: float) -> None:
-        """New weights: kept KV is void, and running requests compute their context again."""
+        """Load new weights: kept KV is dropped, and running requests recompute their context."""
         self._advance(now_s)
         self._ready = max(self._ready, now_s) + load_s
         for key in list(self._kept):
@@ -231,7 +229,7 @@ class VirtualEngine:
         self.changes += 1
 
     def lost(self) -> list[str]:
-        """The engine is gone; keys of all it had, which never finish here."""
+        """Lose the engine; returns the keys of its requests, which never finish here."""
         keys = [request.key for _, _, request in sorted(self._queue)] + sorted(self._requests)
         self._queue, self._running, self._requests = [], [], {}
         self.changes += 1
@@ -239,12 +237,12 @@ class VirtualEngine:
 
     @property
     def counters(self) -> Counters:
-        """What it has done so far."""
+        """Work so far."""
         return Counters(self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV that are reserved or kept now."""
+        """Tokens of KV in use."""
         return self._reserved + self._kept_tokens
 
     # ---------------------------------------------------------------- time
@@ -302,18 +300,18 @@ class VirtualEngine:
             self._ready = max(self._ready, self._now) + factor * self._tables.prefill_s(new_tokens, past_tokens)
 
     def _evict(self, key: str) -> None:
-        """Forget kept KV for good: nobody can take it over any more."""
+        """Drop kept KV, which no other request can share then."""
         self._drop(key)
         self._leave(key)
 
     def _leave(self, key: str) -> None:
-        """Nobody takes over what ``key`` began with."""
+        """Stop sharing the context that ``key`` began with."""
         context = self._context_of.pop(key, None)
         if context is not None:
             del self._first_with[context]
 
     def _drop(self, key: str) -> tuple[int, str]:
-        """Forget kept KV; how many tokens it had, and its group."""
+        """Drop kept KV; its tokens and its group."""
         tokens, group = self._kept.pop(key, (0, ""))
         if tokens:
             self._kept_tokens -= tokens

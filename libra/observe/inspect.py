@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
@@ -19,43 +22,80 @@ from libra.observe.token_text import Decode, load_decode
 from libra.observe.trajectory_view import as_json as view_as_json
 from libra.observe.trajectory_view import render
 from libra.store.trajectories import TrajectoryStore
+from libra.untrusted import shown, shown_json
 
 logger = logging.getLogger(__name__)
 
 _HELP = "n next   p previous   t tokens on or off   q quit"
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which trajectories to show; None: any.
+
+    Attributes
+    ----------
+    index : int or None
+        Position in the store, from 0; negative counts from the end.
+    split, iteration, group, sample : str, int, int, int or None
+    failed : bool
+        Only trajectories with a failure class.
+    order : "best", "worst" or None
+        By reward, ungraded ones last; None: in the order of the store.
+    """
+
+    index: int | None = None
+    split: str | None = None
+    iteration: int | None = None
+    group: int | None = None
+    sample: int | None = None
+    failed: bool = False
+    order: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.order not in ("best", "worst", None):
+            raise ValueError(f"order: got {self.order!r}; allowed are 'best', 'worst' and None")
+
+    def rows(self, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+        """Rows of the trajectory columns that match, in the order of display."""
+        fits = np.ones(len(columns["reward"]), bool)
+        for name in ("split", "iteration", "group", "sample"):
+            if (value := getattr(self, name)) is not None:
+                fits &= columns[name] == value
+        if self.failed:
+            fits &= columns["failure"] != "none"
+        if self.index is not None:
+            fits &= np.arange(len(fits)) == (self.index if self.index >= 0 else len(fits) + self.index)
+        rows = np.flatnonzero(fits)
+        if self.order is None:
+            return rows
+        rewards = columns["reward"][rows]
+        return rows[
+            np.argsort(-rewards if self.order == "best" else rewards, kind="stable")
+        ]  # NaN sorts last both ways
+
+    def __str__(self) -> str:
+        filters = ((name, value) for name, value in asdict(self).items() if name != "order")
+        return ", ".join(f"{name}={value}" for name, value in filters if value not in (None, False)) or "no filter"
+
+
 def inspect_run(
     run_dir: str | Path,
     *,
-    index: int | None = None,
-    split: str | None = None,
-    iteration: int | None = None,
-    group: int | None = None,
-    sample: int | None = None,
-    failed: bool = False,
-    order: str | None = None,
     tokens: bool = False,
     limit: int = 1,
     as_json: bool = False,
     console: Console | None = None,
     read_key: Callable[[], str] | None = None,
+    **selection: Any,
 ) -> None:
-    """Show trajectories of a run that fit every filter given.
+    """Show trajectories of a run, finished or running: those that are committed.
 
-    In a terminal it steps through them by keys; where stdin is no terminal, or ``index``, ``as_json`` or a ``limit``
+    In a terminal it steps through them by keys; if stdin is not a terminal, or ``index``, ``as_json`` or a ``limit``
     other than 1 is given, it prints the first ``limit`` of them.
 
     Parameters
     ----------
-    run_dir
-        A run directory, finished or running: what is committed is shown.
-    index : int or None
-        Position in the store, from 0; negative counts from the end.
-    failed : bool
-        Only trajectories with a failure class.
-    order : "best", "worst" or None
-        By reward, ungraded ones last; None: in the order of the store.
     tokens : bool
         Also every token with text, log-probability and versions.
     as_json : bool
@@ -63,7 +103,9 @@ def inspect_run(
     console : Console or None
         Where to print; None: standard output.
     read_key : callable or None
-        Gives the next key and makes stepping interactive; None: the terminal.
+        Returns the next key and makes stepping interactive; None: the terminal.
+    **selection
+        Fields of `Selection`.
 
     Raises
     ------
@@ -72,51 +114,23 @@ def inspect_run(
     StoreError
         The store cannot be read.
     """
-    run_dir, console = Path(run_dir), console or Console()
+    run_dir, console, selected = Path(run_dir), console or Console(), Selection(**selection)
     store = TrajectoryStore.open(_store_path(run_dir))
-    wanted = {"split": split, "iteration": iteration, "group": group, "sample": sample}
-    rows = select(store.columns(), index=index, wanted=wanted, failed=failed, order=order)
+    rows = selected.rows(store.columns())
     if not len(rows) and not as_json:
-        console.print(_nothing_fits(store, index, wanted, failed), highlight=False, markup=False)
+        iterations = store.columns()["iteration"]
+        span = f", iterations {iterations.min()} to {iterations.max()}" if len(iterations) else ""
+        text = f"No trajectory matches ({selected}); the store holds {store.num_trajectories}{span}."
+        console.print(text, highlight=False, markup=False)
         return
-    decode = _decode_or_ids(run_dir, console, quiet=as_json)
-    viewer = _Viewer(store, rows, decode, console)
+    viewer = _Viewer(store, rows, _decode_or_ids(run_dir, console, quiet=as_json), console)
     if as_json:
         viewer.print_json(limit, tokens)
-    elif read_key is not None or (index is None and limit == 1 and sys.stdin.isatty()):
+    elif read_key is not None or (selected.index is None and limit == 1 and sys.stdin.isatty()):
         viewer.step(read_key or click.getchar, tokens)
     else:
         for place in range(min(limit, len(rows))):
             viewer.show(place, tokens)
-
-
-def select(
-    columns: Mapping[str, NDArray[Any]],
-    *,
-    index: int | None,
-    wanted: Mapping[str, Any],
-    failed: bool,
-    order: str | None,
-) -> NDArray[np.int64]:
-    """Rows of the trajectory columns that fit, in the order to show them.
-
-    ``wanted`` maps a column to the value it must have; None fits all. Raises ValueError for an unknown order.
-    """
-    fits = np.ones(len(columns["reward"]), bool)
-    for name, value in wanted.items():
-        if value is not None:
-            fits &= columns[name] == value
-    if failed:
-        fits &= columns["failure"] != "none"
-    if index is not None:
-        fits &= np.arange(len(fits)) == (index if index >= 0 else len(fits) + index)
-    rows = np.flatnonzero(fits)
-    if order is None:
-        return rows
-    if order not in ("best", "worst"):
-        raise ValueError(f"order: got {order!r}; allowed are 'best', 'worst' and None")
-    rewards = columns["reward"][rows]
-    return rows[np.argsort(-rewards if order == "best" else rewards, kind="stable")]  # NaN sorts last both ways
 
 
 class _Viewer:
@@ -131,7 +145,9 @@ class _Viewer:
         """Print one of them; ``place`` counts from 0 within the selection."""
         index = int(self.rows[place])
         where = f"{place + 1} of {len(self.rows)} selected, index {index} of {self.store.num_trajectories}"
-        page = render(self.store.trajectory(index), self._row(index), place=where, decode=self.decode, tokens=tokens)
+        page = render(
+            self.store.trajectory(index), self.store.row(index), place=where, decode=self.decode, tokens=tokens
+        )
         self.console.rule()
         self.console.print(page)
 
@@ -139,9 +155,13 @@ class _Viewer:
         """Print the first ``limit`` of them, one JSON object per line."""
         for index in self.rows[:limit].tolist():
             page = view_as_json(
-                self.store.trajectory(index), self._row(index), index=index, decode=self.decode, tokens=tokens
+                self.store.trajectory(index), self.store.row(index), index=index, decode=self.decode, tokens=tokens
             )
-            self.console.out(json.dumps(page, allow_nan=False), highlight=False)
+            try:
+                line = msgspec.json.encode(page).decode()
+            except UnicodeEncodeError:  # a lone surrogate, from a fact: only an ASCII escape can express it
+                line = json.dumps(_with_nulls(page), separators=(",", ":"))
+            self.console.out(shown_json(line), highlight=False)
 
     def step(self, read_key: Callable[[], str], tokens: bool) -> None:
         """Show them by keys, until ``q`` or the end of input."""
@@ -162,33 +182,15 @@ class _Viewer:
             else:
                 place = (place + (-1 if key == "p" else 1)) % len(self.rows)
 
-    def _row(self, index: int) -> dict[str, Any]:
-        return {
-            name: str(values[index]) if values.dtype.kind == "T" else values[index].item()
-            for name, values in self.store.columns().items()
-        }
-
 
 def _store_path(run_dir: Path) -> Path:
     path = run_dir / "trajectories.zarr"
     if path.is_dir():
         return path
-    runs = sorted(found.parent.name for found in run_dir.glob("*/trajectories.zarr")) if run_dir.is_dir() else []
-    hint = (
-        f"type libra inspect {run_dir / runs[-1]}"
-        if runs
-        else "type libra inspect RUN with a directory that `libra run` made"
-    )
-    what = "does not exist" if not run_dir.exists() else "holds no trajectories.zarr"
-    raise RunDirectoryError(f"{run_dir}: {what}, so it is no run directory; {hint}")
-
-
-def _nothing_fits(store: TrajectoryStore, index: int | None, wanted: Mapping[str, Any], failed: bool) -> str:
-    filters = {"index": index, **wanted, "failed": failed or None}
-    asked = ", ".join(f"{name}={value}" for name, value in filters.items() if value is not None) or "no filter"
-    iterations = store.columns()["iteration"]
-    span = f", iterations {iterations.min()} to {iterations.max()}" if len(iterations) else ""
-    return f"No trajectory fits ({asked}); the store holds {store.num_trajectories}{span}."
+    runs = sorted(found.parent for found in run_dir.glob("*/trajectories.zarr"))
+    hint = runs[-1] if runs else "RUN with a directory that `libra run` made"
+    what = "holds no trajectories.zarr" if run_dir.exists() else "does not exist"
+    raise RunDirectoryError(f"{run_dir}: {what}, so it is not a run directory; type libra inspect {hint}")
 
 
 def _decode_or_ids(run_dir: Path, console: Console, *, quiet: bool) -> Decode | None:
@@ -197,5 +199,16 @@ def _decode_or_ids(run_dir: Path, console: Console, *, quiet: bool) -> Decode | 
     except ModelError as error:
         logger.info("token ids are shown, not text: %s", error)
         if not quiet:
-            console.print(f"Token ids are shown, not text: {error}", style="yellow", highlight=False, markup=False)
+            console.print(
+                shown(f"Token ids are shown, not text: {error}"), style="yellow", highlight=False, markup=False
+            )
         return None
+
+
+def _with_nulls(value: Any) -> Any:
+    """NaN and infinities as None, as msgspec writes them."""
+    if isinstance(value, Mapping):
+        return {key: _with_nulls(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,7 @@
-"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and TensorBoard where asked.
+"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and optionally TensorBoard.
 
 1. A step's line is on disk when `MetricsLog.write` returns; the JSON lines are the record, TensorBoard a view of it.
-2. Every line holds ``step``, ``wall_time_s`` (seconds since the Unix epoch) and the values; a NaN or infinite value is
-   null there, since JSON has no word for it.
+2. Every line holds ``step``, ``wall_time_s`` (seconds since the Unix epoch) and the values; NaN and infinity are null.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class MetricsLog:
     Parameters
     ----------
     run_dir : Path
-        Holds ``metrics.jsonl``, which is continued where it exists, and ``tensorboard/``.
+        Directory of ``metrics.jsonl``, which is appended to, and ``tensorboard/``.
     tensorboard : bool
         Also write TensorBoard event files; show them with ``tensorboard --logdir RUN/tensorboard``.
     clock : callable
@@ -42,13 +41,13 @@ class MetricsLog:
         self._board = _Board(Path(run_dir) / "tensorboard") if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values of one step; StoreError where a value is no number, or its name is taken by the line itself."""
+        """Record values of one step; StoreError if a value is not a number, or its name is reserved."""
         wall_time_s = self._clock()
         line: dict[str, Any] = {"step": step, "wall_time_s": wall_time_s}
         numbers = {}
         for name, value in values.items():
             if name in _RESERVED:
-                raise StoreError(f"metric {name!r}: the names {', '.join(_RESERVED)} belong to the line itself")
+                raise StoreError(f"metric {name!r}: the names {', '.join(_RESERVED)} are reserved")
             try:
                 numbers[name] = float(value)
             except (TypeError, ValueError) as error:
@@ -60,7 +59,7 @@ class MetricsLog:
             self._board.write(step, wall_time_s, numbers)
 
     def close(self) -> None:
-        """Close the files; closing twice is closing once."""
+        """Close the files; a second call does nothing."""
         self._lines.close()
         if self._board is not None:
             self._board.close()
@@ -79,7 +78,7 @@ class _Board:
     """TensorBoard scalars through its own writer: no torch, no TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
-        # Imported here: a run without TensorBoard does not pay for it.
+        # Lazy: a run without TensorBoard must not load it.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -97,8 +96,8 @@ class _Board:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics in order; a torn last line is left out and reported by a warning.
+    """The lines of a run's metrics in order; a torn last line is skipped with a warning.
 
-    StoreError where the run has no metrics, or a line but the last is damaged.
+    StoreError if the run has no metrics, or a line but the last is damaged.
     """
     return read_lines(Path(run_dir) / "metrics.jsonl").objects

@@ -1,10 +1,10 @@
-"""What the driver says while a run goes on: a live table on a terminal, plain lines in a pipe or a CI log.
+"""Progress of a run in the driver: a live table on a terminal, plain lines in a pipe or a CI log.
 
 Invariants
 ----------
-1. On a terminal nothing else is torn: prints and log records of this process appear above the table, whole.
-2. Elsewhere there are no control characters and no line breaks inside a line; the first and the last iteration always
-   have a line, those between at most one per ``PLAIN_INTERVAL_S``.
+1. On a terminal, prints and log records of this process appear whole, above the table.
+2. Plain lines have no control characters and no line breaks inside; the first and the last iteration always have a line, those
+   between at most one per ``PLAIN_INTERVAL_S``.
 3. Text from outside is never read as markup.
 """
 
@@ -26,20 +26,23 @@ from rich.table import Table
 from rich.text import Text
 
 from libra.types import FailureClass
+from libra.untrusted import shown
 
 PLAIN_INTERVAL_S: Final = 1.0
 TABLE_ROWS: Final = 8
 SPARKLINE_ITERATIONS: Final = 60
+TOLD_IN_A_ROW: Final = 3
+"""Iterations with nothing to learn from that are told again; single ones are usual once a run has learned."""
 
 
 class TableColumn(NamedTuple):
-    """One figure of an iteration: name in ``values``, title, format, and the narrowest window that shows it."""
+    """One figure of an iteration: name in ``values``, title, format, and the minimum width of a terminal that shows it."""
 
     name: str
     title: str
     spec: str
     window_chars: int
-    if_any: bool = False  # left out while it is 0
+    if_any: bool = False  # omitted while it is 0
 
 
 COLUMNS: Final = (
@@ -48,7 +51,8 @@ COLUMNS: Final = (
     TableColumn("lag", "lag", ".2f", 0),
     TableColumn("turns", "turns", ".1f", 0),
     TableColumn("failures", "failures", ",.0f", 0),
-    TableColumn("resampled", "tried again", ",.0f", 0, if_any=True),
+    TableColumn("resampled", "new attempts", ",.0f", 0, if_any=True),
+    TableColumn("groups_without_signal", "no signal", ",.0f", 0, if_any=True),
     TableColumn("iteration_s", "iteration s", ".1f", 0),
     TableColumn("rollout_s", "rollout s", ".1f", 90),
     TableColumn("train_s", "train s", ".1f", 90),
@@ -69,7 +73,7 @@ def figure_text(value: Any, spec: str) -> str:
 
 
 def failure_causes(values: Mapping[str, Any]) -> str:
-    """What ended attempts that were not the model's doing, of one iteration or of a sum: ``engine 2, reward 1``; else empty."""
+    """Failures that the model did not cause, of one iteration or of a sum: ``engine 2, reward 1``; empty without any."""
     counts: Counter[str] = Counter()
     for name, count in values.items():
         kind, _, failure = name.partition("/")
@@ -99,19 +103,16 @@ class RunProgress:
 
     Parameters
     ----------
-    run : str
-    iterations : int
-        How many the run will take.
-    dashboard_url : str
-        Shown once, where to look.
+    run, iterations, dashboard_url : str, int, str
+        Name of the run, its number of iterations, and the page to announce.
     enabled : bool
-        False: nothing is written at all.
+        False: nothing is written.
     console : Console, optional
         Where to write; None: standard output.
     clock_s : callable
         Monotonic seconds.
     refreshes_per_s : float
-        How often the clock of the live table moves; 0: only when something happens.
+        Refreshes of the live table per second; 0: only at events.
     """
 
     def __init__(
@@ -131,7 +132,8 @@ class RunProgress:
         self._refreshes_per_s = refreshes_per_s
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=TABLE_ROWS)
         self._rewards: deque[float] = deque(maxlen=SPARKLINE_ITERATIONS)
-        self._num_done = 0
+        self._num_done = self._without_signal = 0
+        self._told_signal = False
         self._started_s = self._printed_s = clock_s()
         self._unprinted: Mapping[str, Any] | None = None
         self._live: Live | None = None
@@ -165,24 +167,25 @@ class RunProgress:
             self._live = None
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line above the live table."""
         if self.enabled:
-            self._console.print(Text(text), soft_wrap=True, highlight=False)
+            self._console.print(Text(shown(text)), soft_wrap=True, highlight=False)
 
     def evaluated(self, label: str, mean_reward: float, num: int) -> None:
-        """Held-out questions were asked: ``num`` of them, at the weights that ``label`` names."""
+        """Print the result of an evaluation on ``num`` held-out questions, with the weights that ``label`` names."""
         self.message(
             f"evaluation, {label}: mean reward {figure_text(mean_reward, '.3f')} on {num:,} held-out questions"
         )
 
     def iteration(self, values: Mapping[str, Any]) -> None:
-        """An iteration is done; ``values`` has its 0-based ``iteration`` and, where known, what ``COLUMNS`` names."""
+        """Print a finished iteration; ``values`` has its 0-based ``iteration`` and, where known, the names of ``COLUMNS``."""
         self._num_done = int(values["iteration"]) + 1
         reward = values.get("reward")
         self._rewards.append(math.nan if reward is None else float(reward))
         self._rows.append(values)
         if not self.enabled:
             return
+        self._tell_signal(values)
         if self._live is not None:
             self._live.refresh()
             return
@@ -192,12 +195,23 @@ class RunProgress:
         else:
             self._unprinted = values
 
+    def _tell_signal(self, values: Mapping[str, Any]) -> None:
+        """Print a line for the first iteration with nothing to learn from, for `TOLD_IN_A_ROW` in a row, and at their end."""
+        cause, before = str(values.get("no_signal", "")), self._without_signal
+        self._without_signal = before + 1 if cause else 0
+        if cause and (not self._told_signal or self._without_signal == TOLD_IN_A_ROW):
+            in_a_row = f", {self._without_signal} iterations in a row" if before else ""
+            self.message(f"iteration {values['iteration']}: nothing to learn{in_a_row}: {cause}")
+            self._told_signal = True
+        elif before >= TOLD_IN_A_ROW and not cause:
+            self.message(f"iteration {values['iteration']}: something to learn again, after {before} without")
+
     def _print_plain(self, values: Mapping[str, Any]) -> None:
         self._printed_s, self._unprinted = self._clock_s(), None
         figures = ", ".join(
-            f"{column.title} {figure_text(values[column.name], column.spec)}"
-            for column in COLUMNS
-            if column.name in values and (values[column.name] or not column.if_any)
+            f"{c.title} {figure_text(values[c.name], c.spec)}"
+            for c in COLUMNS
+            if c.name in values and (values[c.name] or not c.if_any)
         )
         if causes := failure_causes(values):
             figures += f"; not the model's: {causes}"
@@ -243,7 +257,7 @@ class RunProgress:
         return Text.assemble(("reward ", "dim"), (sparkline(shown, blocks), "green"), (bounds, "dim"))
 
     def _move_log_handlers(self, streams: tuple[TextIO, TextIO]) -> None:
-        """Send log records that would hit the terminal through the live table's own streams."""
+        """Send log records for the terminal through the live table's own streams."""
         replacement = dict(zip(streams, (sys.stdout, sys.stderr), strict=True))
         loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
         for handler in {handler for logger in loggers for handler in logger.handlers}:

@@ -1,16 +1,15 @@
 """Every quantum of every trajectory as a row of Dask's own task stream.
 
-Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one key that
-runs many times and leaves ``processing`` for ``released`` each time but the last, so the stock stream shows its last
-quantum only.
+Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one key that runs many times and
+leaves ``processing`` for ``released`` each time but the last, so Dask's stream has only its last quantum.
 
 Invariants
 ----------
 1. Every quantum given to :meth:`QuantumStream.add` is one row of the buffer behind ``/status`` and
    ``Client.get_task_stream``; the buffer keeps its own bound, so nothing here grows with the length of a run.
-2. A key whose quanta were added gets no second row when it reaches ``memory``; where it errs, Dask's own row stays.
-3. Rows of one lane of one worker never overlap in time; a lane is a line of the drawing, not a thread.
-4. What is kept per key is dropped when the scheduler forgets the key, per worker when the worker leaves.
+2. A key whose quanta were added gets no second row when it reaches ``memory``; if it errs, Dask's own row stays.
+3. Rows of one lane of one worker never overlap in time; a lane is a line of the plot, not a thread.
+4. State per key ends when the scheduler forgets the key, state per worker when the worker leaves.
 """
 
 from __future__ import annotations
@@ -42,16 +41,15 @@ def _color_of_row(row: dict[str, Any]) -> str:
 
 
 class QuantumStream(SchedulerPlugin):
-    """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if nobody opened a page yet.
+    """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if needed.
 
-    Registers itself as the scheduler plugin ``libra-task-stream``; a second one on the same scheduler replaces the
-    first and inherits what it knew. Colours are set in the scheduler's process; a client that plots the rows itself
-    gets Dask's.
+    Registers itself as the scheduler plugin ``libra-task-stream``; a second one on the same scheduler replaces the first and takes
+    over its state. Colours are set in the scheduler's process; a client that plots the rows itself has Dask's.
 
     Attributes
     ----------
     refused : int
-        Quanta not shown because their stop lies before their start (a worker's clock was set back).
+        Quanta without a row because their stop is before their start (a worker's clock was set back).
     """
 
     name = "libra-task-stream"
@@ -74,15 +72,14 @@ class QuantumStream(SchedulerPlugin):
         Parameters
         ----------
         key : Dask key
-            The trajectory's key. The row's key is ``(label, key, n)``, n counting the key's rows from 0, so that Dask
-            names and groups rows by label.
+            The trajectory's key. The row's key is ``(label, key, n)``, n from 0, so that Dask groups rows by label.
         worker_address : str
-            Address Dask knows the worker by.
+            Dask's address of the worker.
         phase : Phase
         start_s, stop_s : float
             Unix seconds.
         label : str
-            What is shown: ``generate``, or the tool's name; where it is empty (a malformed call has none), the phase.
+            ``generate``, or the tool's name; empty (a malformed call): the phase.
         """
         if type(phase) is not Phase:
             phase = Phase(phase)
@@ -113,7 +110,7 @@ class QuantumStream(SchedulerPlugin):
         stock.index += 1
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Take back Dask's row for the last quantum of a key, and forget keys that the scheduler forgets."""
+        """Remove Dask's row for the last quantum of a key, and forget keys that the scheduler forgets."""
         if key not in self._num_quanta:
             return
         if start == "processing" and finish == "memory":
@@ -130,7 +127,7 @@ class QuantumStream(SchedulerPlugin):
             self._lanes.pop((worker, phase), None)
 
     def _lane(self, worker: str, phase: Phase, start_s: float, stop_s: float) -> int:
-        """First line of the drawing that is free from ``start_s`` on."""
+        """First line of the plot that is free from ``start_s`` on."""
         lanes = self._lanes.setdefault((worker, phase), [])
         for lane, free_from_s in enumerate(lanes):
             if free_from_s <= start_s:
@@ -140,7 +137,7 @@ class QuantumStream(SchedulerPlugin):
         return len(lanes) - 1
 
     def _stock(self) -> TaskStreamPlugin:
-        """Dask's plugin. Ours stays behind it, since plugins are told of a transition in order of registration."""
+        """Dask's plugin. Ours stays behind it: plugins get transitions in order of registration."""
         plugins = self._scheduler.plugins
         if dask_task_stream.TaskStreamPlugin.name not in plugins:
             self._scheduler.add_plugin(dask_task_stream.TaskStreamPlugin(self._scheduler))

@@ -1,4 +1,4 @@
-"""Text of token ids, from the tokenizer a run was made with."""
+"""Text of token ids, by the tokenizer of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 def load_decode(run_dir: Path) -> Decode:
     """The function from token ids to text, special tokens included, for the trajectories of a run.
 
-    Looked for in ``RUN/tokenizer``, then in ``model.path`` of ``RUN/config.resolved.yaml``. Nothing is downloaded.
+    From ``RUN/tokenizer``, else from ``model.path`` of ``RUN/config.resolved.yaml``. Nothing is downloaded.
 
     Raises
     ------
@@ -47,4 +47,4 @@ def _model_of(run_dir: Path) -> Path | str:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         return resolve_model(str(config["model"]["path"]))
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: does not say which model the run had ({error!r})") from error
+        raise ModelError(f"{path}: has no model.path of the run ({error!r})") from error

@@ -1,4 +1,4 @@
-"""One trajectory for a reader: its text by who wrote it, its turns, and every token on request."""
+"""One trajectory for a reader: its text by origin, its turns, and every token on request."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from libra.observe.token_text import Decode
 from libra.types import NO_TOOL, FailureClass, ToolStatus, Trajectory
+from libra.untrusted import shown
 
 STYLES: Mapping[str, str] = {"prompt": "dim", "generated": "bold green", "observation": "yellow"}
 
@@ -27,7 +28,7 @@ class Segment(NamedTuple):
 
 
 def segments(trajectory: Trajectory) -> list[Segment]:
-    """The tokens of a trajectory cut where the model's own begin and end; together they are all of them, in order."""
+    """All tokens of a trajectory in order, cut where generated ones begin and end."""
     action = trajectory.is_action
     cuts = [0, *(np.flatnonzero(np.diff(action)) + 1).tolist(), len(action)]
     found = []
@@ -48,7 +49,7 @@ def render(
     row : mapping
         Its row of per-trajectory columns in the store.
     place : str
-        Where it lies among those selected, e.g. ``3 of 40``.
+        Its place in the selection, e.g. ``3 of 40``.
     decode : callable or None
         None: token ids are shown instead of text.
     tokens : bool
@@ -65,7 +66,7 @@ def render(
 def as_json(
     trajectory: Trajectory, row: Mapping[str, Any], *, index: int, decode: Decode | None, tokens: bool
 ) -> dict[str, Any]:
-    """The same as one JSON-able object; numbers that are NaN are None, text is None without a tokenizer."""
+    """The same as one object for JSON; text is None without a tokenizer."""
     result: dict[str, Any] = {"index": index, "trajectory": str(trajectory.trajectory_id)}
     result |= {name: value for name, value in row.items() if name != "prompt_json"}
     result["prompt"] = {
@@ -73,13 +74,8 @@ def as_json(
         "facts": dict(trajectory.prompt.facts),
     }
     result["segments"] = [
-        {
-            "origin": origin,
-            "start": start,
-            "stop": stop,
-            "text": decode(_ids(trajectory, start, stop)) if decode else None,
-        }
-        for origin, start, stop in segments(trajectory)
+        segment._asdict() | {"text": decode(_ids(trajectory, segment.start, segment.stop)) if decode else None}
+        for segment in segments(trajectory)
     ]
     result["turns"] = trajectory.turns
     if tokens:
@@ -94,16 +90,7 @@ def as_json(
             }
             for i in range(len(trajectory.token_ids))
         ]
-    plain: dict[str, Any] = _finite(result)
-    return plain
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return result
 
 
 def _ids(trajectory: Trajectory, start: int, stop: int) -> list[int]:
@@ -116,24 +103,22 @@ def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> Render
     table.add_column(style="bold")
     table.add_column()
     consumed = f"batch {row['batch']}" if row["batch"] >= 0 else "no batch"
-    table.add_row(
-        "trajectory", Text(f"{trajectory.trajectory_id}  ({place}; consumed by {consumed}; epoch {trajectory.epoch})")
-    )
+    where = f"({place}; consumed by {consumed}; epoch {trajectory.epoch})"
+    table.add_row("trajectory", Text(f"{trajectory.trajectory_id}  {where}"))
     graded = "not graded" if math.isnan(trajectory.reward) else f"{trajectory.reward:g}"
     table.add_row("reward", Text(f"{graded}   advantage {trajectory.advantage:+.4f}"))
     ended = Text(str(trajectory.end_reason))
     if trajectory.failure is not FailureClass.NONE:
         ended.append(f"   failure: {trajectory.failure}", style="bold red")
-        ended.append(f" {trajectory.failure_detail}" if trajectory.failure_detail else "")
+        ended.append(f" {shown(trajectory.failure_detail)}" if trajectory.failure_detail else "")
     if trajectory.retried:
         ended.append(f"   attempt {trajectory.attempt + 1}, after: {trajectory.retried}", style="yellow")
     table.add_row("ended", ended)
     newest = int(trajectory.weight_version.max(initial=-1))
     versions = "nothing generated" if newest < 0 else f"weight versions {trajectory.oldest_version} to {newest}"
-    table.add_row(
-        "tokens", Text(f"{len(trajectory.token_ids)}, of which {trajectory.num_action_tokens} generated; {versions}")
-    )
-    table.add_row("prompt", Text(f"{trajectory.prompt.prompt_id}  {dict(trajectory.prompt.facts)}"))
+    generated = f"of which {trajectory.num_action_tokens} generated"
+    table.add_row("tokens", Text(f"{len(trajectory.token_ids)}, {generated}; {versions}"))
+    table.add_row("prompt", Text(shown(f"{trajectory.prompt.prompt_id}  {dict(trajectory.prompt.facts)}")))
     return table
 
 
@@ -141,7 +126,7 @@ def _text(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
     text = Text("\n")
     for origin, start, stop in segments(trajectory):
         ids = _ids(trajectory, start, stop)
-        text.append(decode(ids) if decode else " ".join(map(str, ids)) + "\n", style=STYLES[origin])
+        text.append(shown(decode(ids)) if decode else " ".join(map(str, ids)) + "\n", style=STYLES[origin])
     text.append("\n\n")
     for origin, style in STYLES.items():
         text.append(f"[{origin}] ", style=style)
@@ -149,32 +134,15 @@ def _text(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
 
 
 def _turns(trajectory: Trajectory) -> RenderableType:
-    table = Table(title="turns", title_justify="left")
-    names = (
-        "turn",
-        "tool",
-        "status",
-        "calls",
-        "context",
-        "generated",
-        "observed",
-        "stop",
-        "generate s",
-        "tool s",
-        "worker",
-    )
-    for name in names:
-        table.add_column(name)
+    columns = "turn|tool|status|calls|context|generated|observed|stop|generate s|tool s|worker"
+    table = Table(*columns.split("|"), title="turns", title_justify="left")
     for turn in trajectory.turns:
         status = turn["status"]
         table.add_row(
             str(turn["turn"]),
-            Text(turn["tool"]),
+            Text(shown(turn["tool"])),
             Text(status, style="" if status in (NO_TOOL, ToolStatus.OK) else "red"),
-            str(turn["num_calls"]),
-            str(turn["prompt_tokens"]),
-            str(turn["generated_tokens"]),
-            str(turn["observation_tokens"]),
+            *(str(turn[name]) for name in ("num_calls", "prompt_tokens", "generated_tokens", "observation_tokens")),
             Text(turn["stop_reason"]),
             f"{turn['generate_s']:.3f}",
             f"{turn['tool_s']:.3f}",
@@ -184,9 +152,8 @@ def _turns(trajectory: Trajectory) -> RenderableType:
 
 
 def _tokens(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
-    table = Table(title="tokens", title_justify="left")
-    for name in ("position", "id", "text", "origin", "log-prob", "version", "kv version"):
-        table.add_column(name)
+    names = ("position", "id", "text", "origin", "log-prob", "version", "kv version")
+    table = Table(*names, title="tokens", title_justify="left")
     for origin, start, stop in segments(trajectory):
         for i in range(start, stop):
             generated = origin == "generated"

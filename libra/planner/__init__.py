@@ -2,16 +2,16 @@
 
 ::
 
-    snapshot = Snapshot(load_gpu("A800-80G"), load_shape("Qwen3-14B"), num_gpus=64, workload=Workload.of(...))
+    snapshot = PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-14B"), num_gpus=64, workload=TrajectoryTotals.of(...))
     print(text(plan(snapshot)))                      # `libra plan`
-    found = search(pose(snapshot).problem)           # only the search: split, engines, proven bound
-    loop = PlanLoop(snapshot, deployed)              # in virtual time: after each iteration learn, plan again, weigh
+    found = search(formulate(snapshot).problem)      # only the search: split, engines, proven bound
+
+During a run, `libra.planner.arrangement_loop` decides after each iteration from measurements.
 """
 
 from libra.planner.build_plan import compare, plan
 from libra.planner.explain import text
 from libra.planner.plan import Plan
-from libra.planner.plan_loop import PlanLoop, RealisedStep
 from libra.planner.planning_problem import EngineClass, Problem
 from libra.planner.search import Found, Planner, search
 from libra.planner.snapshot import Corrections, PlanningSnapshot, formulate
@@ -21,11 +21,9 @@ __all__ = [
     "EngineClass",
     "Found",
     "Plan",
-    "PlanLoop",
     "Planner",
     "PlanningSnapshot",
     "Problem",
-    "RealisedStep",
     "compare",
     "formulate",
     "plan",

@@ -1,13 +1,13 @@
-"""Ways in which a run's own workers may be arranged: who trains, whose GPUs are one engine, how many trajectories each takes. Pure.
+"""Arrangements of a run's workers: which train, which share an engine, how many slots each engine uses. Pure.
 
-A *seat* is a rollout worker as it is; an *arrangement* is what all of them could be. `arrangements` lists those that the scheduler
-can bring about (`libra.policy.role_changes`), `blocked` those that it cannot, each with what is missing, and `steps_to` says
-which changes lead from one to another.
+A *seat* is a rollout worker as it is now; an *arrangement* gives a role to each. `arrangements` lists those that the scheduler can
+reach (`libra.policy.role_changes`), `blocked` those that it cannot, each with what is missing, and `steps_to` has the changes
+that lead from one to another.
 
 1. Only workers that may change roles train, lend or lead; at least one engine stays.
-2. Engines are made of two workers of one node with equal engines, and are two again: TP 1+1 and 2, or 2+2 and 4.
-3. The fewest workers are moved: those that train already stay, then go those with the fewest resident trajectories, then by name;
-   engines of two that are there stay as long as both workers roll out.
+2. Two workers of one node with equal engines may form one engine, and separate again: TP 1+1 and 2, or 2+2 and 4.
+3. The fewest workers change: those that train already stay, then those with the fewest resident trajectories train, then by name;
+   present engines of two stay as long as both workers roll out.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from libra.planner.plan_commands import Deployed
-from libra.planner.replan import REBUCKET, ROLES, SLOTS
+from libra.planner.replan import REBUCKET, ROLES, SLOTS, Deployed
+from libra.planner.split_forecast import Splits
 from libra.types import EngineCapacity
 
 NEAR = 2
-"""Where more than `MANY` workers may change, arrangements with so many more or fewer trainers than now are looked at."""
+"""If more than `MANY` workers may change, options have at most this many more or fewer trainers than now."""
 MANY = 4
 
 MayHave = Callable[[str, int], str]
-"""Why engines of a kind (``transformers``) cannot have a tensor-parallel degree; empty where they can."""
+"""Why engines of a kind (``transformers``) cannot have a tensor-parallel degree; empty if they can."""
 
 
 def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
-    """Name of engines that are alike: their bucket, as of another degree than the one that it names, and their slots."""
+    """Name of equal engines: their bucket, with ``tp`` in place of the degree it names, and their slots."""
     return f"{bucket.replace(f'-tp{base_tp}', f'-tp{tp}', 1)}-slots{slots}"
 
 
@@ -48,15 +48,15 @@ class Seat:
     may_change : bool
         Whether it can change roles.
     role : str
-        rollout, train or lent; what it is on its way to, where it changes.
+        rollout, train or lent; during a change, the new one.
     bond : frozenset of str
-        Other workers whose GPUs are one engine's with its own.
+        Other workers whose GPUs form one engine with its own.
     residents : int
         Trajectories whose KV its engine holds.
     limits : mapping of TP degree to int
-        Slots that an engine led by it may use; those not named: all.
+        Slots that an engine led by it may use; a degree without an entry: all slots.
     declared : mapping of TP degree to EngineCapacity
-        What engines led by it have said of themselves, now or earlier.
+        Declarations of engines led by it, now or earlier.
     """
 
     name: str
@@ -75,7 +75,8 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine of an arrangement: its workers, the one that leads first; its kind; and slots that it may use of all it has."""
+    """An engine of an arrangement: its workers, the one that leads first; its kind; its slots, and how many of them it may
+    use."""
 
     workers: tuple[str, ...]
     kind: str
@@ -86,7 +87,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """What all seats do. ``missing`` says why it cannot be brought about; empty: it can."""
+    """A role for all seats. ``missing``: why it cannot be reached; empty: it can."""
 
     engines: tuple[Engine, ...]
     training: frozenset[str]
@@ -99,20 +100,20 @@ class Arrangement:
 
     @property
     def shown(self) -> str:
-        """In few words, for people."""
+        """In words."""
         alike = Counter((engine.tp, engine.slots) for engine in self.engines)
         engines = " + ".join(f"{count} x TP {tp} of {slots} slots" for (tp, slots), count in sorted(alike.items()))
         return engines + (f", {', '.join(sorted(self.training))} training" if self.training else "")
 
     def deployed(self, core_trainers: int) -> Deployed:
-        """As the planner counts: training GPUs, engines by degree, and of each degree the slots of one engine (the least)."""
+        """Training GPUs, engines by degree, and of each degree the fewest slots of an engine."""
         slots: dict[int, int] = {}
         for engine in self.engines:
             slots[engine.tp] = min(engine.slots, slots.get(engine.tp, engine.slots))
         return Deployed(core_trainers + len(self.training), dict(Counter(e.tp for e in self.engines)), slots)
 
     def limited(self, slots: Mapping[int, int]) -> Arrangement:
-        """With engines of these degrees using at most so many slots, never more than they have."""
+        """The arrangement with at most these slots on engines of these degrees, never more than they have."""
         return replace(
             self,
             engines=tuple(
@@ -123,7 +124,7 @@ class Arrangement:
 
 
 def engine_of(seats: Mapping[str, Seat], workers: Sequence[str]) -> Engine:
-    """The engine that these workers' GPUs make, led by the first."""
+    """The engine of these workers' GPUs, led by the first."""
     lead = seats[workers[0]]
     tp, full = sum(seats[name].tp for name in workers), sum(seats[name].slots for name in workers)
     kind = kind_of(lead.bucket, lead.tp, tp, full)
@@ -131,7 +132,7 @@ def engine_of(seats: Mapping[str, Seat], workers: Sequence[str]) -> Engine:
 
 
 def arranged(seats: Collection[Seat]) -> Arrangement:
-    """What the seats do now."""
+    """The present arrangement of the seats."""
     by_name = {seat.name: seat for seat in seats}
     engines = tuple(
         engine_of(by_name, (seat.name, *sorted(seat.bond & by_name.keys())))
@@ -141,8 +142,23 @@ def arranged(seats: Collection[Seat]) -> Arrangement:
     return Arrangement(engines, frozenset(seat.name for seat in seats if seat.role == "train"))
 
 
+def splits_of(seats: Collection[Seat], core_trainers: int) -> Splits:
+    """Engines by kind for each number of hybrids that train: first those that train now, then those with the fewest residents."""
+    now = {engine.workers[0]: engine.kind for engine in arranged(seats).engines}
+    present = [seat for seat in seats if seat.role != "lent"]
+    kinds = {seat.name: now.get(seat.name, kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)) for seat in present}
+    hybrids = sorted(
+        (seat for seat in present if seat.may_change),
+        key=lambda seat: (seat.role != "train", seat.residents, seat.name),
+    )
+    counts = [Counter(kinds.values())]
+    for seat in hybrids:
+        counts.append(counts[-1] - Counter([kinds[seat.name]]))
+    return Splits(counts, sum(seat.role == "train" for seat in hybrids), core_trainers)
+
+
 def arrangements(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
-    """Every arrangement that can be brought about, with the slots that engines may use now; the present one is first."""
+    """Every reachable arrangement, with the slots that engines may use now; the present one is first."""
     now = arranged(seats)
     changing = sorted(
         (seat for seat in seats if seat.may_change),
@@ -156,14 +172,14 @@ def arrangements(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement
         training = frozenset(seat.name for seat in changing[:count])
         rest = [seat for seat in changing if seat.name not in training]
         for pairs in _pairings(rest, may_have):
-            made = _made(seats, training, pairs)
+            made = _arrangement(seats, training, pairs)
             if made.engines and made not in found:
                 found.append(made)
     return found
 
 
 def _pairings(seats: Sequence[Seat], may_have: MayHave) -> list[list[tuple[str, str]]]:
-    """None joined, the first two, the first four, ...: pairs that are there first, then by name."""
+    """No pair, the first pair, the first two pairs, ...: present pairs first, then by name."""
     names = {seat.name for seat in seats}
     kept = sorted({tuple(sorted({seat.name, *seat.bond})) for seat in seats if seat.bond and seat.bond <= names})
     leads = {seat.name for seat in seats if seat.role == "rollout"}
@@ -177,7 +193,7 @@ def _pairings(seats: Sequence[Seat], may_have: MayHave) -> list[list[tuple[str, 
     return [pairs[:number] for number in range(len(pairs) + 1)]
 
 
-def _made(seats: Collection[Seat], training: Collection[str], pairs: Sequence[tuple[str, str]]) -> Arrangement:
+def _arrangement(seats: Collection[Seat], training: Collection[str], pairs: Sequence[tuple[str, str]]) -> Arrangement:
     by_name, paired = {seat.name: seat for seat in seats}, {name for pair in pairs for name in pair}
     alone = [(seat.name,) for seat in seats if seat.name not in paired and seat.name not in training]
     workers = sorted([*pairs, *alone], key=lambda names: _order(names[0]))
@@ -185,13 +201,13 @@ def _made(seats: Collection[Seat], training: Collection[str], pairs: Sequence[tu
 
 
 def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
-    """Arrangements beside those of `arrangements` that would be next, each with what is missing for it."""
+    """The next arrangements beyond `arrangements`, each with what is missing for it."""
     now, in_order, found = arranged(seats), _in_order(seats), []
     rolling = [seat for seat in in_order if seat.role == "rollout" and not seat.bond]
     still = [seat for seat in rolling if not seat.may_change]
     if still and len(rolling) > 1:
         missing = f"one more worker that trains needs cluster.hybrid_workers={_number_for(in_order, [still[0]])}"
-        found.append(replace(_made(seats, {*now.training, still[0].name}, []), missing=missing))
+        found.append(replace(_arrangement(seats, {*now.training, still[0].name}, []), missing=missing))
     joined = [pair for pair in combinations(rolling, 2) if _alike(*pair)]
     can = [
         pair for pair in joined if all(s.may_change for s in pair) and _one_node(pair) and not _why_not(pair, may_have)
@@ -208,7 +224,7 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
         else:
             number = _number_for(in_order, [one, other])
             missing = f"TP {tp} needs two rollout workers of one node that may change: cluster.hybrid_workers={number}"
-        found.append(replace(_made(seats, now.training, [(one.name, other.name)]), missing=missing))
+        found.append(replace(_arrangement(seats, now.training, [(one.name, other.name)]), missing=missing))
     full = [engine for engine in now.engines if engine.slots == engine.full_slots]
     if len(full) == len(now.engines) and full:
         more = 2 * max(engine.full_slots for engine in full)
@@ -225,7 +241,7 @@ def _why_not(pair: Sequence[Seat], may_have: MayHave) -> str:
 
 
 def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
-    """How many workers may change where these do: they are the first ones."""
+    """Value of ``cluster.hybrid_workers`` with which these seats may change: the first workers do."""
     return max(in_order.index(seat) for seat in wanted) + 1
 
 
@@ -249,11 +265,11 @@ def _in_order(seats: Collection[Seat]) -> list[Seat]:
     return sorted(seats, key=lambda seat: _order(seat.name))
 
 
-# ---------------------------------------------------------------- from one to another
+# ---------------------------------------------------------------- changes
 
 
 def kinds_of_change(now: Arrangement, wanted: Arrangement) -> tuple[str, ...]:
-    """What has to change between two arrangements, as `libra.planner.replan` prices it; empty: nothing."""
+    """Kinds of change between two arrangements, as `libra.planner.replan` prices them; empty: none."""
     before, after = ({engine.workers: engine for engine in each.engines} for each in (now, wanted))
     joined = {workers for workers in before.keys() ^ after.keys() if len(workers) > 1}
     slots = any(engine.slots != before[names].slots for names, engine in after.items() if names in before)
@@ -270,7 +286,7 @@ Assignments = dict[str, dict[str, object]]
 def steps_to(now: Arrangement, wanted: Arrangement, base_tp: Mapping[str, int]) -> list[list[Assignments]]:
     """Changes of roles that lead from ``now`` to ``wanted``, as `libra_set_roles` takes them.
 
-    Changes of one inner list are of different workers, and may go on at once; each list after the one before. ``base_tp`` is the
+    Changes of one inner list are of different workers and may run at once; each list waits for the one before. ``base_tp`` is the
     degree of every worker on its own.
     """
     target = _targets(wanted, base_tp)

@@ -1,4 +1,4 @@
-"""From a snapshot to a plan: pose the problem, search it, play the layout through, and ask what else there is."""
+"""From a snapshot to a plan: formulate the problem, search it, evaluate the layout with draining, compare alternatives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from libra.planner.snapshot import Formulation, PlanningSnapshot, formulate
 
 NUM_ALTERNATIVES = 3
 DRAIN_MARGIN_FRAC = 0.02
-"""An alternative that drains so much quicker that its whole step is shorter by this takes the plan's place."""
+"""Share of a step by which an alternative that drains faster must be shorter to replace the search's optimum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A found split and layout, played through."""
+    """A found split and layout, evaluated with draining."""
 
     name: str
     found: Found
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def same_as(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Training GPUs and engines: two candidates of which these agree are one."""
+        """Training GPUs and engines: two candidates that agree in these are one."""
         return self.found.train_gpus, tuple(sorted(self.engines.items()))
 
 
@@ -49,11 +49,11 @@ def plan(snapshot: PlanningSnapshot, planner: Planner | None = None, *, alternat
 
     Parameters
     ----------
-    snapshot : Snapshot
+    snapshot : PlanningSnapshot
     planner : Planner, optional
-        Remembers layouts of the same workload from one call to the next.
+        Its memo has the layouts of the same workload from earlier calls.
     alternatives : bool
-        Look at what else there is, which may drain quicker. False for what is fixed anyway.
+        Compare alternatives, one of which may drain faster. False if everything is fixed.
 
     Raises
     ------
@@ -61,40 +61,42 @@ def plan(snapshot: PlanningSnapshot, planner: Planner | None = None, *, alternat
         Nothing fits; the message names the constraint and what to change.
     """
     planner = planner or Planner()
-    posed = formulate(snapshot)
-    paces = _paces(snapshot, posed)
-    found = planner.search(posed.problem)
-    best = played("the search's optimum", snapshot, posed, paces, found)
+    formulation = formulate(snapshot)
+    paces = _paces(snapshot, formulation)
+    found = planner.search(formulation.problem)
+    best = evaluated("the search's optimum", snapshot, formulation, paces, found)
     drain = best.rollout_s / found.rollout_s
     others = [
-        played(name, snapshot, posed, paces, other)
-        for name, other in (_others(posed.problem, found, drain, planner) if alternatives else ())
+        evaluated(name, snapshot, formulation, paces, other)
+        for name, other in (_others(formulation.problem, found, drain, planner) if alternatives else ())
     ]
     quickest = min([best, *others], key=lambda candidate: candidate.step_s)
     chosen = quickest if quickest.step_s < best.step_s * (1 - DRAIN_MARGIN_FRAC) else best
     rest = sorted((c for c in [best, *others] if c.same_as != chosen.same_as), key=lambda c: c.step_s)
     distinct = {c.same_as: c for c in reversed(rest)}.values()
-    next_best = sorted((against(c, chosen) for c in distinct), key=lambda other: other.step_s)[:NUM_ALTERNATIVES]
-    return _plan(snapshot, posed, found, chosen, tuple(next_best))
+    next_best = sorted((comparison(c, chosen) for c in distinct), key=lambda other: other.step_s)[:NUM_ALTERNATIVES]
+    return _plan(snapshot, formulation, found, chosen, tuple(next_best))
 
 
 def compare(
     snapshot: PlanningSnapshot, other: PlanningSnapshot, name: str, planner: Planner | None = None
 ) -> Alternative:
-    """Why ``other``, the snapshot with something fixed, has a longer step than ``snapshot``; ``name`` says what is fixed."""
+    """Why ``other``, the snapshot with something fixed, has a longer step than ``snapshot``; ``name`` is the fixed setting."""
     planner = planner or Planner()
     candidates = []
     for which in (snapshot, other):
-        posed = formulate(which)
-        candidates.append(played(name, which, posed, _paces(which, posed), planner.search(posed.problem)))
-    return against(candidates[1], candidates[0])
+        formulation = formulate(which)
+        candidates.append(
+            evaluated(name, which, formulation, _paces(which, formulation), planner.search(formulation.problem))
+        )
+    return comparison(candidates[1], candidates[0])
 
 
-def _paces(snapshot: PlanningSnapshot, posed: Formulation) -> list[Pace]:
+def _paces(snapshot: PlanningSnapshot, formulation: Formulation) -> list[Pace]:
     workload, factor = snapshot.workload, snapshot.corrections.rollout
     paces = []
-    for k, engine in enumerate(posed.engines.values()):
-        alone_s = posed.problem.alone_s[k]
+    for k, engine in enumerate(formulation.engines.values()):
+        alone_s = formulation.problem.alone_s[k]
         uncorrected = np.where(
             np.isfinite(alone_s), (alone_s - workload.tool_wait_s) / factor + workload.tool_wait_s, 0.0
         )
@@ -103,7 +105,7 @@ def _paces(snapshot: PlanningSnapshot, posed: Formulation) -> list[Pace]:
 
 
 def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
-    """What else there is: loads with the draining of the first layout, one degree for all, a smaller or larger trainer."""
+    """Alternatives: loads with the draining of the first layout, one degree for all, a smaller or larger trainer."""
     asked = [("balanced with draining", problem.having(load_s=problem.load_s * drain))]
     degrees = sorted(set(problem.tp.tolist()))
     if len(degrees) > 1 and not problem.fixed_engines:
@@ -117,7 +119,7 @@ def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> l
         try:
             answers.append((name, _retimed(problem, _renamed(problem, other, planner.search(other)))))
         except PlanError:
-            continue  # it cannot be, which is no alternative
+            continue  # infeasible: no alternative
     return answers
 
 
@@ -127,23 +129,25 @@ def _neighbours(problem: Problem, train_gpus: int) -> list[int]:
 
 
 def _renamed(problem: Problem, other: Problem, found: Found) -> Found:
-    """The find with kinds as numbered in ``problem``."""
+    """The search result with kinds as numbered in ``problem``."""
     number = {kind: k for k, kind in enumerate(problem.kinds)}
     names = np.array([number[kind] for kind in other.kinds], dtype=np.int64)
     return replace(found, layout=replace(found.layout, kind_of=names[found.layout.kind_of]))
 
 
 def _retimed(problem: Problem, found: Found) -> Found:
-    """The find with the seconds of ``problem``, for which it need not have been made."""
+    """The search result with the seconds of ``problem``, if it was found for other loads."""
     layout = placement_of(problem, found.layout.kind_of, found.layout.engine_of)
     train_s = float(problem.train_s[problem.train_gpus == found.train_gpus][0])
     both = max(layout.time_s, train_s) if problem.eta else layout.time_s + train_s
     return replace(found, layout=layout, rollout_s=layout.time_s, step_s=both + problem.update_s)
 
 
-def played(name: str, snapshot: PlanningSnapshot, posed: Formulation, paces: list[Pace], found: Found) -> Candidate:
-    """A find with its spare GPUs put to use, and its buckets played through."""
-    problem = posed.problem
+def evaluated(
+    name: str, snapshot: PlanningSnapshot, formulation: Formulation, paces: list[Pace], found: Found
+) -> Candidate:
+    """A search result with its spare GPUs in use, and its buckets evaluated with draining."""
+    problem = formulation.problem
     placement = found.layout
     if not problem.fixed_engines:
         one_kind = problem.only(np.isin(problem.tp, np.unique(problem.tp[placement.kind_of])))
@@ -151,16 +155,16 @@ def played(name: str, snapshot: PlanningSnapshot, posed: Formulation, paces: lis
         inner = replace(placement, kind_of=np.searchsorted(kept, placement.kind_of))
         more = filled(one_kind, inner, found.rollout_gpus)
         placement = replace(more, kind_of=kept[more.kind_of])
-    buckets, slow_s = _buckets(snapshot, posed, paces, placement)
+    buckets, slow_s = _buckets(snapshot, formulation, paces, placement)
     rollout_s = max(bucket.rollout_s for bucket in buckets)
     both = max(rollout_s, found.train_s) if problem.eta else rollout_s + found.train_s
     return Candidate(name, found, placement, buckets, rollout_s, slow_s, both + problem.update_s)
 
 
 def _buckets(
-    snapshot: PlanningSnapshot, posed: Formulation, paces: list[Pace], placement: Placement
+    snapshot: PlanningSnapshot, formulation: Formulation, paces: list[Pace], placement: Placement
 ) -> tuple[tuple[Bucket, ...], float]:
-    problem, factor = posed.problem, snapshot.corrections.rollout
+    problem, factor = formulation.problem, snapshot.corrections.rollout
     kinds = placement.kind_of[placement.engine_of]
     tokens = snapshot.workload.generated_tokens
     present = [k for k in range(len(problem.kinds)) if (placement.kind_of == k).any()]
@@ -173,7 +177,7 @@ def _buckets(
         concurrency, rollout_s, slowest_s = best_concurrency(paces[k], engines, kind.concurrency)
         slow_s = max(slow_s, slowest_s * factor)
         context = float(snapshot.workload.mean_context_tokens[items].mean()) if len(items) else 0.0
-        engine = posed.engines[kind.tp]
+        engine = formulation.engines[kind.tp]
         at_once = min(concurrency, -(-len(items) // len(mine)))
         low, high = bounds[k]
         buckets.append(
@@ -194,7 +198,7 @@ def _buckets(
 
 
 def _last_engines(problem: Problem, placement: Placement, mine: Ints) -> list[int]:
-    """Of the engines ``mine`` the one with most load, and the one with the longest trajectory."""
+    """Among the engines ``mine``: the one with most load, and the one with the longest trajectory."""
     most = int(mine[placement.load_s[mine].argmax()])
     items = np.flatnonzero(np.isin(placement.engine_of, mine))
     if not len(items):
@@ -207,7 +211,7 @@ def _last_engines(problem: Problem, placement: Placement, mine: Ints) -> list[in
 def _boundaries(
     problem: Problem, kinds: Ints, tokens: Floats, present: list[int]
 ) -> dict[int, tuple[float, float | None]]:
-    """Generated tokens from and to which each kind is meant, so that each carries the load the layout gives it."""
+    """Range of generated tokens for each kind, so that each has its load in the layout."""
     rows = np.arange(len(tokens))
     cost = problem.tp[kinds] * problem.load_s[kinds, rows]
     order = np.argsort(tokens, kind="stable")
@@ -224,8 +228,8 @@ def _boundaries(
     return {k: bounds.get(k, (low, None)) for k in present}
 
 
-def against(candidate: Candidate, chosen: Candidate) -> Alternative:
-    """What a candidate would take, and why it is not chosen."""
+def comparison(candidate: Candidate, chosen: Candidate) -> Alternative:
+    """The step of a candidate, and why it is not chosen."""
     slower = candidate.step_s / chosen.step_s - 1
     found = candidate.found
     last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
@@ -243,21 +247,21 @@ def against(candidate: Candidate, chosen: Candidate) -> Alternative:
             f"{100 * last.load_frac:.0f} % of it; training takes {found.train_s:.1f} s"
         )
     if slower < -DRAIN_MARGIN_FRAC:
-        reason = f"quicker, and ruled out by what was to be planned: {reason}"
+        reason = f"faster, but excluded by the settings of the plan: {reason}"
     elif slower <= DRAIN_MARGIN_FRAC:
-        reason = f"no better by more than the model can tell ({100 * slower:+.1f} %): {reason}"
+        reason = f"within the accuracy of the model ({100 * slower:+.1f} %): {reason}"
     return Alternative(candidate.name, found.train_gpus, candidate.engines, candidate.step_s, slower, reason)
 
 
 def _plan(
     snapshot: PlanningSnapshot,
-    posed: Formulation,
+    formulation: Formulation,
     found: Found,
     chosen: Candidate,
     alternatives: tuple[Alternative, ...],
 ) -> Plan:
-    problem, mine = posed.problem, chosen.found
-    train, cost = mine.train_gpus, posed.training[mine.train_gpus]
+    problem, mine = formulation.problem, chosen.found
+    train, cost = mine.train_gpus, formulation.training[mine.train_gpus]
     model_s = max(mine.rollout_s, mine.train_s) if problem.eta else mine.rollout_s + mine.train_s
     slow_s = max(chosen.slow_rollout_s, mine.train_s) if problem.eta else chosen.slow_rollout_s + mine.train_s
     spare = problem.num_gpus - train - chosen.placement.gpus(problem)
@@ -302,12 +306,12 @@ def _plan(
         gpu_hours_per_step=problem.num_gpus * chosen.step_s / 3600.0,
         alternatives=alternatives,
         nodes=placed(problem.num_gpus, problem.gpus_per_node, train, chosen.engines),
-        left_out={f"TP{tp}": reason for tp, reason in posed.left_out.items()},
+        left_out={f"TP{tp}": reason for tp, reason in formulation.left_out.items()},
     )
 
 
 def _idle(problem: Problem, chosen: Candidate, spare: int) -> dict[str, float]:
-    """Shares of the GPU-seconds of a step by what they are spent on; they add up to 1."""
+    """Shares of the GPU-seconds of a step by cause; they add up to 1."""
     all_s = problem.num_gpus * chosen.step_s
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s

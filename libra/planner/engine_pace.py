@@ -1,11 +1,11 @@
-"""How long an engine takes with the trajectories it was given, batch by batch, and how concurrent it should be.
+"""Seconds that an engine takes for its trajectories, draining included, and the concurrency that minimises them.
 
-The search counts an engine's work at full concurrency and each trajectory alone: a lower bound of what happens. Here the same
-engine is played through: it admits trajectories up to its concurrency, all advance together at the pace of a decode step of so
-many, each prefill holds the others up, and towards the end the batch drains. Between two events nothing changes, so that one
-trajectory costs two events.
+The search counts an engine's work at full concurrency and each trajectory alone: a lower bound. Here the same engine is
+simulated: it admits trajectories up to its concurrency, all advance together at the pace of a decode step of the current
+batch, each prefill delays the others, and the batch drains at the end. Nothing changes between two events, so a trajectory
+costs two events.
 
-Differs from an engine: a tool call is spread evenly over its trajectory's tokens, and contexts are at their mean.
+Differs from an engine: tool time is spread evenly over a trajectory's tokens, and every context has its mean length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra.planner.cost import Workload
+from libra.planner.cost import TrajectoryTotals
 from libra.planner.cost.rollout_cost import ManySeconds
 from libra.planner.planning_problem import Floats, Ints
 
@@ -39,8 +39,8 @@ class Pace:
     engine: ManySeconds
 
     @classmethod
-    def of(cls, workload: Workload, engine: ManySeconds, alone_s: Floats) -> Pace:
-        """The pace of a workload of which ``alone_s`` (N,) is each trajectory's time alone, uncorrected."""
+    def of(cls, workload: TrajectoryTotals, engine: ManySeconds, alone_s: Floats) -> Pace:
+        """The pace of a workload; ``alone_s`` (N,) is the uncorrected time of each trajectory alone."""
         context = workload.mean_context_tokens
         decode_s = workload.generated_tokens * engine.decode_steps_s(1, context)
         prefill_s = np.maximum(alone_s - workload.tool_wait_s - decode_s, 0.0)
@@ -71,11 +71,12 @@ class Pace:
         return float(max(now_s, self.alone_s[items].max()))
 
     def _steps(self, items: Ints, most: int) -> tuple[list[float], Floats]:
-        """Seconds per token with 0, 1, ..., ``most`` in flight, and each one's tool calls in tokens of the full engine."""
+        """Seconds per token with 0, 1, ..., ``most`` trajectories in flight, and each trajectory's tool time in tokens of
+        the full engine."""
         tokens, waits = self.tokens[items], self.wait_s[items]
         context = float((self.context_tokens[items] * tokens).sum() / max(tokens.sum(), 1e-9))
         share, wait_tokens = 1.0, np.zeros(len(items))
-        for _ in range(8):  # the more of them wait for tools, the faster a step, the more tokens a wait is worth
+        for _ in range(8):  # the more of them wait for tools, the faster a step and the more tokens one wait equals
             decoding = np.maximum(np.arange(most + 1) * share, 1.0)
             step_s = self.engine.decode_steps_s(decoding, decoding * context)
             wait_tokens = waits / step_s[-1]
@@ -84,9 +85,9 @@ class Pace:
 
 
 def best_concurrency(pace: Pace, engines: list[Ints], most: int) -> tuple[int, float, float]:
-    """The concurrency, out of ``most`` and its halves, at which the last of ``engines`` is done first.
+    """The concurrency, among ``most`` and its halves, that minimises the time at which the last of ``engines`` ends.
 
-    Also its seconds then, and those it takes if the shortest trajectories come first instead of the longest.
+    Also returns those seconds, and the seconds if the shortest trajectories come first instead of the longest.
     """
     halves = [max(most >> power, 1) for power in range(max(most, 1).bit_length())]
     times = [max(pace.engine_s(items, concurrency) for items in engines) for concurrency in halves]

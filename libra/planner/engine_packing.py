@@ -1,7 +1,7 @@
 """Whole trajectories on whole engines: a layout that can be run, found without a solver.
 
-Longest first onto the least loaded engine of its kind, then moves and swaps away from the last engine to finish. What this
-gives is feasible and never claimed to be optimal: `libra.planner.lower_bound` and the programs say how far off it can be.
+Longest first onto the least loaded engine of its kind, then moves and swaps away from the last engine to finish. The result
+is feasible, not necessarily optimal: `libra.planner.lower_bound` and the programs bound its gap.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from libra.planner.planning_problem import Floats, Ints, Problem
 
 NEAR_ENGINES = 16
-"""Engines with the most room that a change looks at first; all others only where these do not help."""
+"""Number of least loaded engines that a change tries first; all others only if these do not help."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Engines, and which trajectory is on which.
+    """Engines, and the engine of each trajectory.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class Placement:
     load_s : float array (E,)
         Sum of the loads on each engine.
     time_s : float
-        Seconds until the last engine is done: the largest load, or the longest trajectory alone.
+        Seconds until the last engine finishes: the largest load, or the longest trajectory alone.
     """
 
     kind_of: Ints
@@ -48,7 +48,7 @@ class Placement:
 
 
 def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
-    """Of the kinds that can be done with trajectory i in ``within_s``, the one that takes the fewest GPU-seconds, (N,).
+    """The kind with the fewest GPU-seconds among those that finish trajectory i in ``within_s``, (N,).
 
     The smaller engine wins a tie. -1: none can.
     """
@@ -60,7 +60,7 @@ def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
 
 
 def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
-    """The placement with its loads and its time worked out."""
+    """The placement with its loads and its time computed."""
     kinds = kind_of[engine_of]
     rows = np.arange(problem.num_trajectories)
     load_s: Floats = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of)).astype(
@@ -82,9 +82,10 @@ def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
 
 
 def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float | None = None) -> Placement | None:
-    """A placement done in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None: not found.
+    """A placement that finishes in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None:
+    not found.
 
-    ``load_within_s``, where given, is a shorter time for the loads of each engine, which only a single trajectory may exceed.
+    ``load_within_s``, if given, is a shorter time for the loads of each engine, which only a single trajectory may exceed.
     """
     limit_s = within_s if load_within_s is None else load_within_s
     kinds = cheapest_kinds(problem, within_s)
@@ -111,7 +112,7 @@ def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float 
 
 
 def filled(problem: Problem, placement: Placement, num_gpus: int) -> Placement:
-    """A placement no later than the given one that uses the GPUs it leaves over to take load off each engine."""
+    """A placement that finishes no later than the given one and uses its spare GPUs to reduce the load of each engine."""
     best, low_s, high_s = placement, placement.time_s / 256, placement.time_s
     for _ in range(9):
         if best.gpus(problem) > num_gpus - int(problem.tp.min()):
@@ -139,7 +140,8 @@ def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
 def improved(problem: Problem, placement: Placement, goal_s: float, max_changes: int = 600) -> Placement:
     """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps.
 
-    At first no trajectory goes where it alone would miss the goal; what gains a little that way cannot gain more later.
+    At first no trajectory goes to an engine on which it alone would miss the goal; a small gain of that kind blocks larger
+    ones.
     """
     for within_s in (goal_s * (1 + 1e-12), np.inf):
         if placement.time_s > goal_s:
@@ -177,7 +179,7 @@ def _one_change(
 ) -> list[tuple[int, int]] | None:
     """The move, or swap with a trajectory on ``engines``, that leaves the later of its two engines earliest.
 
-    As (trajectory, new engine); None where every one leaves an engine as late as ``last`` is.
+    As (trajectory, new engine); None if every one leaves an engine as late as ``last`` is.
     """
     kind = kind_of[last]
     mine = np.flatnonzero(engine_of == last)
@@ -209,7 +211,7 @@ def _one_change(
 
 
 def _some(items: Ints, load_s: Floats, most: int = 24) -> list[int]:
-    """At most ``most`` of the items, of all sizes: each costs a look at every trajectory."""
+    """At most ``most`` of the items, of all sizes, because each is compared with every trajectory."""
     if len(items) <= most:
         return [int(item) for item in items]
     by_size = items[np.argsort(load_s[items], kind="stable")]

@@ -1,11 +1,12 @@
-"""A batch played through on engines whose passes are known (`StepSeconds`): seconds until its last trajectory is generated. Pure.
+"""Seconds of a batch on engines whose passes are known (`StepSeconds`), by simulating it until its last trajectory ends. Pure.
 
-All trajectories that an engine runs gain a token per pass; a pass takes what the engine's own fit says for so many of them and
-their contexts; computing a context holds the pass up for its seconds. Trajectories are taken longest first, each by the engine
-with a free slot and room for its KV on which a pass would then be quickest. Between two events nothing changes.
+All trajectories that an engine runs gain a token per pass; a pass takes the engine's own fit for that many of them and their
+contexts; prefill delays the pass by its seconds. Trajectories are admitted longest first, each by the engine with a free
+slot and KV memory whose pass would then be shortest. Between two events nothing changes.
 
-Differs from an engine, as `libra.planner.engine_pace` does: a tool call is as many tokens of its trajectory as passes fit into it,
-contexts are at their mean, and a turn's context is computed once. What is compared are two layouts, both played so.
+Differs from an engine, as `libra.planner.engine_pace` does: a tool call counts as the tokens that passes would generate meanwhile,
+contexts are at their mean, and a turn's context is computed once. Use it to compare two layouts that are evaluated in the
+same way.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libra.errors import PlanError
-from libra.planner.cost import Workload
+from libra.planner.cost import TrajectoryTotals
 from libra.types import StepSeconds
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedEngine:
+class EvaluatedEngine:
     """One engine: seconds of its passes, trajectories at once, and tokens of KV that it holds (infinite: not known)."""
 
     steps: StepSeconds
@@ -40,28 +41,29 @@ class _Trajectory:
 
 
 @dataclass(slots=True)
-class _Playing:
-    engine: PlayedEngine
+class _Running:
+    """An engine at ``now_s``; ``at_tokens`` are those that a trajectory present from the start would have generated."""
+
+    engine: EvaluatedEngine
     now_s: float = 0.0
-    at_tokens: float = 0.0  # that whoever was there from the start would have been given
-    ends: list[tuple[float, float, float]] = field(default_factory=list)  # heap: end in those tokens, context, room
+    at_tokens: float = 0.0
+    ends: list[tuple[float, float, float]] = field(default_factory=list)  # heap: end in at_tokens, context, room
     context: float = 0.0
     room: float = 0.0
 
-    def pass_s(self, more: _Trajectory | None = None) -> float:
-        """Seconds of a pass now, or with one more."""
-        if more is None:
-            return self.engine.steps.step_s(len(self.ends), self.context)
-        return self.engine.steps.step_s(len(self.ends) + 1, self.context + more.context)
+    def pass_s(self, more: Sequence[_Trajectory] = ()) -> float:
+        """Seconds of a pass with these trajectories added."""
+        context = self.context + sum(one.context for one in more)
+        return self.engine.steps.step_s(len(self.ends) + len(more), context)
 
     def admits(self, one: _Trajectory) -> bool:
-        """Whether a slot is free and its KV fits; an engine that is empty takes anybody."""
+        """Whether a slot is free and its KV fits; an empty engine admits any trajectory."""
         return len(self.ends) < self.engine.slots and (not self.ends or self.room + one.final <= self.engine.kv_tokens)
 
     def admit(self, one: _Trajectory, now_s: float) -> None:
         self.advance(now_s)
         self.now_s += self.engine.steps.prefill_token_s * one.prefilled
-        waited = one.tool_s / max(self.pass_s(one), 1e-9)
+        waited = one.tool_s / max(self.pass_s([one]), 1e-9)
         heapq.heappush(self.ends, (self.at_tokens + max(one.tokens + waited, 1.0), one.context, one.final))
         self.context += one.context
         self.room += one.final
@@ -73,7 +75,7 @@ class _Playing:
             self.now_s = to_s
 
     def next_s(self) -> float:
-        """When the next one ends."""
+        """When the next trajectory ends."""
         return self.now_s + max(self.ends[0][0] - self.at_tokens, 0.0) * self.pass_s()
 
     def end_one(self) -> None:
@@ -83,7 +85,7 @@ class _Playing:
         self.room -= room
 
 
-def played_s(batch: Workload, engines: Sequence[PlayedEngine]) -> float:
+def rollout_seconds(batch: TrajectoryTotals, engines: Sequence[EvaluatedEngine]) -> float:
     """Seconds until all trajectories of a batch are generated.
 
     Raises
@@ -92,26 +94,26 @@ def played_s(batch: Workload, engines: Sequence[PlayedEngine]) -> float:
         There is no engine, or one without a slot.
     """
     if not engines or any(engine.slots < 1 for engine in engines):
-        raise PlanError(f"a batch is played on engines with at least one slot each, got {list(engines)}")
-    playing = [_Playing(engine) for engine in engines]
+        raise PlanError(f"a batch is evaluated on engines with at least one slot each, got {list(engines)}")
+    running = [_Running(engine) for engine in engines]
     queue, now_s = _longest_last(batch), 0.0
     while True:
         while queue:
-            free = [one for one in playing if one.admits(queue[-1])]
+            free = [one for one in running if one.admits(queue[-1])]
             if not free:
                 break
-            best = min(free, key=lambda one: (one.pass_s(queue[-1]), len(one.ends)))
+            best = min(free, key=lambda one: (one.pass_s(queue[-1:]), len(one.ends)))
             best.admit(queue.pop(), now_s)
-        busy = [one for one in playing if one.ends]
+        busy = [one for one in running if one.ends]
         if not busy:
             return now_s
-        first = min(busy, key=lambda one: one.next_s())
+        first = min(busy, key=_Running.next_s)
         now_s = first.next_s()
         first.advance(now_s)
         first.end_one()
 
 
-def _longest_last(batch: Workload) -> list[_Trajectory]:
+def _longest_last(batch: TrajectoryTotals) -> list[_Trajectory]:
     """The batch's trajectories, the longest at the end."""
     order = np.argsort(batch.generated_tokens, kind="stable")
     columns = (

@@ -1,4 +1,4 @@
-"""A plan in words and numbers, for somebody who has read nothing else."""
+"""A plan as text that needs no other page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHY = {
 
 
 def text(plan: Plan) -> str:
-    """The whole plan, a screenful."""
+    """The whole plan on one screen."""
     steps = "at the same time" if plan.eta else "one after the other (run.eta=0)"
     training, number = plan.training, sum(bucket.engines for bucket in plan.buckets)
     lines = [
@@ -92,7 +92,9 @@ def alternative_line(other: Alternative) -> str:
     engines = " + ".join(f"{number} x TP{tp}" for tp, number in other.engines.items())
     layout = f"{other.train_gpus} for training, {engines}"
     named = layout if other.name.endswith("for training") else f"{other.name}: {layout}"
-    return f"  {_s(other.step_s):>9}  ({100 * other.slower_frac:+.1f} %)  {named}; {other.reason}"
+    percent = round(100 * other.slower_frac, 1)
+    pace = f"{abs(percent):g} % {'slower' if percent > 0 else 'faster'}" if percent else "as fast"
+    return f"  {_s(other.step_s):>9}  {pace}: {named}; {other.reason}"
 
 
 def _s(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""Which splits satisfy the pools and the fixed parts; where none does, the constraint that excludes the last one, by name."""
+"""The splits that satisfy the pools and the fixed parts; if none does, the error names the constraint that excludes the
+last one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def splits_of(problem: Problem) -> Ints:
     Raises
     ------
     PlanError
-        None may; the message says which constraint to relax, and by how much.
+        None may; the message names the constraint to relax, and by how much.
     """
     takes = np.isfinite(problem.least_s)
     smallest = int(np.where(takes, problem.tp[:, None], problem.gpus_per_node).min(axis=0).max())

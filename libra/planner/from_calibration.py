@@ -1,7 +1,7 @@
-"""A snapshot with what a run measured of itself (`planner.calibration`) in place of the GPU's tables.
+"""A snapshot with a run's own measurements (`planner.calibration`) in place of the GPU's tables.
 
-Engines are as they were measured, degree by degree. Training keeps the form of the cost model, which knows how it shards, and is
-scaled by one factor: the seconds of the run's own steps over those that the model gives to its layout and its trajectories.
+Engines have their measured seconds, degree by degree. Training keeps the cost model, which accounts for sharding, scaled by
+one factor: the seconds of the run's own steps over those that the model gives to its layout and its trajectories.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ FIELD = "planner.calibration"
 
 
 def calibrated(
-    snapshot: PlanningSnapshot, path: Path, model: str, *, asked: Sequence[int], update_s: float | None
+    snapshot: PlanningSnapshot, path: Path, model: str, *, requested: Sequence[int], update_s: float | None
 ) -> tuple[PlanningSnapshot, str]:
-    """``snapshot`` as the calibration in ``path`` says, and a sentence on what it does not know, or empty.
+    """``snapshot`` with the calibration in ``path``, and sentences on the source of its seconds.
 
     Parameters
     ----------
     model : str
         ``model.path``.
-    asked : sequence of int
-        Degrees that somebody asked for by name; others of ``snapshot.tp`` are left out where they were not measured.
+    requested : sequence of int
+        Degrees that were requested by name; others of ``snapshot.tp`` are left out if they were not measured.
     update_s : float or None
         Of the configuration; None: as measured.
 
@@ -38,13 +38,13 @@ def calibrated(
     ConfigError
         The file cannot be read, or is of another model.
     PlanError
-        It knows none of the degrees, or not one that was asked for.
+        It has none of the degrees, or lacks a requested one.
     """
     found = read_calibration(path, FIELD)
     found.check_model(model, shape_digest(snapshot.shape), FIELD)
     missing = [tp for tp in snapshot.tp if tp not in found.degrees]
     known = ", ".join(f"TP{tp}" for tp in found.degrees)
-    if unknown := [tp for tp in asked if tp not in found.degrees]:
+    if unknown := [tp for tp in requested if tp not in found.degrees]:
         raise PlanError(
             f"planner.tp, planner.fixed_engines: ask for engines of {', '.join(f'TP{tp}' for tp in unknown)}, and {path} measured "
             f"{known} only; ask for {known}, or calibrate from a run that has such an engine"
@@ -63,17 +63,17 @@ def calibrated(
         corrections=Corrections(snapshot.corrections.rollout, training_factor(snapshot, found)),
     )
     left = ", ".join(f"TP{tp}" for tp in missing)
-    says = f"Seconds of engines and training are as {path} measured; {snapshot.gpu.name} says how much memory training has."
+    basis = f"Seconds of engines and training are as {path} measured; {snapshot.gpu.name} says how much memory training has."
     if found.trainer is None:
-        says = (
+        basis = (
             f"Seconds of engines are as {path} measured. It has too few steps to say what training takes: its seconds and "
             f"its memory are those of {snapshot.gpu.name}; calibrate from a run of more iterations."
         )
-    return made, f"{says}\nNot planned, since it did not measure them: engines of {left}." if missing else says
+    return made, f"{basis}\nNot planned, since it did not measure them: engines of {left}." if missing else basis
 
 
 def rests_on(path: Path, gpu: str) -> str:
-    """What the seconds of a plan with this calibration rest on, in words; ``gpu`` is the one whose datasheet it has besides."""
+    """The source of the seconds of a plan with this calibration, in words; ``gpu`` is its datasheet's."""
     engines = f"what {path} measured"
     if read_calibration(path, FIELD).trainer is not None:
         return engines
@@ -81,7 +81,7 @@ def rests_on(path: Path, gpu: str) -> str:
 
 
 def training_factor(snapshot: PlanningSnapshot, found: RunCalibration) -> float:
-    """Seconds of the run's optimizer steps over those that the cost model gives to its replicas; 1 where no trainer was fitted."""
+    """Seconds of the run's optimizer steps over those that the cost model gives to its replicas; 1 if no trainer was fitted."""
     if found.trainer is None:
         return 1.0
     tokens, gpus = snapshot.workload.final_context_tokens, found.train_gpus

@@ -1,4 +1,4 @@
-"""From a configuration to the planner's snapshot: section ``planner``, and what other sections say of the batch and the trainer."""
+"""From a configuration to the planner's snapshot: section ``planner``, the batch and the trainer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from libra.config import RunConfig
 from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
-from libra.planner.cost import Layout, Workload
+from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.from_calibration import calibrated
 from libra.planner.snapshot import PlanningSnapshot
-from libra.planner.trace_workload import drawn
 
 RUNNABLE_TP: dict[str, tuple[int, ...]] = {"transformers": (1,)}
-"""TP degrees that an engine (`rollout.engine`) can run; one that is not named runs any."""
+"""TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one number of `model.dtype` and `model.master_dtype`."""
@@ -25,27 +24,27 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_UPDATE_S = 10.0
 DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
-"""What `libra plan` plans for where section ``planner`` does not say."""
+"""Defaults of section ``planner``."""
 
 
 def planned_gpu(name: str | None) -> GPU:
-    """The datasheet that ``planner.gpu`` names; None: the one that is planned for where nothing is said. ConfigError if unknown."""
+    """The datasheet that ``planner.gpu`` names; None: that of `DEFAULT_GPU`. ConfigError if unknown."""
     try:
         return load_gpu(name or DEFAULT_GPU)
     except ConfigError as error:
         raise ConfigError(f"planner.gpu: {error}") from error
 
 
-def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tuple[PlanningSnapshot, str]:
-    """What a configuration asks the planner, and what had to be left out of it, as a sentence or empty.
+def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool) -> tuple[PlanningSnapshot, str]:
+    """The snapshot of a configuration, and a sentence on what is left out of it, or empty.
 
     Parameters
     ----------
     config : RunConfig
-    turns : Workload or None
+    turns : TrajectoryTotals or None
         Trajectories of a trace that the batch is drawn from; None: lengths as section ``planner`` gives them.
     what_if : bool
-        Also what the engine of this configuration cannot run.
+        Plan also degrees that the engine of this configuration cannot run.
     """
     section = config.planner
     degrees = section.tp
@@ -80,13 +79,13 @@ def snapshot_of(config: RunConfig, turns: Workload | None, what_if: bool) -> tup
     )
     if section.calibration is None:
         return snapshot, note
-    asked = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
+    requested = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
     path, model = section.calibration, config.model.path
-    measured, says = calibrated(snapshot, path, model, asked=asked, update_s=section.update_s)
-    return measured, "\n".join(sentence for sentence in (note, says) if sentence)
+    measured, basis = calibrated(snapshot, path, model, requested=requested, update_s=section.update_s)
+    return measured, "\n".join(sentence for sentence in (note, basis) if sentence)
 
 
-def trainer_layout(config: RunConfig, workload: Workload) -> Layout:
+def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
     """The trainer as `libra run` would start it with this configuration, for batches like ``workload``."""
     trainer, model = config.trainer, config.model
     weight_bytes = DTYPE_BYTES[model.dtype]
@@ -116,7 +115,7 @@ def check_runnable(config: RunConfig) -> list[int]:
     Raises
     ------
     PlanError
-        Section ``planner`` demands engines that `rollout.engine` cannot run.
+        Section ``planner`` requires engines that `rollout.engine` cannot run.
     """
     section, engine = config.planner, config.rollout.engine
     runnable = RUNNABLE_TP.get(engine)
@@ -138,7 +137,7 @@ def check_runnable(config: RunConfig) -> list[int]:
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    """Sizes of the model that a configuration trains; ModelError where they are not known here."""
+    """Sizes of the model that a configuration trains; ModelError if they are not known here."""
     path = config.model.path
     try:
         return load_shape(path)
@@ -149,12 +148,12 @@ def shape_of(config: RunConfig) -> ModelShape:
         return load_shape(found)
 
 
-def _workload(config: RunConfig, turns: Workload | None) -> tuple[Workload, str]:
-    """Trajectories of a step, as long as section ``rollout`` lets them be, and a sentence on those that it cuts."""
+def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[TrajectoryTotals, str]:
+    """Trajectories of a step, cut at the limits of section ``rollout``, and a sentence on those that were cut."""
     section, rollout = config.planner, config.rollout
     num = section.trajectories or config.trainer.prompts * config.trainer.group_size
     if turns is not None:
-        return drawn(turns, num, config.run.seed, rollout.max_context_tokens), ""
+        return turns.resampled(num, config.run.seed, rollout.max_context_tokens), ""
     room = rollout.max_context_tokens - section.prompt_tokens - section.observation_tokens
     if room < 1:
         raise PlanError(
@@ -166,7 +165,7 @@ def _workload(config: RunConfig, turns: Workload | None) -> tuple[Workload, str]
     normal, (median, last) = NormalDist(), (section.generated_p50_tokens, section.generated_p99_tokens)
     quantiles = np.array([normal.inv_cdf((number + 0.5) / num) for number in range(num)])
     wanted = median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles)
-    workload = Workload.of(
+    workload = TrajectoryTotals.of(
         np.full(num, float(section.prompt_tokens)),
         np.minimum(wanted, most),
         observation_tokens=float(section.observation_tokens),

@@ -1,4 +1,5 @@
-"""The integer programs, through cvxpy to HiGHS. With u = 1/T and q = (share of a class on a kind)/T they are linear.
+"""The planner's integer programs, solved by HiGHS through cvxpy. With u = 1/T and q = (share of a class on a kind)/T they
+are linear.
 
     fluid    max u   over engines n_k (whole) and rates q_kc:   sum_c load_kc q_kc <= n_k,   sum_k q_kc = u,   sum_k tp_k n_k <= F
     priced   max u   over engines n_k (whole):                  sum_k price_km n_k >= due_m u  for every cut m, same F
@@ -26,17 +27,17 @@ RATE_GAP = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What the number of engines of each kind must satisfy.
+    """Constraints on the number of engines of each kind.
 
     Attributes
     ----------
     tp : int array (K,)
     num_gpus : int
-        GPUs of all engines together at most.
+        Upper bound on the GPUs of all engines together.
     fixed : mapping of TP degree to number
-        Exactly so many engines of that degree.
+        Exactly this many engines of that degree.
     cover : bool array (S, K)
-        Of each of these sets of kinds at least one engine: some trajectory may run on no other.
+        At least one engine of each of these sets of kinds: some trajectory can run on no other.
     """
 
     tp: Ints
@@ -56,17 +57,18 @@ class Pools:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """``price`` (K,) . engines >= ``due`` * u holds for every layout: what the trajectories cost at least at these prices."""
+    """``price`` (K,) . engines >= ``due`` * u holds for every layout: a lower bound of the trajectories' cost at these
+    prices."""
 
     price: Floats
     due: float
 
 
 def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_nodes: int = 500) -> Ints | None:
-    """Best whole number of engines of each kind (K,) for classes that may be divided at will; None where none will do.
+    """Best whole number of engines of each kind (K,) for classes that may be divided at will; None if none will do.
 
-    ``load`` and ``allowed`` are (K, C). The search is cut off after ``max_nodes``: what it gives is then no bound, and no
-    bound is taken from it.
+    ``load`` and ``allowed`` are (K, C). The search stops after ``max_nodes``; its value is then not a bound, and is not
+    used as one.
     """
     import cvxpy as cp
 
@@ -88,7 +90,7 @@ def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_node
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prices:
-    """What the fluid program says of engines that are given: rate, price of an engine of each kind (K,), shares (K, C).
+    """The fluid program's solution for given engines: rate, price of an engine of each kind (K,), shares (K, C).
 
     Kinds without an engine have price 0 here.
     """
@@ -99,7 +101,7 @@ class Prices:
 
 
 def solve_prices(load: Floats, allowed: NDArray[np.bool_], engines: Ints) -> Prices | None:
-    """The fluid program with these engines (K,); None where a class has none that may take it."""
+    """The fluid program with these engines (K,); None if no engine may take a class."""
     import cvxpy as cp
 
     have = np.flatnonzero(engines > 0)
@@ -137,7 +139,7 @@ def solve_priced(cuts: Sequence[Cut], pools: Pools) -> tuple[float, Ints] | None
 class Whole:
     """Solution of the program over single trajectories: kind of each engine slot (E,), and slot of each trajectory (N,).
 
-    ``proven`` says whether it is the best, or only the best found within the limit.
+    ``proven``: it is optimal; else it is the best found within the limit.
     """
 
     kind_of: Ints
@@ -146,13 +148,13 @@ class Whole:
 
 
 def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float, limit_s: float = 20.0) -> Whole | None:
-    """The best assignment of whole trajectories to whole engines that is done before ``below``; None: there is none.
+    """The best assignment of whole trajectories to whole engines that ends before ``below``; None if there is none.
 
     Parameters
     ----------
     load, alone : float arrays (K, N)
     below : float
-        Only pairs that are done before it are considered.
+        Only pairs that finish before it are considered.
     limit_s : float
         Seconds after which HiGHS gives its best so far, if it has one.
     """
@@ -205,7 +207,7 @@ def _engine_numbers(pools: Pools, kind_of: Ints, used: Any) -> list[Any]:
 
 
 def _solve(problem: Any, **options: Any) -> bool:
-    """Whether HiGHS found something; PlanError where it failed otherwise than by finding the program infeasible."""
+    """Whether HiGHS found a solution; PlanError if it failed for a reason other than infeasibility."""
     import cvxpy as cp
 
     try:

@@ -1,7 +1,8 @@
-"""Classes of trajectories that the engines' kinds treat alike, so that a program over classes speaks for thousands.
+"""Classes of trajectories with similar cost on every kind of engine, so that an integer program over classes covers
+thousands.
 
-Of each trajectory the load on each kind is divided by its own scale; a class holds those whose *ratios* are near each other,
-not whose lengths are. Within it a trajectory of twice the load simply counts twice, which a fluid program does not notice.
+The loads of a trajectory on the kinds are divided by their common scale; a class holds trajectories whose *ratios* are
+similar, not their lengths. Within a class, a trajectory of twice the load counts twice, which is exact for a fluid program.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int, 
     load_s, allowed : arrays (K, N)
         Engine-seconds, and which kinds each trajectory may be on; a class has one such set.
     max_classes : int
-        No class is split once there are so many (a set more of allowed kinds still makes one more).
+        No class is split once there are this many (another set of allowed kinds still adds one).
     spread : float
-        No class is split whose ratios differ by no more than this, relatively.
+        A class is not split if its ratios differ by at most this, relatively.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(allowed, np.log(np.maximum(load_s, 1e-300)), 0.0)
@@ -52,7 +53,7 @@ def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int, 
 
 
 def _widest(logs: Floats, allowed: NDArray[np.bool_], part: Ints) -> tuple[float, int]:
-    """How far the log ratios of a part differ on the kind on which they differ most, and that kind."""
+    """The largest difference of a part's log ratios over the kinds, and the kind that has it."""
     values = logs[:, part]
     width = np.where(allowed[:, part[0]], values.max(axis=1) - values.min(axis=1), 0.0)
     return float(width.max()), int(width.argmax())

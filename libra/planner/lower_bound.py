@@ -1,4 +1,4 @@
-"""A proven lower bound of the rollout's seconds on every number of GPUs at once, of the trajectories as they are.
+"""A proven lower bound of the rollout's seconds for every number of GPUs at once, without binning trajectories.
 
 If the rollout is done after T seconds, trajectory i ran on a kind k with ``least_s[k, i] <= T``, and took ``tp[k] load_s[k, i]``
 GPU-seconds there. So the GPU-seconds F T of F GPUs are at least
@@ -6,7 +6,7 @@ GPU-seconds there. So the GPU-seconds F T of F GPUs are at least
     W(T) = sum over i of min over k with least_s[k, i] <= T of tp[k] load_s[k, i],
 
 a falling step function. The smallest T with W(T) <= F T is the bound: it is the linear relaxation over layouts and
-assignments, solved in closed form, and no trajectory is binned for it.
+assignments, solved in closed form.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from libra.planner.planning_problem import Floats, Ints, Problem
 
 @dataclass(frozen=True, slots=True)
 class GpuSeconds:
-    """W as steps: from ``at_s[j]`` on (until the next), at least ``gpu_s[j]`` GPU-seconds are needed. Before ``at_s[0]``: never.
+    """W as steps: from ``at_s[j]`` on (until the next), at least ``gpu_s[j]`` GPU-seconds are needed. Before ``at_s[0]`` no
+    number is enough.
 
-    ``at_s[0]`` is the longest trajectory's least time on its fastest kind: no number of GPUs is quicker.
+    ``at_s[0]`` is the longest trajectory's least time on its fastest kind: no number of GPUs is faster.
     """
 
     at_s: Floats
@@ -31,7 +32,7 @@ class GpuSeconds:
 
     def lower_s(self, num_gpus: Ints) -> Floats:
         """Lower bound of the rollout's seconds on each of ``num_gpus`` GPUs, any shape; ``inf`` on none."""
-        enough = self.gpu_s / np.maximum(self.at_s, 1e-300)  # GPUs with which W(at_s) is done in time; falls with j
+        enough = self.gpu_s / np.maximum(self.at_s, 1e-300)  # GPUs that finish W(at_s) in time; falls with j
         first = np.searchsorted(-enough, -np.asarray(num_gpus, dtype=np.float64), side="left")
         before = self.gpu_s[np.maximum(first - 1, 0)] / np.maximum(num_gpus, 1e-300)
         at = np.where(first < len(self.at_s), self.at_s[np.minimum(first, len(self.at_s) - 1)], np.inf)

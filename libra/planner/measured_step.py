@@ -1,14 +1,13 @@
-"""How long the next step of this very run will take, from what its own engines and trainer have measured. Pure.
+"""Seconds of a run's next step, predicted from what its own engines and trainer have measured. Pure.
 
 Engines of a run may differ: every kind has its own tokens per second, measured over the seconds in which batches were generated.
-What the next batch will generate is expected from its questions, which are known before it begins: a longer question has so far
-had so many more tokens to its answer. Training follows the tokens that carry a gradient, which are expected of the questions in the
-same way: groups whose answers are all right have none, and those are the ones of short questions. The rest of a step (publishing,
-storing) is expected as it was.
+The tokens of the next batch are predicted from the lengths of its questions, which are known before it begins. Training follows the
+tokens that carry a gradient, predicted likewise: groups with equal rewards have none, and those tend to have short questions. The
+rest of a step (publishing, storing) is predicted unchanged.
 
-1. A prediction is made from iterations that have ended, before the one it is for is known of.
-2. There is none before the first iteration: nothing is measured, and nothing is assumed.
-3. Evaluations are in no number here; the first iteration, which warms everything up, counts less than any later one.
+1. A prediction uses only iterations that have ended.
+2. There is none before the first iteration: nothing is assumed.
+3. Evaluations are excluded from all numbers; the first iteration, a warm-up, counts less than later ones.
 """
 
 from __future__ import annotations
@@ -20,38 +19,48 @@ from dataclasses import dataclass, field
 from libra.errors import PlanError
 
 HALF_LIFE_STEPS = 3.0
-"""Iterations after which one counts half: lengths change within ten iterations of learning, a shared machine faster."""
+"""Iterations after which an observation counts half: lengths change within ten iterations, a shared machine faster."""
 FIRST_WEIGHT = 0.3
 """Weight of a run's first iteration where later ones count 1: allocations, caches and first calls are in its seconds."""
 PRIOR_LOG2 = 0.04
-"""How surely rollout's seconds are proportional to its tokens: as surely as from an observation at tokens off by 20 %."""
+"""Weight of the prior that rollout's seconds are proportional to its tokens: as one observation whose tokens differ by 20
+%."""
 PRIOR_TRAINING = 0.04
-"""How surely training's seconds are proportional to the tokens that carry a gradient: as `PRIOR_LOG2` of rollout."""
+"""Likewise for training's seconds and the tokens that carry a gradient."""
 PRIOR_QUESTIONS = 2.0
-"""How surely the length of a question says nothing: as surely as from so many questions of ordinary spread."""
+"""Weight of the prior that tokens do not depend on a question's length: as this many questions of ordinary spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealisedStep:
+    """Seconds that an iteration took: until its last trajectory ended, its optimizer step, and from step to step."""
+
+    rollout_s: float
+    training_s: float
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What an iteration took.
+    """Seconds and tokens of an iteration.
 
     Attributes
     ----------
     rollout_s : float
-        From the weights that its batch waited for until the batch was complete, waiting for training left out.
+        From the weights that its batch waited for until the batch was complete, without waits for training.
     train_s : float
         Of its optimizer step.
     rest_s : float
-        Of the step and in neither: publishing.
+        The rest of the step: publishing.
     step_s : float
         From the end of the iteration before to its own end, less evaluations.
     tokens : mapping of kind of engine to int
         Tokens that engines of a kind generated for its batch.
     questions : sequence of (float, float)
-        Of each group: length of its question, and tokens generated for it. Lengths in whatever unit `StepForecast.expected` gets.
+        Of each group: length of its question, and tokens generated for it. Lengths in the unit of `StepForecast.expected`.
     trained : sequence of (float, float)
-        Of each group: length of its question, and tokens of those of its trajectories that carry a gradient. Empty: not known, and
-        training is expected as it was.
+        Of each group: length of its question, and tokens of those of its trajectories that carry a gradient. Empty:
+        unknown, and training is predicted unchanged.
     """
 
     rollout_s: float
@@ -72,7 +81,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStep:
-    """A step that has not begun, in seconds; ``tokens`` are those its batch is expected to generate."""
+    """A predicted step, in seconds; ``tokens`` are those its batch is predicted to generate."""
 
     tokens: float
     rollout_s: float
@@ -80,10 +89,16 @@ class ExpectedStep:
     rest_s: float
     step_s: float
 
+    @classmethod
+    def of(cls, tokens: float, rollout_s: float, train_s: float, rest_s: float, overlap: bool) -> ExpectedStep:
+        """A step of these parts; with ``overlap`` its batch is generated while the step before is taken."""
+        waits_s = train_s + rest_s
+        return cls(tokens, rollout_s, train_s, rest_s, max(rollout_s, waits_s) if overlap else rollout_s + waits_s)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLine:
-    """Weighted sums for y over x, newer ones counting more; the slope is drawn to what is given where little is known."""
+    """Decayed sums of a weighted line y over x; a prior stabilizes its slope. (scipy fits no line from decayed sums.)"""
 
     n: float = 0.0
     x: float = 0.0
@@ -92,7 +107,7 @@ class TokenLine:
     xy: float = 0.0
 
     def after(self, points: Sequence[tuple[float, float]], keep: float, weight: float) -> TokenLine:
-        """With more (x, y), each of this weight, and the older ones kept to a share."""
+        """The line with more (x, y) of this weight, and the weight of older ones reduced."""
         n, x, y, xx, xy = (keep * value for value in (self.n, self.x, self.y, self.xx, self.xy))
         for at, value in points:
             n, x, y, xx, xy = (
@@ -117,9 +132,9 @@ class TokenLine:
 
 
 def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, float]]) -> float:
-    """How much engines generate, in engines of the kind that was there first; those that have not generated yet count nothing.
+    """Throughput of engines, in engines of the first known kind; those that have not generated yet do not count.
 
-    A ratio: a batch that leaves all of them half empty changes what they generate in a second, and not this.
+    A ratio: a batch that leaves all engines half empty does not change it.
     """
     speeds = {kind: tokens / spent_s for kind, (tokens, spent_s) in engine_s.items() if tokens > 0 < spent_s}
     if not speeds:
@@ -129,18 +144,18 @@ def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """What is known of a run's steps; `after` makes the next one.
+    """The measurements of a run's steps; `after` adds one.
 
     Attributes
     ----------
     num_steps : int
-        Iterations that it knows.
+        Number of iterations measured.
     engine_s : mapping of kind to (tokens, engine seconds)
-        Decayed sums: what engines of a kind generated, and for how long so many of them were there.
-    rollouts : Line
+        Decayed sums: tokens that engines of a kind generated, and the seconds that these engines were present.
+    rollouts : TokenLine
         Log seconds that one engine of the first kind would have taken, over log tokens.
-    gradients, trainings : Line
-        Tokens that carry a gradient over the length of a question; seconds of a training step over such tokens.
+    gradients, trainings : TokenLine
+        Tokens that carry a gradient over the length of a question; seconds of a training step over those tokens.
     """
 
     num_steps: int = 0
@@ -154,7 +169,7 @@ class StepForecast:
     trainings: TokenLine = field(default_factory=TokenLine)
 
     def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
-        """What is known once an iteration has ended.
+        """The forecast with one more finished iteration.
 
         Parameters
         ----------
@@ -184,7 +199,7 @@ class StepForecast:
         )
 
     def tokens_per_s(self) -> dict[str, float]:
-        """What one engine of each kind generates while a batch is generated."""
+        """Tokens per second of one engine of each kind while a batch is generated."""
         return {kind: tokens / spent_s for kind, (tokens, spent_s) in self.engine_s.items() if spent_s > 0}
 
     def expected(
@@ -194,18 +209,18 @@ class StepForecast:
         overlap: bool,
         tokens: float | None = None,
     ) -> ExpectedStep | None:
-        """The next step; None while nothing is measured, or no engine is there that generated before.
+        """The next step; None while nothing is measured, or if no engine has generated before.
 
         Parameters
         ----------
         engines : mapping of kind to int
-            Engines that are there. A kind that has not generated yet is left out: its speed is not known.
+            A kind that has not generated yet is left out: its speed is not known.
         questions : sequence of float or None
-            Lengths of the batch's questions; None: not known, and taken as they were.
+            Lengths of the batch's questions; None: not known, the mean is used.
         overlap : bool
             Whether its batch is generated while the step before is taken.
         tokens : float or None
-            Tokens it generates, where they are known. None: expected of its questions.
+            Tokens it generates, if they are known. None: predicted from its questions.
         """
         capacity = capacity_of(engines, self.engine_s)
         if not (self.rollouts.n and capacity > 0):
@@ -217,8 +232,7 @@ class StepForecast:
         power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
         rollout_s = usual_s / capacity * (max(tokens, 1.0) / usual) ** power
         train_s, rest_s = self._train_s(questions), self.rest_s / self.weight
-        step_s = max(rollout_s, train_s + rest_s) if overlap else rollout_s + train_s + rest_s
-        return ExpectedStep(tokens, rollout_s, train_s, rest_s, step_s)
+        return ExpectedStep.of(tokens, rollout_s, train_s, rest_s, overlap)
 
     def _train_s(self, questions: Sequence[float] | None) -> float:
         """Seconds of training on a batch of these questions."""
@@ -232,16 +246,16 @@ class StepForecast:
         return max(mean_s + slope * (expected_of(self.gradients, questions) - usual), 0.1 * mean_s)
 
     def _tokens(self, questions: Sequence[float]) -> float:
-        """Tokens expected of questions of these lengths."""
+        """Tokens predicted for questions of these lengths."""
         if not self.questions.n:
             return math.exp(self.rollouts.mean[0])
         return expected_of(self.questions, questions)
 
 
 def expected_of(line: TokenLine, lengths: Sequence[float]) -> float:
-    """What a line over lengths of questions expects of these, all together."""
+    """The sum of a line's predictions for these lengths of questions."""
     mean_length, mean = line.mean
     spread = max(line.xx / line.n - mean_length**2, 0.0)
     slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
-    # None has less than a tenth of the usual: far from what was seen, a line says nothing.
+    # Each has at least a tenth of the mean: far from the data a line is not a prediction.
     return sum(max(mean + slope * (length - mean_length), 0.1 * mean) for length in lengths)

@@ -1,8 +1,8 @@
-"""Which engines and which part of the trainer go on which node.
+"""Engines and ranks of the trainer by node.
 
-With degrees that divide one another and the node, placing the largest first wastes nothing: whatever room is left on a node is a
-multiple of every smaller degree, as long as only one node is filled by other things in part. The trainer therefore takes the
-smaller last node first, and whole nodes after it.
+With degrees that divide one another and the node, placing the largest first wastes nothing: the free room on a node is a
+multiple of every smaller degree, as long as at most one node is partly filled by training ranks. The trainer therefore
+takes the smaller last node first, and whole nodes after it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def placed(num_gpus: int, gpus_per_node: int, train_gpus: int, engines: Mapping[
     Raises
     ------
     PlanError
-        More GPUs are asked for than there are, or a degree does not divide the node.
+        More GPUs are needed than given, or a degree does not divide the node.
     """
     wanted = train_gpus + sum(tp * number for tp, number in engines.items())
     if wanted > num_gpus:
         raise PlanError(
-            f"planner.num_gpus: {wanted} GPUs are asked for, {num_gpus} are there; type planner.num_gpus={wanted}"
+            f"planner.num_gpus: {wanted} GPUs are needed, {num_gpus} are available; type planner.num_gpus={wanted}"
         )
     full, rest = divmod(num_gpus, gpus_per_node)
     free = ([rest] if rest else []) + [gpus_per_node] * full

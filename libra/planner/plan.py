@@ -1,4 +1,4 @@
-"""The plan: what to run where, how long it will take, why not otherwise. Values only, so that it prints and travels as JSON."""
+"""The plan as values that convert to text and JSON: layout, predicted seconds, bounds, alternatives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra.planner.node_placement import NodeGroup
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The engines of one TP degree, and the trajectories meant for them.
+    """The engines of one TP degree, and the trajectories assigned to them.
 
     Attributes
     ----------
@@ -19,13 +19,13 @@ class Bucket:
     concurrency : int
         Trajectories that should generate at once on each.
     from_tokens, to_tokens : float
-        Generated tokens of the trajectories meant for it, in [from, to), so that every bucket carries its share of the load. None:
-        the last bucket has no end.
+        Generated tokens of the trajectories assigned to it, in [from, to), so that every bucket has its share of the load.
+        None: the last bucket has no end.
     num_trajectories : int
     load_frac : float
         Share of the rollout's seconds for which an engine is busy, on average.
     rollout_s : float
-        Seconds until its last engine is done.
+        Seconds until its last engine finishes.
     kv_capacity_tokens : int
         Of each engine.
     kv_used_frac : float
@@ -63,7 +63,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no plan can beat, in seconds.
+    """Lower bounds that no plan can beat, in seconds.
 
     Attributes
     ----------
@@ -72,9 +72,10 @@ class Bounds:
     gap_frac : float
         The best step found in that model over it, less 1.
     chosen_frac : float
-        This plan's step in that model over it, less 1: above the gap where another layout drains so much quicker.
+        This plan's step in that model over it, less 1: above the gap if another layout has a shorter step there but drains
+        more slowly.
     binning_frac : float
-        Largest error of the programs over classes of trajectories on the way; no part of the gap.
+        Largest error of the programs over classes of trajectories; not part of the gap.
     longest_s : float
         The longest trajectory alone on its best engine, tools included: no number of GPUs helps.
     throughput_s : float
@@ -94,7 +95,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another way, and why it lost: ``slower_frac`` is its step over the plan's, less 1."""
+    """An alternative and why it lost: ``slower_frac`` is its step over the plan's, less 1."""
 
     name: str
     train_gpus: int
@@ -116,11 +117,11 @@ class Plan:
     buckets : tuple of Bucket
         By rising TP degree.
     spare_gpus : int
-        In neither pool: they would gain nothing.
+        GPUs in neither pool: they would not shorten the step.
     needed_gpus : int
-        With so few the step is no longer than this one in the model without draining.
+        The fewest GPUs with an equally short step in the model without draining.
     step_s, low_s, high_s : float
-        Predicted step; it would be low if no engine had to drain, and is high if the shortest trajectories happen to come first.
+        Predicted step; low without draining, high if the shortest trajectories come first.
     rollout_s, train_s, update_s : float
         Predicted parts of it.
     bottleneck : str
@@ -130,13 +131,10 @@ class Plan:
         With "busy" they add up to 1.
     gpu_hours_per_step : float
     alternatives : tuple of Alternative
-        The three best others, the best first.
+        The three next best, the best first.
     nodes : tuple of NodeGroup
-        What is on which nodes, those that are alike together.
-    left_out : mapping of what was asked for and could not be to the reason
-    shared_gpus : int
-        GPUs in both pools, one after the other within a step (`libra.planner.phase_sharing`); the other figures of use are
-        without it.
+        The content of the nodes, grouped by equal content.
+    left_out : mapping of a requested degree that is not possible to the reason
     """
 
     gpu: str
@@ -162,7 +160,6 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     nodes: tuple[NodeGroup, ...]
     left_out: Mapping[str, str]
-    shared_gpus: int = 0
 
     @property
     def engines(self) -> dict[int, int]:

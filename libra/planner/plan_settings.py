@@ -1,8 +1,8 @@
-"""From a plan to the settings that start it, and back: which training workers, engines, slots and micro-batches a run begins with.
+"""Conversion between a plan and the settings that start it: training workers, engines, slots and micro-batches.
 
-1. What a configuration starts (`configured_deployment`) after a plan was put into it (`with_plan`) is what the plan says
-   (`Deployed.of`): degrees, engines of each, concurrency and training workers alike.
-2. A plan is for one form of model and one kind of hardware; `check_planned` refuses any other and names both.
+1. After `with_plan`, the deployment of a configuration (`configured_deployment`) equals the plan (`Deployed.of`) in
+   degrees, engines per degree, concurrency and training workers.
+2. A plan is for one model shape and one kind of hardware; `check_planned` refuses any other and names both.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from libra.planner.build_plan import plan as make_plan
 from libra.planner.cost import training_table
 from libra.planner.explain import alternative_line
 from libra.planner.plan import Plan
-from libra.planner.plan_commands import Deployed
+from libra.planner.replan import Deployed
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 
 CPU = "cpu"
-"""Name of hardware without a GPU: a rank of one worker stands for one."""
+"""Name of hardware without a GPU: one rank of a worker counts as one GPU."""
 ROUTED = "cmlfq"
-"""The policy that a plan's boundaries between degrees mean something to."""
+"""The policy that uses a plan's boundaries between degrees."""
 LARGER_PAYS_FRAC = 0.02
-"""A larger micro-batch has to shorten the optimizer step by this share; what is shorter by less is not told apart by the model."""
+"""Share by which a larger micro-batch must shorten the optimizer step: smaller gains are within the cost model's error."""
 SIZES = (1, 2, 4, 8)
-"""Larger micro-batches that are looked at, over the configured one."""
+"""Factors on the configured micro-batch that are considered."""
 
 
 def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = True) -> tuple[Plan, int]:
@@ -38,18 +38,18 @@ def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = T
 
     Parameters
     ----------
-    snapshot : Snapshot
-        Its ``training.micro_batch_tokens`` is what is configured. Where the trainer's memory does not hold that, smaller ones are
-        tried, halves of one another; where a larger one fits and makes the optimizer step shorter, that is taken.
+    snapshot : PlanningSnapshot
+        Its ``training.micro_batch_tokens`` is the configured one. If it does not fit into the trainer's memory, it is
+        halved until it does; a larger one that fits is used if it shortens the optimizer step.
     floor_tokens : int
         A micro-batch may not be smaller: a trajectory and a row have to fit into it.
     may_grow : bool
-        Whether a larger micro-batch than the configured one is looked at. False where the memory is not that of the datasheet.
+        Whether a larger micro-batch than the configured one is considered. False if the memory is not that of the datasheet.
 
     Raises
     ------
     PlanError
-        Nothing fits, whatever the micro-batch.
+        Nothing fits, with any micro-batch.
     """
     configured, planner = snapshot.training.micro_batch_tokens, Planner()
     smaller = [configured]
@@ -86,14 +86,14 @@ def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
 
 
 def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, rests_on: str) -> PlannedLayout:
-    """What a run has to know of a plan that it starts.
+    """The part of a plan that a run needs in order to start it.
 
     Parameters
     ----------
     gpu : str
-        The hardware it is to run on, `CPU` where there is no GPU.
+        The hardware of the run, `CPU` without a GPU.
     rests_on : str
-        Where the seconds of the plan come from.
+        Source of the plan's seconds.
     """
     return PlannedLayout(
         model=shape.name,
@@ -112,7 +112,7 @@ def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, 
 
 
 def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
-    """``config`` with the settings that start ``layout``; ConfigError where they contradict other settings."""
+    """``config`` with the settings that start ``layout``; ConfigError if they contradict other settings."""
     values = config.model_dump()
     engines = [{"tp": e.tp, "count": e.count, "slots": e.concurrency} for e in layout.engines]
     values["cluster"] |= {"train_workers": layout.train_gpus, "engines": engines, "rollout_workers": 1}
@@ -124,7 +124,7 @@ def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
 
 
 def configured_deployment(config: RunConfig) -> Deployed:
-    """What a run of ``config`` starts: training workers, and engines and concurrency by degree (the mean where they differ)."""
+    """The deployment of ``config``: training workers, and engines and concurrency by degree (the mean if they differ)."""
     cluster, slots = config.cluster, dict[int, list[int]]()
     for group in cluster.engines:
         slots.setdefault(group.tp, []).extend([group.slots or config.rollout.slots] * group.count)
@@ -138,9 +138,9 @@ def configured_deployment(config: RunConfig) -> Deployed:
 
 
 def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: int) -> None:
-    """PlanError where a plan is of another model than ``shape``, or of other hardware than ``num_gpus`` x ``gpu``.
+    """PlanError if a plan is of another model than ``shape``, or of other hardware than ``num_gpus`` x ``gpu``.
 
-    Without a GPU (`CPU`) any number of ranks will do: they share the cores there are.
+    Without a GPU (`CPU`) any number of ranks is accepted: they share the cores.
     """
     again = "type libra plan CONFIG --write FILE for one that fits, or planner.planned=null to start these settings unplanned"
     if layout.model_digest != shape_digest(shape):
@@ -151,15 +151,15 @@ def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: 
     here = "no GPU" if gpu == CPU else f"{num_gpus} x {gpu}"
     if layout.gpu != gpu or (gpu != CPU and layout.num_gpus > num_gpus):
         raise PlanError(
-            f"planner.planned: the plan is for {layout.num_gpus} x {layout.gpu}, here is {here}; {again}"
+            f"planner.planned: the plan is for {layout.num_gpus} x {layout.gpu}, this cluster has {here}; {again}"
             + ("" if layout.gpu != gpu else f" (planner.num_gpus={num_gpus})")
         )
 
 
 def layout_lines(layout: PlannedLayout, policy: str = ROUTED) -> list[str]:
-    """A plan that is started, in one short block: what was chosen and why, what it rests on, and what lost.
+    """The text of a plan that is started: the layout and its bottleneck, the source of its seconds, and the alternatives.
 
-    ``policy`` is `policy.name` of the run: only `ROUTED` heeds the boundaries between degrees.
+    ``policy`` is `policy.name` of the run: only `ROUTED` uses the boundaries between degrees.
     """
     ranks = "ranks on CPU cores" if layout.gpu == CPU else f"x {layout.gpu}"
     starts = (0.0, *layout.boundaries_tokens)
@@ -173,7 +173,7 @@ def layout_lines(layout: PlannedLayout, policy: str = ROUTED) -> list[str]:
         f"layout        planned for {layout.model} on {layout.num_gpus} {ranks}: a step of {layout.step_s:.3g} s, "
         f"bottleneck {layout.why}",
         f"  training    {layout.train_gpus} x, micro-batches of {layout.micro_batch_tokens:,} tokens",
-        f"  rollout     {engines}" + (f"; policy.name={policy} heeds no lengths" if many and policy != ROUTED else ""),
+        f"  rollout     {engines}" + (f"; policy.name={policy} ignores lengths" if many and policy != ROUTED else ""),
         f"  rests on    {layout.rests_on}",
         *(f"  lost        {line}" for line in layout.lost),
     ]

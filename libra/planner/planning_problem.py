@@ -1,16 +1,16 @@
 """The planning problem in plain numbers: what each trajectory costs each kind of engine, and what a step costs the trainer.
 
 The step that is planned is one batch: every trajectory of it is generated once, and trained on once. An engine of kind k
-that is given the set S of trajectories is done after ``max(sum of load_s[k, S], max of alone_s[k, S])`` seconds: its
-capacity adds up, and no trajectory is faster than its own chain of generations and tool calls. The rollout is done when
-the last engine is.
+that is given the set S of trajectories finishes after ``max(sum of load_s[k, S], max of alone_s[k, S])`` seconds: its
+capacity adds up, and no trajectory is faster than its own chain of generations and tool calls. The rollout ends when the
+last engine finishes.
 
     eta >= 1    steps overlap: step = max(rollout, training) + update      (Libra, arXiv:2606.03077 v2, with the weight update)
     eta == 0    one after the other: step = rollout + training + update
 
 Invariants
 ----------
-1. Every array is float64 or int64, read-only, and finite but for ``inf``, which says "this kind cannot take it".
+1. Every array is float64 or int64, read-only, and finite but for ``inf``: this kind cannot take it.
 2. TP degrees divide one another and the node size. Then engines fit into whole nodes whenever their GPUs fit in number, if
    training fills the partly filled node first: `libra.planner.node_placement` builds that placement.
 """
@@ -45,16 +45,16 @@ class EngineClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What there is to place, and on what.
+    """Trajectories to place, kinds of engines to place them on, and the trainer's step.
 
     Attributes
     ----------
     num_gpus, gpus_per_node : int
         The last node may be smaller.
     kinds : tuple of EngineKind
-        What an engine may be (K).
+        The possible kinds of engines (K).
     load_s : float array (K, N)
-        Engine-seconds that trajectory i takes of an engine of kind k when that is full; loads of one engine add up. ``inf``:
+        Engine-seconds that trajectory i takes on a full engine of kind k; loads of one engine add up. ``inf``:
         it does not fit.
     alone_s : float array (K, N)
         Seconds from its first token to its last tool return on that kind, at best: a lower bound of the engine's time.
@@ -67,11 +67,11 @@ class Problem:
     update_s : float
         Seconds from the end of a step until engines serve its weights, during which neither pool works.
     min_train_gpus, min_rollout_gpus : int
-        Core pools, below which the split may not go.
+        Minimum GPUs of each side of the split (core pools).
     fixed_train_gpus : int or None
-        The training pool, where it is given.
+        The training pool, if it is given.
     fixed_engines : mapping of TP degree to number of engines
-        Exactly so many engines of that degree; degrees that are not named are free.
+        Exactly this many engines of that degree; degrees without an entry are free.
     """
 
     num_gpus: int
@@ -114,12 +114,12 @@ class Problem:
 
     @cached_property
     def least_s(self) -> Floats:
-        """Seconds an engine of kind k needs at least if it is given trajectory i, (K, N): the larger of load and alone."""
+        """Minimum seconds of an engine of kind k that has trajectory i, (K, N): the larger of load and alone."""
         return np.maximum(self.load_s, self.alone_s)
 
     @cached_property
     def rollout_digest(self) -> str:
-        """Names everything the rollout side depends on: problems that share it share their rollout layouts."""
+        """Digest of everything the rollout side depends on: problems with equal digests share their rollout layouts."""
         digest = hashlib.sha256(repr((self.kinds, sorted(self.fixed_engines.items()))).encode())
         digest.update(self.load_s.tobytes())
         digest.update(self.alone_s.tobytes())
@@ -173,8 +173,8 @@ def _check_degrees(problem: Problem) -> None:
     unknown = set(problem.fixed_engines) - set(problem.tp.tolist())
     if unknown:
         raise PlanError(
-            f"planner.fixed_engines: TP {', '.join(map(str, sorted(unknown)))} is no degree that can be planned here; type one of "
-            f"{', '.join(map(str, sorted(set(problem.tp.tolist()))))}"
+            f"planner.fixed_engines: TP {', '.join(map(str, sorted(unknown)))} is not a degree that can be planned here; type "
+            f"one of {', '.join(map(str, sorted(set(problem.tp.tolist()))))}"
         )
 
 

@@ -1,7 +1,7 @@
 """Prices of engines from classes of trajectories, and cuts from prices that hold for the trajectories themselves.
 
 At prices p of an engine of each kind, trajectory i costs at least pi_i = min over its allowed kinds of p_k load_s[k, i] / T per
-second of rollout, whoever takes it. Hence p . engines >= (sum of pi_i) / T for every layout: a cut. The classes only suggest p.
+second of rollout, on any engine. Hence p . engines >= (sum of pi_i) / T for every layout: a cut. The classes only suggest p.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from libra.planner.length_classes import ratio_classes
 from libra.planner.planning_problem import Floats, Ints, Problem
 
 MAX_CLASSES = 40
-"""Classes of the program that chooses the engines. More make its prices better, never its bounds truer."""
+"""Classes of the program that chooses the engines. More classes improve the prices; the bounds hold with any number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Priced:
-    """What the classes say of given engines.
+    """The solution over classes for given engines.
 
     Attributes
     ----------
     cut : Cut
         Holds for every layout.
     binning_frac : float
-        How far the classes' time of these engines is from the unbinned bound at the same prices, relatively.
+        Relative difference of the classes' time of these engines from the unbinned bound at the same prices.
     kinds : int array (N,)
         A kind for each trajectory that balances these engines.
     """
@@ -42,17 +42,17 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Classes:
-    """Trajectories by what they may run on within a threshold, and by ratio of loads.
+    """Trajectories grouped by the kinds they may run on within a threshold, and by ratio of loads.
 
     Attributes
     ----------
     load, allowed : arrays (K, N)
-        Loads in the program's unit of time, 0 where not allowed.
+        Loads in the program's unit of time, 0 if not allowed.
     class_of : int array (N,)
     class_load, class_allowed : arrays (K, C)
         Sum over each class.
     useful : int array
-        Kinds the choice of engines is restricted to, to keep that program small; the cuts know all of them.
+        Kinds to which the choice of engines is restricted, to keep that program small; cuts cover all kinds.
     """
 
     load: Floats
@@ -68,12 +68,13 @@ class Classes:
         return np.unique(self.class_allowed.T, axis=0)
 
     def first_cuts(self, tp: Ints) -> list[Cut]:
-        """Cuts at the price of the GPUs, of all kinds and of each set alone that some trajectories cannot leave."""
+        """Cuts at the price of the GPUs: of all kinds, and of each set of kinds that is the only choice of some
+        trajectories."""
         return [self.cut_at(tp.astype(float)), *(self.cut_at(tp * kinds) for kinds in self.cover if not kinds.all())]
 
     @classmethod
     def within(cls, problem: Problem, theta_s: float, unit_s: float) -> Self | None:
-        """Classes for pairs that are done alone within ``theta_s``; None where some trajectory has no such pair."""
+        """Classes for pairs that finish alone within ``theta_s``; None if some trajectory has no such pair."""
         allowed = problem.least_s <= theta_s
         if not allowed.any(axis=0).all():
             return None
@@ -96,7 +97,7 @@ class Classes:
         return Cut(price, float(cost.min(axis=0).sum()))
 
     def engines(self, pools: Pools) -> Ints | None:
-        """Engines of each kind (K,) that suit the classes best; None where none do."""
+        """Engines of each kind (K,) that suit the classes best; None if none do."""
         part = Pools(pools.tp[self.useful], pools.num_gpus, pools.fixed, self.cover[:, self.useful])
         fluid = solve_fluid(self.class_load[self.useful], self.class_allowed[self.useful], part)
         if fluid is None:
@@ -106,7 +107,7 @@ class Classes:
         return engines
 
     def price(self, engines: Ints) -> Priced | None:
-        """Prices and a balanced assignment for these engines (K,); None where they cannot take every trajectory."""
+        """Prices and a balanced assignment for these engines (K,); None if they cannot take every trajectory."""
         prices = solve_prices(self.class_load, self.class_allowed, engines)
         if prices is None:
             return None
@@ -119,7 +120,8 @@ class Classes:
         return Priced(cut, abs(1 / (prices.rate * unbinned) - 1), self._apart(prices.shares))
 
     def _apart(self, shares: Floats) -> Ints:
-        """A kind for each trajectory, so that of each class about ``shares`` (K, C) of its weight is on each kind."""
+        """A kind for each trajectory, so that about the shares ``shares`` (K, C) of each class's weight are on each
+        kind."""
         kinds = np.zeros(len(self.class_of), dtype=np.int64)
         for number in range(shares.shape[1]):
             mine = np.flatnonzero(self.class_of == number)
@@ -138,7 +140,7 @@ class Classes:
 
 
 def _useful_kinds(problem: Problem, allowed: NDArray[np.bool_], theta_s: float) -> Ints:
-    """Kinds that are cheapest for a trajectory, or cheapest in total among those of their degree; all where there are few."""
+    """Kinds that are cheapest for a trajectory, or cheapest in total among those of their degree; all of up to eight."""
     num = len(problem.kinds)
     if num <= 8:
         return np.arange(num)

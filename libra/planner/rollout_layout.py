@@ -1,13 +1,13 @@
-"""The rollout side, exactly: the quickest layout of engines on F GPUs, with a proven bound next to it.
+"""The rollout side, exactly: the fastest layout of engines on F GPUs, with a proven bound next to it.
 
-1. ``lower_s`` holds for every layout and every assignment of the trajectories as they are: nothing is binned for it.
+1. ``lower_s`` holds for every layout and every assignment of individual trajectories, without binning.
 2. ``layout`` places whole trajectories on whole engines; ``time_s >= lower_s``.
-3. The same F asked twice is worked out once (`Rollouts` is the memo), and what is learned at F bounds every smaller one.
+3. Each F is solved once (`Rollouts` is the memo), and a bound at F holds for every smaller one.
 
 In order of cost: the closed-form bound of `libra.planner.lower_bound` and a layout that meets it; else the fluid program over
-classes, whose prices become cuts that hold for the unbinned trajectories; else, where there are few, the program over single
-trajectories. The threshold "only kinds done within theta" makes the programs linear: the best time is at least
-min(theta, what the program says), and falling theta to it repeats at most a few times.
+classes, whose prices become cuts that hold for the unbinned trajectories; else, if there are few, the program over single
+trajectories. The threshold "only kinds that finish within theta" makes the programs linear: the best time is at least
+min(theta, the program's time), and lowering theta to it takes only a few rounds.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from libra.planner.planning_problem import Floats, Ints, Problem
 from libra.planner.pricing import Classes
 
 MAX_ROUNDS = 4
-"""Cuts added per threshold before the gap is reported as it is."""
+"""Maximum cuts per threshold before the remaining gap is reported."""
 MAX_THRESHOLDS = 8
 """Thresholds tried per number of GPUs."""
 WHOLE_CELLS = 300
-"""Trajectories x engines up to which single trajectories are assigned by a program: beyond it, seconds become minutes."""
+"""Trajectories x engines up to which single trajectories are assigned by a program: above it, a program takes minutes."""
 
 
 @dataclass(slots=True)
 class RolloutLayout:
-    """The best layout found on ``num_gpus`` GPUs, and what is proven of them.
+    """The best layout found on ``num_gpus`` GPUs, and the proven bound.
 
     Attributes
     ----------
     layout : Placement or None
         None: no assignment satisfies the fixed parts.
     lower_s, time_s : float
-        No layout is quicker than the first; this one takes the second.
+        No layout is faster than the first; this one takes the second.
     binning_frac : float
-        Largest relative difference between the fluid program over classes and its unbinned bound at the same layout; 0 where
+        Largest relative difference between the fluid program over classes and its unbinned bound at the same layout; 0 if
         no program was needed.
     num_programs : int
         Programs solved.
@@ -56,12 +56,12 @@ class RolloutLayout:
     num_programs: int = 0
 
     def offer(self, layout: Placement | None) -> None:
-        """Take a layout if it is quicker than the one there is."""
+        """Keep a layout if it is faster than the best so far."""
         if layout is not None and layout.time_s < self.time_s:
             self.layout, self.time_s = layout, layout.time_s
 
     def prove(self, lower_s: float) -> None:
-        """Note a bound; floating-point dust never lifts it above a layout that exists."""
+        """Record a bound; rounding never raises it above an existing layout."""
         self.lower_s = max(self.lower_s, min(lower_s, self.time_s))
 
 
@@ -72,7 +72,7 @@ class Rollouts:
     Parameters
     ----------
     problem : Problem
-        Of which kinds that another one beats in every respect are left out.
+        Kinds that another one dominates are left out.
     gap_frac : float
         A layout within this of its bound is good enough.
     """
@@ -89,7 +89,7 @@ class Rollouts:
         self.bound = gpu_seconds(self.problem)
 
     def lower_s(self, num_gpus: Ints) -> Floats:
-        """Best bound known for each of ``num_gpus``: in closed form, and from what was worked out on more GPUs."""
+        """Best bound known for each of ``num_gpus``: in closed form, and from searches on more GPUs."""
         bound = self.bound.lower_s(num_gpus)
         for known in self.found.values():
             scaled = np.where(num_gpus <= known.num_gpus, known.lower_s, 0.0)
@@ -97,15 +97,15 @@ class Rollouts:
         return bound
 
     def solve(self, num_gpus: int, enough_s: float = 0.0, hopeless_s: float = np.inf) -> RolloutLayout:
-        """The quickest layout on ``num_gpus`` GPUs.
+        """The fastest layout on ``num_gpus`` GPUs.
 
         Parameters
         ----------
         num_gpus : int
         enough_s : float
-            Nothing below it matters, e.g. because the trainer takes as long.
+            A shorter time has no benefit, e.g. because the trainer takes as long.
         hopeless_s : float
-            Work stops when the bound passes it; the layout may then be poor, the bound holds.
+            The search stops when the bound passes it; the layout may then be poor, but the bound holds.
         """
         state = self.found.get(num_gpus)
         if state is None:
@@ -137,7 +137,7 @@ def undominated(problem: Problem) -> NDArray[np.bool_]:
 
 @dataclass(slots=True)
 class _Search:
-    """One search on one number of GPUs, which stops as soon as what is known is good enough."""
+    """One search on one number of GPUs, which stops as soon as the gap is small enough."""
 
     memo: Rollouts
     state: RolloutLayout
@@ -153,7 +153,7 @@ class _Search:
         return Pools(self.problem.tp, self.state.num_gpus, self.problem.fixed_engines)
 
     def goal_s(self) -> float:
-        """A layout this quick ends the search."""
+        """A layout this fast ends the search."""
         return max(self.enough_s, self.state.lower_s * (1 + self.memo.gap_frac))
 
     def done(self) -> bool:
@@ -187,8 +187,9 @@ class _Search:
             self.state.offer(improved(self.problem, self.state.layout, self.goal_s(), max_changes=100))
 
     def _programs(self) -> None:
-        """Layouts and bounds from the programs. A layout done in T uses only pairs done alone within T, so that for every
-        theta its T is at least min(theta, best time over pairs done within theta); theta rises until the two meet.
+        """Layouts and bounds from the programs. A layout that finishes in T uses only pairs that finish alone within T, so
+        that for every theta its T is at least min(theta, best time over pairs done within theta); theta rises until the two
+        meet.
         """
         theta_s = max(self.goal_s(), float(self.memo.bound.at_s[0]))
         longest_s = float(self.problem.least_s[np.isfinite(self.problem.least_s)].max())
@@ -201,7 +202,8 @@ class _Search:
             theta_s = min(longest_s, value_s, max(theta_s * 2, self.state.time_s if self.state.layout else 0.0))
 
     def _within(self, theta_s: float) -> float:
-        """A lower bound of every layout that uses only pairs done alone within ``theta_s``; layouts on the way are offered."""
+        """A lower bound of every layout that uses only pairs that finish alone within ``theta_s``; offers the layouts it
+        finds."""
         problem, pools, unit_s = self.problem, self.pools, max(self.state.lower_s, 1e-9)
         classes = Classes.within(problem, theta_s * (1 + 1e-12), unit_s)
         if classes is None:
@@ -253,7 +255,7 @@ class _Search:
             self.state.prove(self.state.time_s)
 
     def _in_use(self, kind_of: Ints, engine_of: Ints) -> Placement:
-        """The placement without slots that have no trajectory, and with the idle engines that are fixed."""
+        """The placement without slots that have no trajectory, and with the fixed engines that are idle."""
         slots, engine_of = np.unique(engine_of, return_inverse=True)
         kinds = kind_of[slots].tolist()
         for degree, number in self.problem.fixed_engines.items():

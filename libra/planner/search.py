@@ -1,8 +1,9 @@
 """The split between training and rollout, exactly: best first over the trainer's GPU counts, by proven bounds.
 
-1. Every split whose bound is below the best step found has been worked out when the search ends, so that ``lower_s`` holds for
+1. Every split whose bound is below the best step found has been solved when the search ends, so that ``lower_s`` holds for
    every split, every layout and every assignment of whole trajectories.
-2. ``lower_s <= step_s``; the search ends when they differ by at most ``gap_frac``, or when the rest cannot be proven better.
+2. ``lower_s <= step_s``; the search ends when they differ by at most ``gap_frac``, or when no other split can be proven
+   better.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from libra.planner.planning_problem import Floats, Ints, Problem
 from libra.planner.rollout_layout import RolloutLayout, Rollouts
 
 GAP_FRAC = 5e-4
-"""Gap at which a search stops unless told otherwise: half of the 0.1 % that a plan promises."""
+"""Default gap at which a search stops: half of the 0.1 % that a plan promises."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Found:
     binning_frac : float
         Largest error of the programs over classes, against the trajectories themselves.
     num_splits, num_programs : int
-        Splits worked out, integer and linear programs solved.
+        Splits solved, integer and linear programs solved.
     """
 
     train_gpus: int
@@ -66,7 +67,7 @@ class Found:
 
 @dataclass(slots=True)
 class Planner:
-    """Searches that remember the rollout layouts of the workload they saw last.
+    """Searches with a memo of the rollout layouts of the last workload.
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ class Planner:
 
 
 def search(problem: Problem, gap_frac: float = GAP_FRAC) -> Found:
-    """The best split and layout of a problem, within ``gap_frac`` of the proven bound where that can be proven."""
+    """The best split and layout of a problem, within ``gap_frac`` of the proven bound if that can be proven."""
     return Planner(gap_frac).search(problem)
 
 

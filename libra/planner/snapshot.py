@@ -1,8 +1,8 @@
-"""What a plan is made from, and the problem in plain numbers that follows from it.
+"""The input of a plan, and the numeric problem formulated from it.
 
 Each TP degree is one kind of engine, at the concurrency its KV memory allows: a trajectory takes its share of the engine
-(`RolloutCost.engine_s`, which adds up), and never less than its time alone. How concurrent an engine should be in the end, and
-how long it then takes, `libra.planner.engine_pace` works out for the layout that was chosen.
+(`RolloutCost.engine_s`, which adds up), and never less than its time alone. The final concurrency of an engine, and its
+seconds with draining, are those of `libra.planner.engine_pace` for the chosen layout.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 from libra.errors import ConfigError, PlanError
 from libra.hardware import GPU, ModelShape, engine_seconds
-from libra.planner.cost import Layout, TrainingCost, Workload, rollout_cost, training_table
+from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_cost, training_table
 from libra.planner.cost.rollout_cost import ManySeconds
 from libra.planner.planning_problem import EngineClass, Floats, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """What realised steps say of the model: seconds are multiplied by these. 1: as modelled."""
+    """Factors on the model's seconds, from realised steps. 1: as modelled."""
 
     rollout: float = 1.0
     training: float = 1.0
@@ -30,19 +30,19 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class PlanningSnapshot:
-    """Hardware, model, the batch to come, and what may be chosen.
+    """Hardware, model, the next batch, and the constraints.
 
     Attributes
     ----------
     gpu : GPU
     shape : ModelShape
     num_gpus : int
-    workload : Workload
+    workload : TrajectoryTotals
         The trajectories of one step.
     tp : tuple of int
-        Degrees an engine may have; those the model cannot be cut into, or that do not hold it, are left out.
+        Degrees an engine may have; degrees that do not divide the model, or do not hold it, are left out.
     gpus_per_node : int or None
-        None: as the GPU's datasheet says.
+        None: as in the GPU's datasheet.
     training : Layout
         Of the trainer.
     eta : int
@@ -54,13 +54,13 @@ class PlanningSnapshot:
         Trajectories that generate at once on one engine at most.
     corrections : Corrections
     engines : mapping of TP degree to engine, or None
-        Measured or emulated engines instead of the datasheet's.
+        Measured engines instead of the datasheet's.
     """
 
     gpu: GPU
     shape: ModelShape
     num_gpus: int
-    workload: Workload
+    workload: TrajectoryTotals
     tp: tuple[int, ...] = (1, 2, 4, 8)
     gpus_per_node: int | None = None
     training: Layout = field(default_factory=Layout)
@@ -90,9 +90,9 @@ class Formulation:
     engines : mapping of TP degree to engine
         In the order of ``Problem.kinds``.
     training : mapping of GPU count to TrainingCost
-        Those that do not fit included.
+        Including those that do not fit.
     left_out : mapping of TP degree to the reason
-        Degrees that were asked for and cannot be.
+        Requested degrees that are not possible.
     """
 
     problem: Problem
@@ -102,7 +102,7 @@ class Formulation:
 
 
 def formulate(snapshot: PlanningSnapshot) -> Formulation:
-    """The problem that a snapshot poses.
+    """The problem of a snapshot.
 
     Raises
     ------
@@ -157,7 +157,8 @@ def _kind(snapshot: PlanningSnapshot, tp: int, engine: ManySeconds) -> tuple[Eng
     concurrency = max(int(most), 1)
     cost = rollout_cost(workload, engine, concurrency=concurrency, max_sequences=snapshot.max_concurrency)
     load_s = np.where(cost.fits, np.maximum(cost.engine_s, 1e-9) * factor, np.inf)
-    alone_s = np.where(cost.fits, cost.tool_wait_s + (cost.alone_s - cost.tool_wait_s) * factor, np.inf)
+    waits_s = workload.tool_wait_s
+    alone_s = np.where(cost.fits, waits_s + (cost.alone_s - waits_s) * factor, np.inf)
     return EngineClass(tp, concurrency), load_s, alone_s
 
 

@@ -1,4 +1,4 @@
-"""Decisions, and nothing else: events in, commands out. No clock, no I/O, no Dask; the live plugin and the simulator share it."""
+"""Decisions as pure functions: events in, commands out. No clock, no I/O, no Dask; the live plugin and the simulator share it."""
 
 from __future__ import annotations
 

@@ -10,9 +10,12 @@ Invariants
 3. A group must be consumed by batch ``oldest version + eta``, its deadline. Batch ``j`` opens only when what it leaves
    behind, committed or still being generated, can meet its deadlines: at most ``(i - j) * B`` groups with a deadline of
    ``i`` or before, for each ``i``. Hence **lag <= eta for every token ever trained on**.
-4. Among committed groups those with the nearest deadline go first, then by (iteration, group), never by length or time
-   of completion. What is left is carried over. Every group is consumed exactly once, so nothing favours short answers.
-5. ``restore(snapshot())`` changes no later answer.
+4. Among committed groups those with the nearest deadline go first, then by (iteration, group), never by length or time of
+   completion. The remaining groups are carried over. Every group is consumed exactly once, so nothing favours short
+   answers.
+5. ``restore(snapshot())`` changes no later decision.
+6. Its size does not grow with the number of iterations: members are kept of the newest batches, and iterations that are consumed
+   whole, each with ``groups_per_batch`` groups, are one number.
 
 `libra.policy.staleness` keeps the same bound for producers without iterations, group by group.
 """
@@ -27,10 +30,13 @@ from libra.policy.messages import OpenBatch, OpenGate
 
 GroupId = tuple[int, int]
 
+KEPT_BATCHES = 64
+"""Batches, besides the staleness bound, whose members are kept for a step that is repeated because its result was lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommittedGroup:
-    """A group whose record is written. ``oldest_version`` is -1 where nothing was generated (all members failed)."""
+    """A group whose record is written. ``oldest_version`` is -1 if nothing was generated (all members failed)."""
 
     iteration: int
     group: int
@@ -45,7 +51,12 @@ class Admission:
     eta : int
         Largest lag in versions, 0 for synchronous training.
     groups_per_batch : int
-        Groups (prompts) per optimizer step, B.
+        Groups (prompts) per optimizer step, B, and of each iteration.
+
+    Attributes
+    ----------
+    opened : dict
+        Members of the newest batches, by number.
     """
 
     def __init__(self, eta: int, groups_per_batch: int) -> None:
@@ -56,7 +67,9 @@ class Admission:
         self._batches: set[int] = set()
         self._in_flight: dict[GroupId, int] = {}
         self._committed: dict[GroupId, int] = {}
-        self._consumed: set[GroupId] = set()
+        self._consumed: dict[int, set[int]] = {}  # by iteration, groups of those that are not consumed whole
+        self._whole_below = 0  # every group of the iterations before this one is consumed
+        self._told_below = 0  # the batches before this one were opened, and their members are not kept
         self.opened: dict[int, tuple[GroupId, ...]] = {}
 
     @classmethod
@@ -75,11 +88,11 @@ class Admission:
         Parameters
         ----------
         version : int
-            Newest published version, -1 where there is none.
+            Newest published version, -1 if there is none.
         opened : mapping
             Members of every batch whose membership is committed.
         committed : iterable of CommittedGroup
-            Every group whose record is written; those that a batch of ``opened`` has consumed are left out here.
+            Every group whose record is written; those that a batch of ``opened`` has consumed are ignored.
         started : mapping
             Groups that have generated something and are not committed, with the version of their oldest token.
         """
@@ -87,13 +100,15 @@ class Admission:
         admission.version = version
         for batch, members in opened.items():
             admission._open(batch, tuple(members))
-        admission._in_flight = {group: oldest for group, oldest in started.items() if group not in admission._consumed}
+        admission._in_flight = {
+            group: oldest for group, oldest in started.items() if not admission._is_consumed(*group)
+        }
         for done in committed:
             admission.group_committed(done)
         return admission
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold; see `restore`."""
+        """Its state, as JSON-able values."""
         return {
             "eta": self.eta,
             "groups_per_batch": self.groups_per_batch,
@@ -103,28 +118,36 @@ class Admission:
             "in_flight": [[*group, oldest] for group, oldest in sorted(self._in_flight.items())],
             "committed": [[*group, oldest] for group, oldest in sorted(self._committed.items())],
             "opened": [[batch, [list(group) for group in members]] for batch, members in sorted(self.opened.items())],
+            "consumed": [[iteration, sorted(groups)] for iteration, groups in sorted(self._consumed.items())],
+            "whole_below": self._whole_below,
+            "told_below": self._told_below,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         self.eta, self.groups_per_batch = int(snapshot["eta"]), int(snapshot["groups_per_batch"])
         self.version = int(snapshot["version"])
         self._gates, self._batches = set(snapshot["gates"]), set(snapshot["batches"])
         self._in_flight = {(iteration, group): oldest for iteration, group, oldest in snapshot["in_flight"]}
         self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
-        self.opened, self._consumed = {}, set()
+        self.opened = {}
+        # Snapshots of older logs have the members of every batch instead.
+        self._whole_below, self._told_below = int(snapshot.get("whole_below", 0)), int(snapshot.get("told_below", 0))
+        self._consumed = {int(iteration): set(groups) for iteration, groups in snapshot.get("consumed", ())}
         for batch, members in snapshot["opened"]:
             self._open(batch, tuple((iteration, group) for iteration, group in members))
 
     def gate_parked(self, iteration: int) -> tuple[OpenGate | OpenBatch, ...]:
-        """Iteration ``iteration`` asks to begin."""
+        """Iteration ``iteration`` waits at its gate."""
         self._gates.add(iteration)
         return self._decide()
 
     def batch_parked(self, batch: int) -> tuple[OpenGate | OpenBatch, ...]:
-        """Step ``batch`` asks for its groups. A batch that was opened before gets the same members again."""
+        """Step ``batch`` requests its groups. A batch that was opened before gets the same members again."""
         if batch in self.opened:
             return (OpenBatch(batch, self.opened[batch], "opened before; same members"),)
+        if batch < self._told_below:
+            return (OpenBatch(batch, (), "opened long before; its members are in its file"),)
         self._batches.add(batch)
         return self._decide()
 
@@ -134,15 +157,15 @@ class Admission:
         return self._decide()
 
     def generation_started(self, iteration: int, group: int, version: int) -> None:
-        """A quantum of this group was given to an engine that serves ``version``."""
+        """A quantum of this group was dispatched to an engine that serves ``version``."""
         group_id = (iteration, group)
-        if group_id not in self._committed and group_id not in self._consumed:
+        if group_id not in self._committed and not self._is_consumed(iteration, group):
             self._in_flight[group_id] = min(version, self._in_flight.get(group_id, version))
 
     def group_committed(self, done: CommittedGroup) -> tuple[OpenGate | OpenBatch, ...]:
-        """The record of a group is written; told again, it changes nothing."""
+        """The record of a group is written; a second call changes nothing."""
         group_id = (done.iteration, done.group)
-        if group_id in self._committed or group_id in self._consumed:
+        if group_id in self._committed or self._is_consumed(*group_id):
             return ()
         started = self._in_flight.pop(group_id, None)
         oldest = done.oldest_version if done.oldest_version >= 0 else started
@@ -172,7 +195,19 @@ class Admission:
 
     def _open(self, batch: int, members: tuple[GroupId, ...]) -> None:
         self.opened[batch] = members
-        self._consumed.update(members)
+        for iteration, group in members:
+            if not self._is_consumed(iteration, group):
+                self._consumed.setdefault(iteration, set()).add(group)
+        while len(self._consumed.get(self._whole_below, ())) >= self.groups_per_batch:
+            del self._consumed[self._whole_below]
+            self._whole_below += 1
+        while len(self.opened) > KEPT_BATCHES + self.eta:
+            oldest = min(self.opened)
+            del self.opened[oldest]
+            self._told_below = max(self._told_below, oldest + 1)
+
+    def _is_consumed(self, iteration: int, group: int) -> bool:
+        return iteration < self._whole_below or group in self._consumed.get(iteration, ())
 
     def _deadlines_hold_after(self, batch: int, members: tuple[GroupId, ...]) -> bool:
         """Invariant 3 for the groups that ``members`` would leave behind."""

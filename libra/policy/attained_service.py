@@ -1,10 +1,10 @@
-"""Orderings that look only at what a trajectory has had so far: least attained service, and most completed tool calls.
+"""Orderings by attained service only: least attained service, and most completed tool calls.
 
 Promises
 --------
 1. An earlier iteration always goes before a later one.
-2. Nobody is passed over for ever; the bound is `libra.policy.starvation_guard`'s.
-3. ``restore(snapshot())`` changes no later answer.
+2. No trajectory is passed over for ever: `libra.policy.starvation_guard` bounds it.
+3. ``restore(snapshot())`` changes no later command.
 """
 
 from __future__ import annotations
@@ -22,66 +22,68 @@ those of a large iteration that had not begun were overdue after minutes, and th
 
 
 class Mlfq:
-    """Least attained service: who has generated least goes first, in classes of half octaves, then by arrival.
+    """Least attained service first, in classes of half octaves, then by arrival.
 
-    The multi-level feedback queue of old, which knows nothing of what is left; a baseline.
+    The classic multi-level feedback queue, without forecasts; a baseline.
     """
 
     name: ClassVar[str] = "mlfq"
 
     def __init__(self, *, patience: int = PATIENCE) -> None:
-        self._lives = TrajectoryTable()
-        self._patience = StarvationGuard(patience)
+        self._trajectories = TrajectoryTable()
+        self._guard = StarvationGuard(patience)
 
     def handle(self, event: Event) -> tuple[SetPriority, ...]:
         """Answer one event; deterministic in the sequence of events."""
-        life = self._lives.handle(event)
+        stats = self._trajectories.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase):
-                assert life is not None
-                overdue = self._patience.parked(key, phase)
-                level, reason = self._level(life)
-                own = SetPriority(key, Priority(life.iteration, level, life.arrival), reason)
-                return (own, *overdue_first(overdue, self._lives))
+                assert stats is not None
+                overdue = self._guard.parked(key, phase)
+                level, reason = self._level(stats)
+                own = SetPriority(key, Priority(stats.iteration, level, stats.arrival), reason)
+                return (own, *overdue_first(overdue, self._trajectories))
             case QuantumStarted(key=key) | TrajectoryEnded(key=key):
-                self._patience.left(key)
+                self._guard.left(key)
         return ()
 
-    def _level(self, life: TrajectoryStats) -> tuple[int, str]:
-        level = length_class(life.generated_tokens)
+    def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
+        level = length_class(stats.generated_tokens)
         return 1 + level, f"mlfq: class {level} by tokens generated"
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold; see `restore`."""
+        """Its state, as JSON-able values."""
         return {
-            "lives": self._lives.snapshot(),
-            "patience": self._patience.patience,
-            "waiting": self._patience.snapshot(),
+            "lives": self._trajectories.snapshot(),
+            "patience": self._guard.patience,
+            "waiting": self._guard.snapshot(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
-        self._lives.restore(snapshot["lives"])
-        self._patience = StarvationGuard(int(snapshot["patience"]))
-        self._patience.restore(snapshot["waiting"])
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        self._trajectories.restore(snapshot["lives"])
+        self._guard = StarvationGuard(int(snapshot["patience"]))
+        self._guard.restore(snapshot["waiting"])
 
 
 class CompletedCalls(Mlfq):
-    """Whoever has completed most tool calls goes first, then by arrival (DynaRL, OSDI '26, as its README describes it)."""
+    """Most completed tool calls first, then by arrival (DynaRL, OSDI '26, as its README describes it)."""
 
     name: ClassVar[str] = "completed_calls"
 
-    def _level(self, life: TrajectoryStats) -> tuple[int, str]:
-        return 1 + max(0, MOST_CALLS - life.calls), f"completed_calls: {life.calls} tool calls came back"
+    def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
+        return 1 + max(0, MOST_CALLS - stats.calls), f"completed_calls: {stats.calls} tool calls came back"
 
 
 MOST_CALLS = 10_000
-"""Calls beyond these make no difference to `CompletedCalls`."""
+"""`CompletedCalls` does not count calls beyond these."""
 
 
-def overdue_first(overdue: list[tuple[str, int]], lives: TrajectoryTable) -> tuple[SetPriority, ...]:
-    """Level -1 for those who have waited for too long, in the order in which they parked."""
+def overdue_first(overdue: list[tuple[str, int]], trajectories: TrajectoryTable) -> tuple[SetPriority, ...]:
+    """Level -1 for overdue trajectories, in the order in which they parked."""
     return tuple(
-        SetPriority(key, Priority(lives.by_key[key].iteration, OVERDUE, number), "overdue: passed over for too long")
+        SetPriority(
+            key, Priority(trajectories.by_key[key].iteration, OVERDUE, number), "overdue: passed over for too long"
+        )
         for key, number in overdue
     )

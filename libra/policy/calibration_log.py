@@ -1,9 +1,9 @@
-"""What was believed of trajectories that are over, beside what they turned out to be; for people, no decision reads it.
+"""Forecasts of finished trajectories and their true lengths, for the dashboard; no decision reads it.
 
 Invariants
 ----------
-1. At most ``FOLLOWED`` living trajectories and ``KEPT`` finished ones are held, whatever the size of the run.
-2. Only what was believed *before* counts: nothing is looked up after the end.
+1. At most ``FOLLOWED`` running trajectories and ``KEPT`` ended ones are kept, whatever the size of the run.
+2. Only forecasts made *before* the end count.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import deque
 from typing import NamedTuple
 
 FOLLOWED = 512
-"""Trajectories followed at once: the first that come while there is room."""
+"""Trajectories followed at once: each new one while there is room."""
 KEPT = 256
-"""Finished ones that are shown: the latest."""
+"""Finished trajectories that are kept: the latest."""
 
 
 class ForecastOutcome(NamedTuple):
-    """A finished trajectory: tokens in all as believed when it began, as believed half way, and as they were."""
+    """An ended trajectory: forecast of its total tokens at the start and half way, and the true total."""
 
     first_tokens: float
     half_tokens: float
@@ -26,27 +26,27 @@ class ForecastOutcome(NamedTuple):
 
 
 class CalibrationLog:
-    """Follows beliefs about some trajectories until they are over."""
+    """Follows forecasts of some trajectories until they end."""
 
     def __init__(self) -> None:
         self.outcomes: deque[ForecastOutcome] = deque(maxlen=KEPT)
-        self._beliefs: dict[str, list[tuple[int, float]]] = {}  # tokens generated, tokens believed in all
+        self._forecasts: dict[str, list[tuple[int, float]]] = {}  # tokens generated, forecast of the total
 
-    def believed(self, key: str, generated_tokens: int, total_tokens: float) -> None:
-        """``key`` has generated so many tokens and is believed to come to ``total_tokens``."""
-        beliefs = self._beliefs.get(key)
-        if beliefs is None:
-            if len(self._beliefs) >= FOLLOWED or generated_tokens:
+    def forecast(self, key: str, generated_tokens: int, total_tokens: float) -> None:
+        """``key`` has generated this many tokens; the forecast of its total is ``total_tokens``."""
+        forecasts = self._forecasts.get(key)
+        if forecasts is None:
+            if len(self._forecasts) >= FOLLOWED or generated_tokens:
                 return
-            beliefs = self._beliefs[key] = []
-        if beliefs and beliefs[-1][0] == generated_tokens:
-            beliefs[-1] = (generated_tokens, total_tokens)
+            forecasts = self._forecasts[key] = []
+        if forecasts and forecasts[-1][0] == generated_tokens:
+            forecasts[-1] = (generated_tokens, total_tokens)
         else:
-            beliefs.append((generated_tokens, total_tokens))
+            forecasts.append((generated_tokens, total_tokens))
 
     def ended(self, key: str, tokens: int, *, completed: bool) -> None:
-        """``key`` is over after so many tokens; where it failed, its length says nothing."""
-        beliefs = self._beliefs.pop(key, None)
-        if beliefs and completed and tokens:
-            half = [total for generated, total in beliefs if 2 * generated <= tokens]
-            self.outcomes.append(ForecastOutcome(beliefs[0][1], half[-1], tokens))
+        """``key`` has ended after this many tokens; if it failed, its length does not count."""
+        forecasts = self._forecasts.pop(key, None)
+        if forecasts and completed and tokens:
+            half = [total for generated, total in forecasts if 2 * generated <= tokens]
+            self.outcomes.append(ForecastOutcome(forecasts[0][1], half[-1], tokens))

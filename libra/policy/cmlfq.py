@@ -1,30 +1,30 @@
-"""C-MLFQ: a multi-level feedback queue over trajectories, driven by what is believed to be left of each.
+"""C-MLFQ: a multi-level feedback queue over trajectories, ordered by forecasts of their remaining length.
 
-The order is (iteration deadline, level, order). Levels are classes of remaining length, made anew at every parking from the
-forecaster's answer; where its skill is not above 0, nothing is believed, and the order needs none: see the objectives.
+The order is (iteration deadline, level, order). Levels are classes of remaining length, computed again at every parking from the
+forecast. If its skill is not above 0, forecasts are not used; the objectives define the order without them.
 
 Objectives
 ----------
 makespan
-    The iteration is to be over soon. Whoever is under way goes on, in the order of arrival: its KV cache holds memory until it
-    ends, and going round among many that are half done computes contexts again and again. Of those that have not begun, one
-    of each group goes first (the probe, Seer), then the longest expected; what siblings show re-orders them. Without skill by
-    arrival: least attained service first would keep the longest for the end, which a makespan cannot afford (`docs/adr/0008`).
+    End the iteration soon. Trajectories under way go first, in the order of arrival: their KV cache holds memory until they end,
+    and alternating among many half-done ones computes contexts repeatedly. Of those that have not begun, one of each group goes
+    first (the probe, Seer), then the longest forecast; results of siblings re-order them. Without skill, by arrival: least
+    attained service first would leave the longest for the end, which is bad for a makespan (`docs/adr/0008`).
 stream
-    Groups are to be complete soon, one after the other: least left in the group first, within it by arrival. Without skill by
-    attained service, least first.
+    Complete groups soon, one after the other: fewest tokens left in the group first, within it by arrival. Without skill, least
+    attained service first.
 
 Promises
 --------
 1. An earlier iteration always goes before a later one.
-2. Nobody is passed over for ever; the bound is `libra.policy.starvation_guard`'s, whose overdue ones have level 0.
-3. It says what it believes (`Prefer`) whenever that has changed by a class; where a trajectory goes follows from these beliefs,
-   the load of the engines and the price of a move: see `libra.policy.engine_loads`. Boundaries of a plan (`BoundariesSet`) say
-   where a trajectory had best begin, as long as that costs little: see `libra.policy.dispatcher`.
+2. No trajectory is passed over for ever: `libra.policy.starvation_guard` bounds it; overdue ones have level -1.
+3. It gives its forecast (`Prefer`) whenever that has changed by a class. Placement follows from the forecasts, the load of the
+   engines and the cost of a move: see `libra.policy.engine_loads`. Boundaries of a plan (`BoundariesSet`) give the engines on
+   which a trajectory should begin, as long as that costs little: see `libra.policy.dispatcher`.
 4. ``restore(snapshot())`` changes no later answer.
 
-Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; nothing is
-decided by fixed lengths; moves are priced; waiting is bounded.
+Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; there are no
+fixed lengths; moves have a cost; waiting is bounded.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0
-"""Skill up to which a forecast orders nothing."""
-ANEW_AT_AN_END = 16
-"""Trajectories that have not begun and are looked at anew, beside the siblings, whenever one ends."""
+"""Skill up to which forecasts are not used for the order."""
+RECONSIDERED_AT_END = 16
+"""Number of trajectories that have not begun and are re-evaluated, besides the siblings, whenever one ends."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 """Levels of those under way (with skill), and the first level of those that have not begun."""
 
 
 @runtime_checkable
 class GroupAware(Protocol):
-    """A forecaster that learns of those who have not begun from their siblings."""
+    """A forecaster that updates trajectories that have not begun by what their siblings show."""
 
-    def anew(self, key: str) -> Forecast: ...
+    def reconsidered(self, key: str) -> Forecast: ...
 
     def is_probe(self, key: str) -> bool: ...
 
 
 @runtime_checkable
 class SelfScoring(Protocol):
-    """A forecaster that knows what it is worth."""
+    """A forecaster that measures its own skill."""
 
     @property
     def skill(self) -> float: ...
@@ -82,15 +82,15 @@ class SelfScoring(Protocol):
 
 
 class CMLFQ:
-    """The ordering of this system; `Predictor` and `Oracle` are the same rule with other beliefs.
+    """Libra's ordering; `Predictor` and `Oracle` are the same rule with other forecasts.
 
     Parameters
     ----------
     forecaster : Forecaster, optional
-        Hears every event before it is asked. None: `Posterior`.
+        Receives every event before it is queried. None: `Posterior`.
     objective : "makespan" or "stream"
     patience : int
-        Parkings after which one that waits goes first; see `libra.policy.starvation_guard`.
+        The starvation bound, in parkings; see `libra.policy.starvation_guard`.
     """
 
     name: ClassVar[str] = "cmlfq"
@@ -101,140 +101,142 @@ class CMLFQ:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
         self.forecaster: Forecaster = Posterior() if forecaster is None else forecaster
-        self._reconsiders = self.forecaster if isinstance(self.forecaster, GroupAware) else None
+        self._group_aware = self.forecaster if isinstance(self.forecaster, GroupAware) else None
         self.objective: Objective = objective
-        self._lives = TrajectoryTable()
-        self._patience = StarvationGuard(patience)
+        self._trajectories = TrajectoryTable()
+        self._guard = StarvationGuard(patience)
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
-        self._unbegun: dict[str, dict[str, None]] = {}  # by group, who waits for the first slot
-        self._told: dict[str, int] = {}  # length class that the dispatcher was told
+        self._unbegun: dict[str, dict[str, None]] = {}  # by group, those that wait for their first slot
+        self._told_class: dict[str, int] = {}  # length class that the dispatcher has
         self._boundaries: tuple[tuple[int, float], ...] = ()
-        self._begins: dict[str, int] = {}  # degree that the dispatcher was told, of those that a plan means for one
+        self._begins: dict[str, int] = {}  # planned degree that the dispatcher has, of those that have one
         self._sampled_tokens = self._read_tokens = 0
-        self._hindsight = CalibrationLog()
+        self._calibration = CalibrationLog()
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
         self.forecaster.handle(event)
-        life = self._lives.handle(event)
+        stats = self._trajectories.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase):
-                assert life is not None
-                return self._parked(key, life, self._patience.parked(key, phase))
+                assert stats is not None
+                return self._parked(key, stats, self._guard.parked(key, phase))
             case QuantumStarted(key=key):
-                self._patience.left(key)
+                self._guard.left(key)
                 self._begun(key)
             case QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
             case TrajectoryEnded(key=key, completed=completed):
-                self._patience.left(key)
-                self._hindsight.ended(key, life.generated_tokens if life is not None else 0, completed=completed)
-                self._told.pop(key, None)
+                self._guard.left(key)
+                self._calibration.ended(key, stats.generated_tokens if stats is not None else 0, completed=completed)
+                self._told_class.pop(key, None)
                 self._begins.pop(key, None)
-                if life is not None:
-                    self._begun(key, life.group)
-                    self._ended(life)
-                    return self._anew(list(dict.fromkeys([*self._unbegun.get(life.group, ()), *self._next_anew()])))
+                if stats is not None:
+                    self._begun(key, stats.group)
+                    self._ended(stats)
+                    return self._reconsider(
+                        list(dict.fromkeys([*self._unbegun.get(stats.group, ()), *self._next_reconsidered()]))
+                    )
             case BoundariesSet(boundaries=boundaries):
                 self._boundaries = boundaries
-                return self._prefer_anew()
+                return self._prefer_again()
         return ()
 
     def learn(self) -> None:
-        """Have the forecaster do the dear part of its learning; called now and then, off the critical path."""
+        """Run the forecaster's expensive update; called off the critical path."""
         self.forecaster.learn()
 
     def forget_live(self) -> None:
-        """Forget who lives, and keep what was learned: its run starts anew, and they come again under other keys."""
-        for key in list(self._lives.by_key):
+        """Drop running trajectories and keep what was learned: after a restart they have other keys."""
+        for key in list(self._trajectories.by_key):
             self.handle(TrajectoryEnded(key, completed=False))
-        self._boundaries = ()  # of the layout that was
+        self._boundaries = ()  # of the previous layout
 
     def _parked(
-        self, key: str, life: TrajectoryStats, overdue: list[tuple[str, int]]
+        self, key: str, stats: TrajectoryStats, overdue: list[tuple[str, int]]
     ) -> tuple[SetPriority | Prefer, ...]:
-        waits_to_begin = life.phase is Phase.ROLLOUT and not life.generated_tokens
+        waits_to_begin = stats.phase is Phase.ROLLOUT and not stats.generated_tokens
         if waits_to_begin:
-            self._unbegun.setdefault(life.group, {})[key] = None
+            self._unbegun.setdefault(stats.group, {})[key] = None
         mean, order, skill = self.forecaster.remaining(key)
-        self._believe(life, mean)
-        self._hindsight.believed(key, life.generated_tokens, life.generated_tokens + mean)
-        level, reason = self._level(key, life, order, skill > UNTRUSTED)
-        answers: list[SetPriority | Prefer] = [self._placed(key, life, level, reason, skill > UNTRUSTED)]
-        if life.phase is Phase.ROLLOUT:
-            answers += self._prefer(key, life, mean)
+        self._set_forecast(stats, mean)
+        self._calibration.forecast(key, stats.generated_tokens, stats.generated_tokens + mean)
+        level, reason = self._level(key, stats, order, skill > UNTRUSTED)
+        answers: list[SetPriority | Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
+        if stats.phase is Phase.ROLLOUT:
+            answers += self._prefer(key, stats, mean)
         for late, number in overdue:
-            other = self._lives.by_key[late]
+            other = self._trajectories.by_key[late]
             other.level = OVERDUE
             answers.append(
                 SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
             )
         if not waits_to_begin and skill > UNTRUSTED:
-            total = length_class(life.generated_tokens + mean)
-            if total != life.total_class:
-                life.total_class = total
-                answers += self._siblings_anew(life)
+            total = length_class(stats.generated_tokens + mean)
+            if total != stats.total_class:
+                stats.total_class = total
+                answers += self._reconsider_siblings(stats)
         return tuple(answers)
 
-    def _siblings_anew(self, life: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
-        """Those of its group that have not begun, where what is known of the group now gives them another level."""
-        return self._anew(list(self._unbegun.get(life.group, ()))) if life.group else ()
+    def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
+        """Reconsider those of its group that have not begun."""
+        return self._reconsider(list(self._unbegun.get(stats.group, ()))) if stats.group else ()
 
-    def _next_anew(self) -> list[str]:
-        """Some of those that have not begun, whose turn it is to be looked at anew."""
+    def _next_reconsidered(self) -> list[str]:
+        """Some of those that have not begun, in turn."""
         keys: list[str] = []
-        while self._unbegun and len(keys) < ANEW_AT_AN_END:
+        while self._unbegun and len(keys) < RECONSIDERED_AT_END:
             group = next(iter(self._unbegun))
-            waiting = self._unbegun[group] = self._unbegun.pop(group)  # to the end of the row
+            waiting = self._unbegun[group] = self._unbegun.pop(group)  # to the end of the queue
             if keys and next(iter(waiting)) == keys[0]:
                 break
             keys += waiting
         return keys
 
-    def _anew(self, keys: list[str]) -> tuple[SetPriority | Prefer, ...]:
+    def _reconsider(self, keys: list[str]) -> tuple[SetPriority | Prefer, ...]:
         answers: list[SetPriority | Prefer] = []
-        anew = self._reconsiders.anew if self._reconsiders is not None else self.forecaster.remaining
+        reconsidered = self._group_aware.reconsidered if self._group_aware is not None else self.forecaster.remaining
         for key in keys:
-            other = self._lives.by_key[key]
+            other = self._trajectories.by_key[key]
             if other.level == OVERDUE:
                 continue
-            mean, order, skill = anew(key)
-            self._believe(other, mean)
+            mean, order, skill = reconsidered(key)
+            self._set_forecast(other, mean)
             level, reason = self._level(key, other, order, skill > UNTRUSTED)
             if level != other.level:
                 trusted = skill > UNTRUSTED
                 answers += [self._placed(key, other, level, reason, trusted), *self._prefer(key, other, mean)]
         return tuple(answers)
 
-    def _placed(self, key: str, life: TrajectoryStats, level: int, reason: str, trusted: bool) -> SetPriority:
-        life.level = level
-        in_groups = self.objective == "stream" and trusted and life.group
-        place = int(self._groups[life.group][0]) if in_groups else life.arrival
-        return SetPriority(key, Priority(life.iteration, level, place), reason)
+    def _placed(self, key: str, stats: TrajectoryStats, level: int, reason: str, trusted: bool) -> SetPriority:
+        stats.level = level
+        in_groups = self.objective == "stream" and trusted and stats.group
+        place = int(self._groups[stats.group][0]) if in_groups else stats.arrival
+        return SetPriority(key, Priority(stats.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
-        """``key`` does not wait for its first slot any more."""
+        """``key`` no longer waits for its first slot."""
         if group is None:
-            life = self._lives.by_key.get(key)
-            if life is None:
+            stats = self._trajectories.by_key.get(key)
+            if stats is None:
                 return
-            group = life.group
+            group = stats.group
         waiting = self._unbegun.get(group)
         if waiting is not None:
             waiting.pop(key, None)
             if not waiting:
                 del self._unbegun[group]
 
-    def _prefer(self, key: str, life: TrajectoryStats, mean_tokens: float) -> list[Prefer]:
-        """What the dispatcher is to expect of it, whenever that has changed by a class: tokens left, context at the end."""
-        begins = 0 if life.generated_tokens else self._begins_tp(mean_tokens)
+    def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[Prefer]:
+        """The forecast for the dispatcher (tokens left, context at the end), if it has changed by a class."""
+        begins = 0 if stats.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
-        if self._told.get(key) == length and self._begins.get(key, 0) == begins:
+        if self._told_class.get(key) == length and self._begins.get(key, 0) == begins:
             return []
         growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
-        final = life.context_tokens + int(mean_tokens * growth)
-        self._told[key] = length
+        final = stats.context_tokens + int(mean_tokens * growth)
+        self._told_class[key] = length
         if begins:
             self._begins[key] = begins
         else:
@@ -244,81 +246,83 @@ class CMLFQ:
         return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
 
     def _begins_tp(self, tokens: float) -> int:
-        """Least degree of the engines that a plan means for a trajectory of so many tokens; 0: there is no plan."""
+        """Smallest degree planned for a trajectory of this many tokens; 0: there is no plan."""
         for tp, longest_tokens in self._boundaries:
             if tokens <= longest_tokens:
                 return tp
         return self._boundaries[-1][0] + 1 if self._boundaries else 0
 
-    def _prefer_anew(self) -> tuple[Prefer, ...]:
-        """What is new for those that have not begun, where boundaries are."""
+    def _prefer_again(self) -> tuple[Prefer, ...]:
+        """Changes for those that have not begun, after new boundaries."""
         waiting = [key for keys in self._unbegun.values() for key in keys]
-        lives = self._lives.by_key
-        return tuple(p for key in waiting for p in self._prefer(key, lives[key], lives[key].remaining_tokens))
+        trajectories = self._trajectories.by_key
+        return tuple(
+            p for key in waiting for p in self._prefer(key, trajectories[key], trajectories[key].remaining_tokens)
+        )
 
-    def _level(self, key: str, life: TrajectoryStats, order_tokens: float, trusted: bool) -> tuple[int, str]:
-        begun = life.generated_tokens > 0
+    def _level(self, key: str, stats: TrajectoryStats, order_tokens: float, trusted: bool) -> tuple[int, str]:
+        begun = stats.generated_tokens > 0
         if self.objective == "stream" and trusted:
-            level = length_class(self._groups[life.group][1] if life.group else order_tokens)
+            level = length_class(self._groups[stats.group][1] if stats.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
         if not trusted and self.objective == "makespan":
             return (UNDER_WAY if begun else UNBEGUN), "cmlfq: no skill, by arrival"
         if not trusted:
-            level = length_class(life.generated_tokens)
+            level = length_class(stats.generated_tokens)
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
         if begun:
             return UNDER_WAY, "cmlfq: under way"
-        if self._reconsiders is not None and self._reconsiders.is_probe(key):
+        if self._group_aware is not None and self._group_aware.is_probe(key):
             return UNBEGUN, "cmlfq: probe of its group"
         level = length_class(order_tokens)
         return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
 
-    def _believe(self, life: TrajectoryStats, mean_tokens: float) -> None:
-        before = life.remaining_tokens
-        life.remaining_tokens = mean_tokens
-        if life.group:
-            group = self._groups.get(life.group)
+    def _set_forecast(self, stats: TrajectoryStats, mean_tokens: float) -> None:
+        before = stats.remaining_tokens
+        stats.remaining_tokens = mean_tokens
+        if stats.group:
+            group = self._groups.get(stats.group)
             if group is None:
-                group = self._groups[life.group] = [float(life.arrival), 0.0, 0.0]
-            if not life.counted:
-                life.counted = True
+                group = self._groups[stats.group] = [float(stats.arrival), 0.0, 0.0]
+            if not stats.counted:
+                stats.counted = True
                 group[2] += 1
             group[1] += mean_tokens - before
 
-    def _ended(self, life: TrajectoryStats) -> None:
-        group = self._groups.get(life.group)
-        if group is not None and life.counted:
-            group[1] -= life.remaining_tokens
+    def _ended(self, stats: TrajectoryStats) -> None:
+        group = self._groups.get(stats.group)
+        if group is not None and stats.counted:
+            group[1] -= stats.remaining_tokens
             group[2] -= 1
             if group[2] <= 0:
-                del self._groups[life.group]
+                del self._groups[stats.group]
 
-    def shown(self) -> dict[str, Any]:
-        """What people may want to see: skill and weights of the forecasts, and what was believed of those that are over.
+    def dashboard_row(self) -> dict[str, Any]:
+        """Skill and weights of the forecasts, and the forecasts of trajectories that have ended.
 
-        ``skill`` is None where the forecaster does not judge itself; ``outcomes`` are rows of
+        ``skill`` is None if the forecaster does not measure it; ``outcomes`` are rows of
         `libra.policy.calibration_log.ForecastOutcome`.
         """
-        judged = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
+        scored = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
         return {
             "objective": self.objective,
-            "skill": round(judged.skill, 4) if judged is not None else None,
-            "weights": {name: round(weight, 4) for name, weight in judged.weights.items()}
-            if judged is not None
+            "skill": round(scored.skill, 4) if scored is not None else None,
+            "weights": {name: round(weight, 4) for name, weight in scored.weights.items()}
+            if scored is not None
             else {},
-            "outcomes": [[round(first), round(half), tokens] for first, half, tokens in self._hindsight.outcomes],
+            "outcomes": [[round(first), round(half), tokens] for first, half, tokens in self._calibration.outcomes],
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold; see `restore`."""
+        """Its state, as JSON-able values."""
         return {
             "objective": self.objective,
-            "patience": self._patience.patience,
-            "lives": self._lives.snapshot(),
-            "waiting": self._patience.snapshot(),
+            "patience": self._guard.patience,
+            "lives": self._trajectories.snapshot(),
+            "waiting": self._guard.snapshot(),
             "groups": {group: list(state) for group, state in sorted(self._groups.items())},
             "unbegun": [[group, list(waiting)] for group, waiting in self._unbegun.items()],
-            "told": dict(sorted(self._told.items())),
+            "told": dict(sorted(self._told_class.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
             **({"boundaries": [list(pair) for pair in self._boundaries]} if self._boundaries else {}),
@@ -326,23 +330,23 @@ class CMLFQ:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         self.objective = snapshot["objective"]
-        self._patience = StarvationGuard(int(snapshot["patience"]))
-        self._patience.restore(snapshot["waiting"])
-        self._lives.restore(snapshot["lives"])
+        self._guard = StarvationGuard(int(snapshot["patience"]))
+        self._guard.restore(snapshot["waiting"])
+        self._trajectories.restore(snapshot["lives"])
         self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
         self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
-        self._told = {str(key): int(length) for key, length in snapshot["told"].items()}
+        self._told_class = {str(key): int(length) for key, length in snapshot["told"].items()}
         self._boundaries = tuple((int(tp), float(tokens)) for tp, tokens in snapshot.get("boundaries", ()))
         self._begins = {str(key): int(tp) for key, tp in snapshot.get("begins", {}).items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
-        self._hindsight = CalibrationLog()
+        self._calibration = CalibrationLog()
         self.forecaster.restore(snapshot["forecaster"])
 
 
 class Predictor(CMLFQ):
-    """C-MLFQ's rule with lengths predicted before anything runs, with stated accuracy; a baseline."""
+    """C-MLFQ's rule with lengths predicted before the start, with a given accuracy; a baseline."""
 
     name: ClassVar[str] = "predictor"
 
@@ -359,7 +363,7 @@ class Predictor(CMLFQ):
 
 
 class Oracle(CMLFQ):
-    """C-MLFQ's rule with the true lengths: how much order and placement could win at most, by this rule."""
+    """C-MLFQ's rule with the true lengths: an upper bound of this rule's gain."""
 
     name: ClassVar[str] = "oracle"
 

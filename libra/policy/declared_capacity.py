@@ -1,4 +1,4 @@
-"""What the policy is told of a worker, from what its engine declares: the one translation, live and simulated.
+"""The policy's event about a worker, from its engine's declaration: one translation, live and simulated.
 
 Invariants
 1. Seconds come from the engine's measured passes only; before there are any, all of them are 0: not known.
@@ -8,13 +8,13 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import replace
+import msgspec
 
 from libra.policy.messages import WorkerJoined
 from libra.types import EngineCapacity, StepSeconds
 
 DIGITS = 12
-"""Decimals of seconds that a policy is told, so that a log holds the very numbers that decisions were taken from."""
+"""Decimals of seconds in events, so that a log has exactly the numbers behind the decisions."""
 
 
 def joined_of(
@@ -27,7 +27,7 @@ def joined_of(
     steps = capacity.steps
     if steps is None:
         return joined
-    return replace(
+    return msgspec.structs.replace(
         joined,
         alone_s_per_token=round(steps.step_s(1, 0), DIGITS),
         full_s_per_token=round(steps.step_s(slots or capacity.slots, capacity.kv_tokens), DIGITS),
@@ -37,8 +37,8 @@ def joined_of(
 
 
 def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
-    """By how much an engine is not what it was, as a share: infinite where its memory, slots or degree are others, or seconds
-    are known now that were not; else the most that a pass alone, a full one, or one that prefills a context is off.
+    """Relative change of an engine: infinite if memory, slots or degree differ, or seconds are known that were not; else the
+    largest change of a pass alone, a full one, and one that prefills a context.
     """
     held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
     if held[0] != held[1]:

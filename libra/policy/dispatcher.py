@@ -1,22 +1,22 @@
-"""Who gets which free slot: the parked trajectories of a scheduler against the slots of its workers, without a clock.
+"""Assigns free slots of workers to parked trajectories; without a clock, for the plugin and the simulator alike.
 
-The plugin and the simulator call the same object. Orderings say in which order (`SetPriority`) and which buckets besides its
-home suit a trajectory (`Prefer`); this says where (`Place`).
+Orderings choose the order (`SetPriority`) and the buckets that suit a trajectory besides its home (`Prefer`); the dispatcher
+chooses the worker (`Place`).
 
 Invariants
 ----------
 1. A worker never holds more quanta of a phase than it has slots.
-2. A slot goes to the first in order of those that may have it. May have it: whoever has no home, for a new home; whoever is
-   at home there, unless moving pays (`Loads.move`); whoever prefers its bucket; whoever is overdue (level -1); and, where
-   a slot would stay free otherwise, whoever waits elsewhere so long that computing its context again pays (`_pays`).
-   Lengths and prices count only between engines that have told what they are (`WorkerJoined.told`): where one of those with a
-   free slot has not, a first home is where most slots are free, and nobody moves but to one that is idle.
-3. Who is overdue and under way goes before everybody else; who is overdue and has not begun, before everybody who has not. So
-   nobody waits for ever: those under way come to an end, and their KV memory goes to the first in order.
-4. Where a plan means a bucket for its length, one without a home begins there, unless no slot there is free or another engine
-   would be over sooner by `PLANNED_FACTOR`.
-5. Work conserving: a slot stays free while somebody waits only where the KV of new trajectories would push out that of those
-   under way (`Loads.fits`), and no move pays.
+2. A slot goes to the first trajectory in order that may have it: one without a home; one at home there, unless a move pays off
+   (`Loads.move`); one that prefers its bucket; one that is overdue (level -1); and, if the slot would stay free otherwise, one
+   that waits for another worker so long that computing its context again pays off (`_pays`). Lengths and costs count only
+   between engines that have declared themselves (`WorkerJoined.declared`): if one of those with a free slot has not, a first
+   home is where most slots are free, and only moves to idle engines happen.
+3. Overdue trajectories under way go before all others, overdue ones that have not begun before all that have not. So no
+   trajectory waits for ever: those under way end, and their KV memory goes to the first in order.
+4. If a plan assigns a bucket to its length, a trajectory without a home begins there, unless no slot there is free or another
+   engine would finish sooner by `PLANNED_FACTOR`.
+5. Work conserving: a slot stays free while a trajectory waits only if the KV of new ones would evict that of those under way
+   (`Loads.fits`), and no move pays off.
 6. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 """
 
@@ -47,11 +47,11 @@ from libra.policy.starvation_guard import OVERDUE
 from libra.types import Phase
 
 SCANNED_FOR_A_MOVE = 8
-"""How many waiting trajectories are looked at, in order, for one whose move pays, whenever a slot would stay free."""
+"""Waiting trajectories that are considered, in order, for a move to a slot that would stay free."""
 SAMPLED_HOMES = 32
-"""Of more than twice as many engines with free slots, only about so many, evenly spread, are weighed against each other."""
+"""If more than twice this many engines have free slots, about this many, evenly spread, are compared."""
 PLANNED_FACTOR = 1.25
-"""A trajectory begins in the bucket that a plan means for its length unless another engine were over sooner by this factor."""
+"""A trajectory begins in the bucket planned for its length unless another engine would finish sooner by this factor."""
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
@@ -59,7 +59,7 @@ _Entry = tuple[Priority, int, str]
 
 
 class _Order:
-    """A heap of waiting keys; an entry that was replaced, or whose key left, is dropped when it comes to the top."""
+    """A heap of waiting keys; an entry that was replaced, or whose key left, is dropped when it reaches the top."""
 
     def __init__(self, serials: dict[str, int]) -> None:
         self._heap: list[_Entry] = []
@@ -88,12 +88,12 @@ class _Order:
 
 
 class _Phase:
-    """What waits for a phase, who has free slots of it, and what runs."""
+    """One phase: waiting trajectories, free slots, and what runs."""
 
     def __init__(self) -> None:
         self.serials: dict[str, int] = {}
         self.waiting: dict[str, Priority] = {}
-        self.everybody = _Order(self.serials)
+        self.all_waiting = _Order(self.serials)
         self.anywhere = _Order(self.serials)
         self.at_home: dict[str, _Order] = {}
         self.in_bucket: dict[str, _Order] = {}
@@ -106,7 +106,7 @@ class _Phase:
         self.overfull: set[str] = set()  # workers with fewer slots than are taken
 
     def leave(self, key: str) -> None:
-        """``key`` does not wait here any more."""
+        """``key`` no longer waits here."""
         if self.serials.pop(key, None) is None:
             return
         del self.waiting[key]
@@ -117,7 +117,7 @@ class _Phase:
                 del self.waiting_at[home]
 
     def supply(self, worker: str, slots: int) -> None:
-        """``worker`` has so many slots from now on, some of them taken; fewer than are taken: it gets none until they are."""
+        """``worker`` has ``slots`` slots from now on; if more are taken, it gets no task until enough are free."""
         self.slots[worker] = slots
         self._room(worker)
 
@@ -153,9 +153,9 @@ class _Phase:
 
 
 class Dispatcher:
-    """Answers, whenever it is asked, who is to go where now; one per scheduler, for all runs on it.
+    """One per scheduler, for all runs on it.
 
-    ``sure``: what it is told of lengths is the truth, as an oracle's is.
+    ``sure``: forecasts of lengths are exact, as an oracle's are.
     """
 
     def __init__(self, *, sure: bool = False) -> None:
@@ -163,53 +163,48 @@ class Dispatcher:
         self._phases = {phase: _Phase() for phase in Phase}
         self._queues = tuple(self._phases.values())
         self._phase_of: dict[str, Phase] = {}
-        self._unplaced: set[str] = set()  # parked, and not given a place yet
+        self._unplaced: set[str] = set()  # parked, without a priority yet
         self._tool_home: dict[str, str] = {}
         self._buckets: dict[str, tuple[str, ...]] = {}
-        self._begins_tp: dict[str, int] = {}  # of those that a plan means for some degree
+        self._begins_tp: dict[str, int] = {}  # of trajectories with a planned degree
         self._loads = Loads(self._fleet, SURE if sure else UNSURE)
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
 
-    # ---------------------------------------------------------------- what it is told
+    # ---------------------------------------------------------------- events and commands
 
     def handle(self, event: Event) -> None:
-        """Follow one event; tell it before asking an ordering, whose commands go to `apply`."""
-        match event:
-            case QuantumFinished(key=key, phase=phase, tokens=tokens, latency_s=latency_s):
-                worker = self._phases[phase].running.get(key)
-                if phase is Phase.ROLLOUT and worker is not None:
-                    mean = self._quantum_s.get(worker, latency_s)
-                    self._quantum_s[worker] = mean + FORGETTING * (latency_s - mean)
-                self.stopped(key)
-                self._loads.generated(key, tokens)
-            case TrajectoryParked(key=key, phase=phase, group=group):
-                self._loads.join(key, group)
-                self.stopped(key)
-                for queue in self._queues:
-                    queue.leave(key)
-                self._phase_of[key] = phase
-                self._unplaced.add(key)
-                self._buckets.pop(key, None)
-            case QuantumStarted(key=key, phase=phase, worker=worker):
-                queue = self._phases[phase]
-                if key not in queue.running and worker in queue.slots:  # it goes on in the slot it has
-                    queue.leave(key)
-                    queue.take(key, worker)
-            case HomeForgotten(key=key):
-                self._tool_home.pop(key, None)
-            case TrajectoryEnded(key=key):
-                self._ended(key)
-            case WorkerJoined(worker=worker):
-                self._phases[Phase.ROLLOUT].supply(worker, event.rollout_slots)
-                self._phases[Phase.TOOL].supply(worker, event.tool_slots)
-            case WorkerLeft(worker=worker):
-                self._worker_left(event)
-                return
+        """Follow one event; call it before the ordering's `handle`, whose commands go to `apply`."""
+        if type(event) is QuantumFinished:
+            self._finished(event)
+        elif type(event) is TrajectoryParked:
+            key = event.key
+            self._loads.join(key, event.group)
+            self.stopped(key)
+            for queue in self._queues:
+                queue.leave(key)
+            self._phase_of[key] = event.phase
+            self._unplaced.add(key)
+            self._buckets.pop(key, None)
+        elif type(event) is QuantumStarted:
+            queue = self._phases[event.phase]
+            if event.key not in queue.running and event.worker in queue.slots:  # otherwise it continues in its slot
+                queue.leave(event.key)
+                queue.take(event.key, event.worker)
+        elif type(event) is HomeForgotten:
+            self._tool_home.pop(event.key, None)
+        elif type(event) is TrajectoryEnded:
+            self._ended(event.key)
+        elif type(event) is WorkerJoined:
+            self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
+            self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
+        elif type(event) is WorkerLeft:
+            self._worker_left(event)
+            return
         self._fleet.handle(event)
 
     def apply(self, commands: Iterable[Command]) -> None:
-        """Take over what orderings answered; commands for trajectories that do not wait are ignored."""
+        """Take over commands of orderings; those for trajectories that do not wait are ignored."""
         for command in commands:
             if type(command) is SetPriority:  # by far the most
                 key = command.key
@@ -222,7 +217,7 @@ class Dispatcher:
                 case Prefer(key=key, buckets=buckets):
                     if key in self._phase_of:
                         if command.final_tokens:
-                            self._loads.believe(key, command.left_tokens, command.final_tokens)
+                            self._loads.set_forecast(key, command.left_tokens, command.final_tokens)
                         self._begins_tp[key] = command.begins_tp
                         if not buckets:
                             continue
@@ -232,10 +227,18 @@ class Dispatcher:
                             self._push(key, held)
 
     def stopped(self, key: str) -> None:
-        """What ``key`` ran is over, one way or another; its slot is free."""
+        """The quantum of ``key`` has ended, for whatever reason; its slot is free."""
         for queue in self._queues:
             if key in queue.running:
                 queue.give_back(key)
+
+    def _finished(self, event: QuantumFinished) -> None:
+        worker = self._phases[event.phase].running.get(event.key)
+        if event.phase is Phase.ROLLOUT and worker is not None:
+            mean = self._quantum_s.get(worker, event.latency_s)
+            self._quantum_s[worker] = mean + FORGETTING * (event.latency_s - mean)
+        self.stopped(event.key)
+        self._loads.generated(event.key, event.tokens)
 
     def _ended(self, key: str) -> None:
         self.stopped(key)
@@ -254,7 +257,7 @@ class Dispatcher:
         self._fleet.handle(event)
         queue = self._phases[Phase.ROLLOUT]
         for key in [key for key, home in queue.home_of.items() if home == event.worker]:
-            self._push(key, queue.waiting[key])  # homeless now
+            self._push(key, queue.waiting[key])  # without_home now
 
     def _push(self, key: str, priority: Priority) -> None:
         phase = self._phase_of[key]
@@ -270,7 +273,7 @@ class Dispatcher:
         if phase is Phase.TOOL:
             queue.anywhere.push(entry)
             return
-        queue.everybody.push(entry)
+        queue.all_waiting.push(entry)
         if home is None or priority.level == OVERDUE:
             queue.anywhere.push(entry)
         if home is not None:
@@ -281,7 +284,7 @@ class Dispatcher:
             for bucket in self._buckets.get(key, ()):
                 _order(queue.in_bucket, bucket, queue.serials).push(entry)
 
-    # ---------------------------------------------------------------- what it answers
+    # ---------------------------------------------------------------- queries and dispatch
 
     def num_waiting(self, phase: Phase) -> int:
         """How many trajectories wait for a slot of ``phase``."""
@@ -292,20 +295,20 @@ class Dispatcher:
         return self._phases[phase].waiting
 
     def slots(self, phase: Phase) -> tuple[int, int]:
-        """Slots of ``phase`` that are taken, and all there are."""
+        """Slots of ``phase``: taken, and in total."""
         queue = self._phases[phase]
         return len(queue.running), sum(queue.slots.values())
 
     def buckets(self) -> list[dict[str, Any]]:
-        """What each bucket of engines has now, for people: rows of `bucket`, `engines`, `used` and `slots`, `at_home` and
-        `waiting` trajectories, and `left_tokens`, the mean that those at home are believed to have left (0: nothing is).
+        """A row per bucket of engines, for the dashboard: `bucket`, `engines`, `used` and `slots`, `at_home` and `waiting`
+        trajectories, and `left_tokens`, the mean forecast of those at home (0: none).
 
-        The last row, where anybody waits without a home, has None for its bucket.
+        If trajectories wait without a home, the last row is theirs, with None for its bucket.
         """
-        queue, rows, homeless = self._phases[Phase.ROLLOUT], [], self.num_waiting(Phase.ROLLOUT)
+        queue, rows, without_home = self._phases[Phase.ROLLOUT], [], self.num_waiting(Phase.ROLLOUT)
         for bucket, names in sorted(self._fleet.buckets.items()):
             waiting = sum(queue.waiting_at.get(name, 0) for name in names)
-            homeless -= waiting
+            without_home -= waiting
             rows.append(
                 {
                     "bucket": bucket,
@@ -317,9 +320,9 @@ class Dispatcher:
                     "left_tokens": self._loads.mean_left(names),
                 }
             )
-        if homeless > 0:
+        if without_home > 0:
             empty = dict.fromkeys(("engines", "used", "slots", "at_home"), 0)
-            rows.append({"bucket": None, **empty, "waiting": homeless, "left_tokens": 0})
+            rows.append({"bucket": None, **empty, "waiting": without_home, "left_tokens": 0})
         return rows
 
     def residents(self, worker: str) -> int:
@@ -328,7 +331,7 @@ class Dispatcher:
         return host.residents if host is not None else 0
 
     def overfull(self) -> bool:
-        """Whether an engine generates for more trajectories than it has slots now; who runs there is to give its slot up."""
+        """Whether an engine runs more generations than it has slots now, so that some must release their slots."""
         return bool(self._phases[Phase.ROLLOUT].overfull)
 
     def running_on(self, worker: str, phase: Phase) -> int:
@@ -336,7 +339,7 @@ class Dispatcher:
         return self._phases[phase].taken.get(worker, 0)
 
     def dispatch(self, phase: Phase) -> tuple[Place, ...]:
-        """Who goes where now, in this order; they hold their slots from now on."""
+        """Placements in order; the trajectories hold these slots from now on."""
         queue = self._phases[phase]
         if not queue.waiting or not queue.free:
             return ()
@@ -368,7 +371,7 @@ class Dispatcher:
         return Place(key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
 
     def _next(self, queue: _Phase) -> Place | None:
-        """The first in order of those that may have one of the free slots, without moving anybody who does not prefer it."""
+        """The first in order that may have one of the free slots, without a move that it does not prefer."""
         best: _Entry | None = None
         worker = reason = ""
         for home in queue.free if len(queue.free) < len(queue.waiting_at) else queue.waiting_at:
@@ -397,7 +400,7 @@ class Dispatcher:
         return Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
-        """Where a trajectory without a home, or one that is overdue, had best go; None where it would push others out."""
+        """The best worker for a trajectory that is overdue or has no home; None if its KV would evict that of others."""
         key = entry[2]
         home = self._fleet.home.get(key)
         if home in queue.free:
@@ -417,11 +420,12 @@ class Dispatcher:
         return first if cost(key, planned) > PLANNED_FACTOR * cost(key, first) else planned
 
     def _cost(self, key: str) -> Callable[[str, str], float]:
-        """What engines that have told their speed are compared by for ``key``: when they are over, else their pace."""
-        return self._loads.finish_s if self._loads.believed(key) else self._loads.pace_s_per_token
+        """The figure by which declared engines are compared for ``key``: seconds until they finish, or their pace without a
+        forecast."""
+        return self._loads.finish_s if self._loads.has_forecast(key) else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
-        """The one of ``workers`` with a free slot and KV memory for ``key`` where all is over first; of many, of a sample."""
+        """The one of ``workers`` with a free slot and KV memory for ``key`` that finishes first; of many, a sample is compared."""
         free = [worker for worker in workers if worker in queue.free]
         step = len(free) // SAMPLED_HOMES
         if step > 1:
@@ -431,25 +435,25 @@ class Dispatcher:
         return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
 
     def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
-        """Of engines that are as good, one with few of its siblings: their lengths go together, and add up.
+        """The best engine; among equals one with few siblings, whose lengths are correlated and add up.
 
-        As good: over in as many seconds where lengths are believed, else of the same pace; where one of the engines with a free
-        slot has not told its speed, with as many free slots.
+        Equal: the same seconds to finish, without a forecast the same pace; if one of the engines with a free slot has not
+        declared its speed, the same number of free slots.
         """
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
-        loads, told = self._loads, self._silent(queue.free) is None
+        loads, declared = self._loads, self._silent(queue.free) is None
         cost = self._cost(key)
         for worker in workers:
             free = -queue.free[worker]
-            rank = (cost(key, worker) if told else free, loads.siblings(key, worker), free, worker)
+            rank = (cost(key, worker) if declared else free, loads.siblings(key, worker), free, worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best
 
     def _move(self, queue: _Phase) -> Place | None:
-        """The first in order for whom a slot that would stay free is worth computing its context again."""
-        for entry in queue.everybody.first_few(SCANNED_FOR_A_MOVE):
+        """The first in order that gains from moving to a slot that would stay free."""
+        for entry in queue.all_waiting.first_few(SCANNED_FOR_A_MOVE):
             key = entry[2]
             home = self._fleet.home.get(key)
             if home is None:
@@ -460,16 +464,16 @@ class Dispatcher:
         return None
 
     def _pays(self, queue: _Phase, key: str, home: str, target: str) -> str:
-        """Why ``key``, which waits for ``home``, had better go on ``target``; empty where it had not.
+        """Why moving ``key`` from the queue of ``home`` to ``target`` pays off; empty if it does not.
 
-        All who wait there together must win more by one fewer (each is served one turn earlier) than the move costs. Where lengths
-        are believed, the two engines must not be over later either.
+        The gain of all that wait there (each is served one turn earlier) must exceed the cost of the move. With a forecast, the
+        two engines must not finish later either.
         """
         hosts = self._fleet.hosts
-        if not (hosts[home].spec.told and hosts[target].spec.told):
+        if not (hosts[home].spec.declared and hosts[target].spec.declared):
             idle = not queue.taken.get(target)
-            return "an engine that has not told its speed is idle" if idle and not hosts[target].spec.told else ""
-        if self._loads.believed(key):
+            return "an engine that has not told its speed is idle" if idle and not hosts[target].spec.declared else ""
+        if self._loads.has_forecast(key):
             here_s, there_s, _ = self._loads.moved_s(key, target)
             if there_s > here_s:
                 return ""
@@ -479,7 +483,7 @@ class Dispatcher:
         return "the queue at home is longer than computing it again" if pays else ""
 
     def _silent(self, workers: Iterable[str]) -> str | None:
-        """The first of ``workers`` whose engine has not told its speed, by name; None where all have."""
+        """The first of ``workers``, by name, whose engine has not declared its speed; None if all have."""
         if not self._fleet.silent:
             return None
         return min((worker for worker in workers if worker in self._fleet.silent), default=None)

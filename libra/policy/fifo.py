@@ -5,7 +5,7 @@ Promises
 1. A trajectory keeps the place it got when it was first parked: one that has started goes before one that has not, so
    its KV cache is used again soon.
 2. An earlier iteration always goes before a later one.
-3. Nothing waits for ever: only finitely many trajectories can be ahead of one, those of earlier or equal iterations
+3. No trajectory waits for ever: only finitely many trajectories can be ahead of one, those of earlier or equal iterations
    that were parked before it.
 4. ``restore(snapshot())`` changes no later answer.
 """
@@ -41,10 +41,10 @@ class Fifo:
         return ()
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold; see `restore`."""
+        """Its state, as JSON-able values."""
         return {"arrivals": self._arrivals, "order": dict(sorted(self._order.items()))}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         self._arrivals = int(snapshot["arrivals"])
         self._order = {str(key): int(order) for key, order in snapshot["order"].items()}

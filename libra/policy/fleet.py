@@ -1,8 +1,8 @@
-"""Who is there to generate, what runs where, and whose KV lies on which engine; as the events tell it.
+"""Rollout workers, what runs on each, and which engine holds each trajectory's KV; from the events alone.
 
 Invariants
 ----------
-1. A trajectory has at most one home, a worker that is there; it is where it generated last.
+1. A trajectory has at most one home, a present worker: the one where it generated last.
 2. A worker that has left holds nothing.
 3. ``restore(snapshot())`` changes no later answer.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from libra.policy.messages import (
     Event,
@@ -30,14 +32,14 @@ _DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
 def degree_of(bucket: str) -> int:
-    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``); 1 where it names none."""
+    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``); 1 if it has none."""
     found = _DEGREE.search(bucket)
     return int(found[1]) if found else 1
 
 
 @dataclass(slots=True)
 class Host:
-    """A worker with an engine: what it can do, and what it holds now.
+    """A worker with an engine: its declaration, and its present state.
 
     Attributes
     ----------
@@ -45,9 +47,9 @@ class Host:
     running : int
         Generations that run there.
     context_tokens : int
-        Context of all trajectories whose home it is, running or not: what its KV memory would have to hold.
+        Context of all trajectories at home there, running or not: the demand on its KV memory.
     residents : int
-        How many trajectories that is.
+        Number of trajectories at home there.
     """
 
     spec: WorkerJoined
@@ -56,7 +58,7 @@ class Host:
     residents: int = 0
 
     def s_per_token(self, held_tokens: float, others: int) -> float:
-        """Seconds per token of one that generates beside ``others``, with ``held_tokens`` of context in all; `spec` is told."""
+        """Seconds per token beside ``others`` generations, with ``held_tokens`` of context in all; `spec` is declared."""
         spec = self.spec
         beside = min(others, max(0, spec.rollout_slots - 1))
         return spec.alone_s_per_token + spec.beside_s_per_token * beside + spec.context_s_per_token * held_tokens
@@ -71,12 +73,12 @@ class Fleet:
         self.context_tokens: dict[str, int] = {}
         self._running: dict[str, str] = {}
         self.buckets: dict[str, list[str]] = {}
-        self.silent: set[str] = set()  # workers whose engine has not told what it is
+        self.silent: set[str] = set()  # workers whose engine has not declared itself
         self.max_context_tokens = 0  # of the engine that takes the longest contexts; 0: not known
 
     def handle(self, event: Event) -> None:
         """Follow one event."""
-        # Not by matching: this is told of everything, twice.
+        # Type comparisons instead of match: every event comes here twice.
         if type(event) is TrajectoryParked:
             self._stopped(event.key)
             if event.context_tokens:
@@ -107,12 +109,12 @@ class Fleet:
             self.hosts[worker].running += 1
 
     def bucket_of(self, key: str) -> str | None:
-        """Bucket of a trajectory's home; None where it has none."""
+        """Bucket of a trajectory's home; None if it has none."""
         home = self.home.get(key)
         return None if home is None else self.hosts[home].spec.bucket
 
     def of_degree(self, tp: int) -> list[str]:
-        """Workers whose engines have this tensor-parallel degree, or the next higher one that is there; empty: there is none."""
+        """Workers whose engines have this tensor-parallel degree, or the next higher one present; may be empty."""
         degrees = {bucket: degree_of(bucket) for bucket in self.buckets}
         least = min((degree for degree in degrees.values() if degree >= tp), default=None)
         return [worker for bucket, degree in degrees.items() if degree == least for worker in self.buckets[bucket]]
@@ -125,7 +127,7 @@ class Fleet:
             self._out_of_bucket(host.spec)
             host.spec = spec
         self.buckets.setdefault(spec.bucket, []).append(spec.worker)
-        (self.silent.discard if spec.told else self.silent.add)(spec.worker)
+        (self.silent.discard if spec.declared else self.silent.add)(spec.worker)
         self.max_context_tokens = max(host.spec.max_context_tokens for host in self.hosts.values())
 
     def _out_of_bucket(self, spec: WorkerJoined) -> None:
@@ -170,9 +172,9 @@ class Fleet:
             self.hosts[worker].residents += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold."""
+        """Its state, as JSON-able values."""
         return {
-            "hosts": [asdict(host.spec) for host in self.hosts.values()],
+            "hosts": [msgspec.structs.asdict(host.spec) for host in self.hosts.values()],
             "buckets": {bucket: list(names) for bucket, names in self.buckets.items()},
             "home": dict(sorted(self.home.items())),
             "running": dict(sorted(self._running.items())),
@@ -180,7 +182,7 @@ class Fleet:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else."""
+        """Take the state of ``snapshot``."""
         self.__init__()  # type: ignore[misc]
         for spec in snapshot["hosts"]:
             self._joined(WorkerJoined(**spec))

@@ -1,4 +1,4 @@
-"""What a policy asks of a predictor: how many tokens has this trajectory still to generate?"""
+"""The interface of forecasters of a trajectory's remaining tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from libra.policy.messages import Event
 
 
 class Forecast(NamedTuple):
-    """Remaining generated tokens of one trajectory, as believed now.
+    """Forecast of one trajectory's remaining tokens.
 
     Attributes
     ----------
     mean_tokens : float
-        Expectation, >= 0: what loads are summed from.
+        Expectation, >= 0: for sums of loads.
     order_tokens : float
-        What trajectories are ranked by (e.g. the exponential of the expected logarithm), >= 0.
+        For ranking (e.g. the exponential of the expected logarithm), >= 0.
     skill : float
-        Gain of this forecast over the progress-only one, measured on what has finished so far, <= 1; 0 or less: its order
-        is not to be trusted.
+        Gain over the progress-only forecast, measured on ended trajectories, <= 1; 0 or less: do not use its order.
     """
 
     mean_tokens: float
@@ -28,19 +27,19 @@ class Forecast(NamedTuple):
 
 
 class Forecaster(Protocol):
-    """Hears every event that the policy hears, in order; deterministic in their sequence."""
+    """Receives every event of the policy, in order; deterministic in their sequence."""
 
     def handle(self, event: Event) -> None:
-        """Learn from one event; cheap, the scheduler's loop waits for it."""
+        """Learn from one event; must be cheap, because the scheduler's loop waits for it."""
 
     def learn(self) -> None:
-        """Do the dear part of learning from what has finished since; called off the critical path."""
+        """Run the expensive update on trajectories that ended since the last call; called off the critical path."""
 
     def remaining(self, key: str) -> Forecast:
         """Forecast for a live trajectory; KeyError for one never parked or already ended."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold."""
+        """Its state, as JSON-able values."""
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else."""
+        """Take the state of ``snapshot``."""

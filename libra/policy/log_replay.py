@@ -1,23 +1,22 @@
-"""Takes a run's decisions again from its event log, and compares them with those that were logged and carried out.
+"""Repeats a run's decisions from its event log, and compares them with those that were logged and carried out.
 
 Promises
 --------
-1. The policy objects are told what the log says they were told, in its order, and nothing else.
-2. Every command in the log is compared with one taken now, and every command taken now with one in the log. Only where
-   an epoch ends may answers to its last event be missing: its writer died. `Told.cut` says so.
-3. Every snapshot but the first of an epoch is compared with what the objects know now.
-4. A dispatch is compared with the place that was last logged for its trajectory, and each needs a parking of its own:
-   the log of what was applied, against the log of what was decided. Where the log has the run from its start and no other
-   run shared the scheduler, the dispatcher places anew too, and its choice of trajectory and worker is compared.
-5. After a difference the replay goes on; later differences may follow from the first.
+1. The policy objects receive the events of the log, in its order, and nothing else.
+2. Every command in the log is compared with one of the replay, and conversely. Only at the end of an epoch may answers to its
+   last event be missing, because its writer died: `Told.cut`.
+3. Every snapshot except the first of an epoch is compared with the present state of the objects.
+4. A dispatch is compared with the priority that was last logged for its trajectory, and each needs a parking of its own. If the
+   log has the run from its start and no other run shared the scheduler, the dispatcher's choices of trajectory and worker are
+   repeated and compared too.
+5. After a difference the replay continues; later differences may follow from the first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 from itertools import zip_longest
 from math import isclose
 from typing import Any, NamedTuple
@@ -47,15 +46,15 @@ from libra.policy.messages import (
     groups_named,
 )
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering
-from libra.types import Phase
+from libra.types import Phase, tool_outcome
 
 NOISE_FRAC = 1e-7
-"""Numbers in two snapshots may differ by so much: sums of products come out differently in the last bits from one process to
-another, by how its memory is aligned. Commands are compared exactly; what they are taken from is rounded first."""
+"""Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
+Commands are compared exactly, because the numbers they rest on are rounded first."""
 
 
 class Logged(NamedTuple):
-    """A command, the number of the line that holds it, and the place its trajectory had before (None: none yet, or unknown)."""
+    """A command, its line number, and the priority of its trajectory before it (None: none yet, or unknown)."""
 
     line: int
     command: Command
@@ -64,7 +63,7 @@ class Logged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One event the policy objects were told, with the commands that answered it.
+    """One event that the policy objects received, with the commands that answered it.
 
     Attributes
     ----------
@@ -72,11 +71,11 @@ class Told:
         Its line in the log.
     event : libra.events.Event
     logged : tuple of Logged
-        What the log says was answered.
+        The commands in the log.
     now : tuple of commands
-        What is answered now.
+        The commands of the replay.
     difference : str
-        How they differ; empty where they do not.
+        How they differ; empty if they do not.
     cut : bool
         The log, or the epoch, ends before all of ``now`` was written.
     """
@@ -90,7 +89,7 @@ class Told:
 
 
 class _Objects:
-    """The policy objects of one epoch, and the places they gave."""
+    """The policy objects of one epoch, and the priorities they gave."""
 
     def __init__(self, line: int, policy: str, eta: int, groups_per_batch: int, family: str) -> None:
         if policy not in ORDERINGS:
@@ -116,10 +115,10 @@ class _Objects:
             ) from error
 
     def tell(self, line: int, event: events.Event) -> tuple[Command, ...] | None:
-        """Their answers to an event; None where they are not told of this kind."""
+        """Their answers to an event; None if they do not receive this kind."""
         match event:
             case events.VersionPublished(version=version):
-                return (*self._told(VersionPublished(version)), *self.admission.version_published(version))
+                return (*self._handle(VersionPublished(version)), *self.admission.version_published(version))
             case events.PolicyLearned():
                 if isinstance(self.ordering, OnlineLearner):
                     self.ordering.learn()
@@ -145,11 +144,11 @@ class _Objects:
                 if self.dispatcher is not None:
                     self.dispatcher.apply(answers)
                 return answers
-        told = told_of(line, event, self.family)
-        return self._admitted(event) if told is None else self._told(told)
+        received = policy_event(line, event, self.family)
+        return self._admitted(event) if received is None else self._handle(received)
 
     def _admitted(self, event: events.Event) -> tuple[Command, ...] | None:
-        """Answers about gates and batches; None where the event is about neither."""
+        """Answers about gates and batches; None if the event is about neither."""
         match event:
             case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
                 return (
@@ -161,7 +160,7 @@ class _Objects:
                 return self.admission.batch_parked(batch)
         return None
 
-    def _told(self, event: Event) -> tuple[Command, ...]:
+    def _handle(self, event: Event) -> tuple[Command, ...]:
         if self.dispatcher is not None:
             self.dispatcher.handle(event)
         answers = self.ordering.handle(event)
@@ -170,7 +169,8 @@ class _Objects:
         return answers
 
     def placed(self, line: int, event: events.QuantumDispatched) -> str:
-        """How a dispatch differs from the dispatcher's choice now; nothing where it does not know all."""
+        """How a dispatch differs from the dispatcher's choice now; empty if the log does not have all of the dispatcher's
+        input."""
         if not event.alone:
             self.dispatcher = None
         if self.dispatcher is None:
@@ -178,7 +178,7 @@ class _Objects:
         if not self._placed:
             self._placed.extend(self.dispatcher.dispatch(_phase(line, event.phase)))
         if not self._placed:
-            return f"{event.key} was given a slot of {event.worker}; now nobody gets one"
+            return f"{event.key} was given a slot of {event.worker}; now no trajectory gets one"
         place = self._placed.popleft()
         if (place.key, str(place.phase), place.worker, place.reason) == (
             event.key,
@@ -194,8 +194,8 @@ class _Objects:
         )
 
 
-def told_of(line: int, event: events.Event, family: str) -> Event | None:
-    """What policy objects are told of a line."""
+def policy_event(line: int, event: events.Event, family: str) -> Event | None:
+    """The event that policy objects receive for a line; None: none."""
     match event:
         case events.TrajectoryParked(key=key, phase=phase, quanta=quanta, context_tokens=context):
             parsed = _parsed(line, key)
@@ -203,7 +203,7 @@ def told_of(line: int, event: events.Event, family: str) -> Event | None:
             return TrajectoryParked(key, parsed.indices[0], _phase(line, phase), quanta, group, family, context)
         case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
             latency_s, payload = event.latency_s, event.payload_tokens
-            return QuantumFinished(key, _phase(line, phase), tokens, tool, status, latency_s, payload)
+            return QuantumFinished(key, _phase(line, phase), tokens, tool, tool_outcome(status), latency_s, payload)
         case events.QuantumContinued(key=key, phase=phase, worker=worker):
             return QuantumStarted(key, _phase(line, phase), worker)
         case events.HomeForgotten(key=key):
@@ -213,8 +213,7 @@ def told_of(line: int, event: events.Event, family: str) -> Event | None:
         case events.TrajectoryEnded(key=key, completed=completed):
             return TrajectoryEnded(key, completed)
         case events.WorkerCapacity():
-            names = [field.name for field in fields_of(WorkerJoined)]
-            return WorkerJoined(**{name: getattr(event, name) for name in names})
+            return WorkerJoined(**{name: getattr(event, name) for name in WorkerJoined.__struct_fields__})
         case events.WorkerWithdrawn(worker=worker):
             return WorkerLeft(worker)
         case events.BoundariesSet(boundaries=boundaries):
@@ -223,9 +222,9 @@ def told_of(line: int, event: events.Event, family: str) -> Event | None:
 
 
 def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
-    """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that was told, in order.
+    """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that the policy objects received, in order.
 
-    Raises StoreError where the log begins with neither, or names a policy or a key that this Libra does not know.
+    Raises StoreError if the log begins with neither, or has a policy or a key that this Libra does not know.
     """
     objects: _Objects | None = None
     waiting: _Answers | None = None
@@ -239,7 +238,7 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
                     event,
                     (Logged(line, command, None),),
                     (),
-                    f"nothing before it was told, yet {_shown(command)}",
+                    f"no event precedes it, yet {_shown(command)}",
                 )
             else:
                 waiting.add(line, _command(line, event))
@@ -257,13 +256,13 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
                 objects.restore(line, event)
                 fresh = False
             else:
-                yield Told(line, event, (), (), _snapshot_difference(objects, event))
+                yield Told(line, event, (), (), _snapshot_difference(line, objects, event))
             continue
         if objects is None:
             raise StoreError(
                 f"line {line}: a replay begins at run_started or policy_snapshot, got {event.name}; is the log's head missing?"
             )
-        answers = _told(line, event, objects)
+        answers = _answers(line, event, objects)
         if answers is not None:
             if waiting is not None:
                 yield waiting.compared()
@@ -273,15 +272,15 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
 
 
 def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
-    """What the ordering of a log knows at its end, without those that lived then: what a later start of the run begins from.
+    """State of a log's ordering at its end, without running trajectories: where a later start of the run begins.
 
-    A snapshot for ``Ordering.restore``. None where the log has none, or of an ordering that does not learn. Raises as `replay`.
+    A snapshot for ``Ordering.restore``; None if the log has none, or its ordering does not learn. Raises as `replay`.
     """
     objects: _Objects | None = None
     fresh = False
     for line, event in lines:
         if isinstance(event, events.RunStarted):
-            fresh = True  # a start that died before it said what it began from adds nothing, and takes nothing away
+            fresh = True  # a start that died before its first snapshot changes nothing
             if objects is None:
                 objects = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family)
         elif isinstance(event, events.PolicySnapshot):
@@ -299,7 +298,7 @@ def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
 
 
 class _Answers:
-    """An event that was told, while the lines with its answers are being read."""
+    """A received event, while the lines with its commands are read."""
 
     def __init__(
         self, line: int, event: events.Event, now: tuple[Command, ...], places: dict[str, Priority], difference: str
@@ -321,8 +320,8 @@ class _Answers:
         return Told(self._line, self._event, tuple(self._logged), now, difference, cut)
 
 
-def _told(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
-    """Tell the objects; None where they are not told of this kind of event."""
+def _answers(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
+    """Pass an event to the objects; None if they do not receive this kind."""
     places = objects.places
     difference = ""
     if isinstance(event, events.QuantumDispatched):
@@ -378,68 +377,80 @@ def _phase(line: int, phase: str) -> Phase:
 def _parsed(line: int, key: str) -> keys.Key:
     parsed = keys.parse(key)
     if parsed is None or len(parsed.indices) != 3:
-        raise StoreError(f"line {line}: {key!r} is no key of a trajectory, as in trajectory-train-3-0-7-e0-demo")
+        raise StoreError(f"line {line}: {key!r} is not the key of a trajectory, as in trajectory-train-3-0-7-e0-demo")
     return parsed
 
 
 def _misplaced(event: events.QuantumDispatched, objects: _Objects) -> str:
-    """How a dispatch differs from the place last logged; a replay from a snapshot does not know places given before it."""
+    """How a dispatch differs from the priority last logged; unknown (empty) for priorities given before a snapshot."""
     if event.key in objects.dispatched:
         return f"{event.key} was dispatched twice and not parked in between"
     place = objects.places.get(event.key)
     if place is None or tuple(place) == event.priority:
         return ""
-    return (
-        f"{event.key} was dispatched with priority {list(event.priority)}; the place last given to it is {list(place)}"
-    )
+    return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
 
 
 def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
-    for said, taken in zip_longest(logged, now):
-        if said == taken:
+    for recorded, taken in zip_longest(logged, now):
+        if recorded == taken:
             continue
-        if said is None:
-            return f"the log has no such command, now: {_shown(taken)}"
+        if recorded is None:
+            return f"the log has no such command; now: {_shown(taken)}"
         if taken is None:
-            return f"the log says: {_shown(said)}; now there is no such command"
-        names = [f.name for f in fields_of(said)] if type(said) is type(taken) else []
+            return f"logged: {_shown(recorded)}; now there is no such command"
+        names = recorded.__struct_fields__ if type(recorded) is type(taken) else ()
         differing = ", ".join(
-            f"{name} was {_plain(getattr(said, name))}, now {_plain(getattr(taken, name))}"
+            f"{name} was {_plain(getattr(recorded, name))}, now {_plain(getattr(taken, name))}"
             for name in names
-            if getattr(said, name) != getattr(taken, name)
+            if getattr(recorded, name) != getattr(taken, name)
         )
-        return f"the log says: {_shown(said)}; now: {_shown(taken)}" + (f"; {differing}" if differing else "")
+        return f"logged: {_shown(recorded)}; now: {_shown(taken)}" + (f"; {differing}" if differing else "")
     return ""
 
 
-def _snapshot_difference(objects: _Objects, snapshot: events.PolicySnapshot) -> str:
+def _as_now(line: int, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot of admission, of whichever Libra, as this one would write it."""
+    admission = Admission(0, 1)
+    try:
+        admission.restore(recorded)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"line {line}: this policy_snapshot cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    return admission.snapshot()
+
+
+def _snapshot_difference(line: int, objects: _Objects, snapshot: events.PolicySnapshot) -> str:
     if snapshot.policy != objects.ordering.name:
         return f"a snapshot of policy {snapshot.policy!r}, now it is {objects.ordering.name!r}"
-    for part, said, now in (
+    for part, recorded, now in (
         ("order", snapshot.order, objects.ordering.snapshot()),
-        ("admission", snapshot.admission, objects.admission.snapshot()),
+        ("admission", _as_now(line, snapshot.admission), objects.admission.snapshot()),
     ):
-        if text := _unlike(said, now, part):
+        if text := _unlike(recorded, now, part):
             return text
     return ""
 
 
-def _unlike(said: object, now: object, path: str) -> str:
-    """Where two parts of snapshots differ first, and how; empty where they are equal, numbers up to `NOISE_FRAC`."""
-    if said == now:
+def _unlike(recorded: object, now: object, path: str) -> str:
+    """The first difference of two parts of snapshots; empty if they are equal, numbers up to `NOISE_FRAC`."""
+    if recorded == now:
         return ""
-    if isinstance(said, dict) and isinstance(now, dict):
-        pairs = ((f"{path}.{key}", said.get(key), now.get(key)) for key in sorted(said.keys() | now.keys(), key=str))
-    elif isinstance(said, list | tuple) and isinstance(now, list | tuple) and len(said) == len(now):
-        pairs = ((f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(said, now, strict=True)))
+    if isinstance(recorded, dict) and isinstance(now, dict):
+        pairs = (
+            (f"{path}.{key}", recorded.get(key), now.get(key)) for key in sorted(recorded.keys() | now.keys(), key=str)
+        )
+    elif isinstance(recorded, list | tuple) and isinstance(now, list | tuple) and len(recorded) == len(now):
+        pairs = ((f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(recorded, now, strict=True)))
     elif (
-        isinstance(said, float)
+        isinstance(recorded, float)
         and isinstance(now, float)
-        and isclose(said, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)
+        and isclose(recorded, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)
     ):
         return ""
     else:
-        return f"snapshot, {path}: the log says {_brief(said)}, now {_brief(now)}"
+        return f"snapshot, {path}: logged {_brief(recorded)}, now {_brief(now)}"
     return next((text for where, a, b in pairs if (text := _unlike(a, b, where))), "")
 
 

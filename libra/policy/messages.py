@@ -1,20 +1,13 @@
-"""What a policy is told (events, past tense) and what it answers (commands, imperative, each with its reason)."""
+"""Events that a policy receives (past tense) and commands that it answers with (imperative, each with its reason)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, NamedTuple
+
+import msgspec
 
 from libra.types import Phase, ToolOutcome
-
-T = TypeVar("T")
-
-
-@dataclass_transform(frozen_default=True)
-def _message(kind: type[T]) -> type[T]:
-    """A value that nobody changes; the type checker sees to that. A frozen one takes three times as long to make."""
-    return dataclass(slots=True, unsafe_hash=True)(kind)
 
 
 class Priority(NamedTuple):
@@ -25,8 +18,7 @@ class Priority(NamedTuple):
     order: int  # within a level
 
 
-@_message
-class TrajectoryParked:
+class TrajectoryParked(msgspec.Struct, frozen=True, gc=False):
     """A trajectory waits for a slot: for the first time (``quanta`` 0), or after a quantum was committed or lost.
 
     ``group`` is shared by the samples of one prompt, ``family`` by all trajectories of one environment; empty: unknown.
@@ -42,9 +34,8 @@ class TrajectoryParked:
     context_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsNamed:
-    """Groups that are to come are of these prompts, as (group, prompt); a prompt has the same name whenever it comes again."""
+class GroupsNamed(msgspec.Struct, frozen=True, gc=False):
+    """Prompts of groups that have not started yet, as (group, prompt); a prompt has the same name in every iteration."""
 
     groups: tuple[tuple[str, str], ...]
 
@@ -54,20 +45,19 @@ def groups_named(split: str, iteration: int, prompts: Sequence[str]) -> GroupsNa
     return GroupsNamed(tuple((f"{split}-{iteration}-{k}", prompt) for k, prompt in enumerate(prompts) if prompt))
 
 
-@_message
-class QuantumStarted:
-    """A parked trajectory was given a slot of ``phase`` on ``worker``; its KV is there from now on, if it generates."""
+class QuantumStarted(msgspec.Struct, frozen=True, gc=False):
+    """A parked trajectory was given a slot of ``phase`` on ``worker``; a generation makes this worker the holder of its
+    KV."""
 
     key: str
     phase: Phase
     worker: str
 
 
-@_message
-class QuantumFinished:
+class QuantumFinished(msgspec.Struct, frozen=True, gc=False):
     """A quantum was committed: a generation of ``tokens`` tokens, or an action whose tool came back with ``status``.
 
-    A generation whose tools ran inline names them too; ``status`` is `NO_TOOL` where none came back. ``tool`` may be empty where
+    A generation whose tools ran inline names them too; ``status`` is `NO_TOOL` where none came back. ``tool`` may be empty if
     one did: a malformed call need not name any. ``payload_tokens`` are those that the tools put into the context.
     """
 
@@ -80,37 +70,33 @@ class QuantumFinished:
     payload_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HomeForgotten:
-    """What an engine holds of a trajectory is not wanted any more: its last attempt there failed."""
+class HomeForgotten(msgspec.Struct, frozen=True, gc=False):
+    """The KV of a trajectory is no longer needed: its last attempt there failed."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryEnded:
-    """A trajectory is over; the policy may forget it.
+class TrajectoryEnded(msgspec.Struct, frozen=True, gc=False):
+    """A trajectory has ended; the policy may forget it.
 
-    ``completed`` is false where it failed or was given up: its length says nothing.
+    ``completed`` is false if it failed or was abandoned: nothing is learned from its length.
     """
 
     key: str
     completed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class VersionPublished:
-    """The weights changed: what was learned about lengths is of an older policy."""
+class VersionPublished(msgspec.Struct, frozen=True, gc=False):
+    """The weights changed: what was learned about lengths belongs to an older policy."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class BoundariesSet:
-    """A plan means these buckets for these lengths: pairs (TP degree, generated tokens), ascending in both.
+class BoundariesSet(msgspec.Struct, frozen=True, gc=False):
+    """A plan assigns buckets to lengths: pairs (TP degree, generated tokens), ascending in both.
 
-    Up to so many tokens a trajectory had best begin on engines of that degree; longer than all, on engines of a higher one.
-    Empty: nothing is planned.
+    A trajectory of at most that many tokens should begin on engines of that degree; one longer than all, on engines of a
+    higher one. Empty: there is no plan.
     """
 
     boundaries: tuple[tuple[int, float], ...]
@@ -121,9 +107,8 @@ def boundaries_of(tokens: Mapping[Any, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(name.removeprefix("tp")), float(end)) for name, end in tokens.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJoined:
-    """A worker takes quanta from now on; one that is known already has changed.
+class WorkerJoined(msgspec.Struct, frozen=True, gc=False):
+    """A worker takes quanta from now on, or a known worker has changed.
 
     Attributes
     ----------
@@ -135,15 +120,15 @@ class WorkerJoined:
     kv_tokens : int
         Tokens of KV that its engine holds; 0: not known.
     alone_s_per_token, full_s_per_token : float
-        Seconds per generated token of a trajectory that is alone in the engine, and of one when its slots are taken and its KV
-        memory is full; 0: not known, and then nothing is known of its speed.
+        Seconds per generated token of a trajectory that is alone in the engine, and with all slots and the KV memory full; 0:
+        not known, and then no speed is known.
     prefill_s_per_token : float
         Seconds to compute the KV of one token of context again.
     beside_s_per_token : float
-        Seconds that each other generation running there adds to a token, however short its context is; the rest of what a full
-        engine is slower by goes with the KV held.
+        Seconds that each other running generation adds to a token, whatever its context; the rest of a full engine's slowdown
+        depends on the KV held.
     max_context_tokens : int
-        Longest context of one trajectory, whatever is believed of it; 0: not known.
+        Longest context of one trajectory; 0: not known.
     """
 
     worker: str
@@ -158,26 +143,24 @@ class WorkerJoined:
     max_context_tokens: int = 0
 
     @property
-    def told(self) -> bool:
-        """Whether its engine has said what it holds and how fast it is: where it has not, nothing is placed by lengths."""
+    def declared(self) -> bool:
+        """Whether its engine has declared memory and speed; without them nothing is placed by length."""
         return self.kv_tokens > 0 and self.alone_s_per_token > 0.0
 
     @property
     def context_s_per_token(self) -> float:
-        """Seconds that each token of context at home there adds to a generated one; `told` must be true."""
+        """Seconds that each token of context at home there adds to a generated one; `declared` must be true."""
         beside_s = self.beside_s_per_token * max(0, self.rollout_slots - 1)
         return max(0.0, self.full_s_per_token - self.alone_s_per_token - beside_s) / self.kv_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLeft:
-    """A worker is gone, and with it all KV that it held; what ran there is parked again."""
+class WorkerLeft(msgspec.Struct, frozen=True, gc=False):
+    """A worker has left, and its KV is lost; quanta that ran there are parked again."""
 
     worker: str
 
 
-@_message
-class SetPriority:
+class SetPriority(msgspec.Struct, frozen=True, gc=False):
     """Give a parked trajectory this place in the order."""
 
     key: str
@@ -185,12 +168,11 @@ class SetPriority:
     reason: str
 
 
-@_message
-class Prefer:
-    """Let a parked trajectory take slots of these buckets: beside those of its home, or before others where it has none.
+class Prefer(msgspec.Struct, frozen=True, gc=False):
+    """Let a parked trajectory take slots of these buckets: besides those of its home, or preferably if it has no home.
 
-    It is believed to generate ``left_tokens`` more, and to reach ``final_tokens`` of context; 0: nothing is believed. Where it
-    has no home it had best begin on engines of degree ``begins_tp``, or of the next higher one that is there; 0: anywhere.
+    Forecast: it generates ``left_tokens`` more, and reaches ``final_tokens`` of context; 0: no forecast. Without a home it should
+    begin on engines of degree ``begins_tp``, or of the next higher one present; 0: on any engine.
     """
 
     key: str
@@ -201,8 +183,7 @@ class Prefer:
     begins_tp: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Give a parked trajectory a slot of ``phase`` on ``worker``."""
 
     key: str
@@ -211,16 +192,14 @@ class Place:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OpenGate:
+class OpenGate(msgspec.Struct, frozen=True, gc=False):
     """Let iteration ``iteration`` begin."""
 
     iteration: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OpenBatch:
+class OpenBatch(msgspec.Struct, frozen=True, gc=False):
     """Let step ``batch`` train on these groups, given as (iteration, group)."""
 
     batch: int

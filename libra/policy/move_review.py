@@ -1,13 +1,13 @@
-"""Moves of a run judged when it is over: what each was worth, by the lengths that trajectories turned out to have.
+"""Moves of an ended run, scored by the true lengths of its trajectories.
 
-A log is read twice. The first time for how many tokens each trajectory generated in all and how long its context became; the second
-time with these in place of beliefs (`Loads`), so that at every move both ends are known: of the home had it stayed, and of the two
-engines with the move and its price. Engines are as fast as they had declared by then.
+A log is read twice: first for the total tokens and the final context of each trajectory, then with these instead of forecasts
+(`Loads`), so that for every move both ends are known: of the home without it, and of both engines with it and its cost. Engines
+are as fast as they had declared at that time.
 
 Invariants
-1. Every generation that began on another engine than the one that held its KV is a move, whatever its reason; one whose home was
-   lost, or forgotten, is none.
-2. A move whose worth cannot be known, because an engine had told nothing or the trajectory never ended, counts as unjudged.
+1. Every generation that began on another engine than the one that held its KV is a move, whatever its reason, unless its
+   home was lost or dropped.
+2. A move whose effect is unknown, because an engine had declared nothing or the trajectory never ended, is not scored.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from libra import events
 from libra.policy.engine_loads import SURE, Loads
 from libra.policy.fleet import Fleet
-from libra.policy.log_replay import told_of
+from libra.policy.log_replay import policy_event
 from libra.policy.messages import HomeForgotten, QuantumFinished, QuantumStarted, TrajectoryEnded, WorkerLeft
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
-"""A move that brought the end later by less than this share of it is not called useless: seconds are measured that well."""
+"""A move that delays the end by less than this share does not count as harmful: seconds are not measured more precisely."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until both engines in question are over, price included; both
-    are None where nothing can be said."""
+    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until both engines finish, cost included; None: unknown."""
 
     key: str
     t_s: float
@@ -41,21 +40,21 @@ class Moved:
 
     @property
     def useless(self) -> bool:
-        """Whether the end came later by it, beyond noise."""
+        """Whether it delayed the end, beyond noise."""
         return (
             self.stayed_s is not None and self.moved_s is not None and self.moved_s > (1.0 + NOISE_FRAC) * self.stayed_s
         )
 
     @property
     def worth(self) -> bool:
-        """Whether the end came sooner by it, beyond noise."""
+        """Whether it brought the end forward, beyond noise."""
         return (
             self.stayed_s is not None and self.moved_s is not None and self.stayed_s > (1.0 + NOISE_FRAC) * self.moved_s
         )
 
 
 def moves(log: Iterable[tuple[int, events.Event]]) -> tuple[list[Moved], int]:
-    """The moves of a log, in order, and how many generations were dispatched in all."""
+    """The moves of a log, in order, and the number of dispatched generations."""
     lines = list(log)
     generated, final = _lengths(lines)
     fleet = Fleet()
@@ -69,19 +68,19 @@ def moves(log: Iterable[tuple[int, events.Event]]) -> tuple[list[Moved], int]:
                 dispatched += 1
                 home = fleet.home.get(event.key)
                 if event.key in generated:
-                    loads.believe(event.key, generated[event.key] - done.get(event.key, 0), final[event.key])
+                    loads.set_forecast(event.key, generated[event.key] - done.get(event.key, 0), final[event.key])
                 if home is not None and home != event.worker:
                     found.append(_judged(event, home, fleet, loads, event.key in generated))
                 loads.settle(event.key, event.worker)
             fleet.handle(QuantumStarted(event.key, Phase(event.phase), event.worker))
             continue
-        told = told_of(line, event, "")
-        if told is None:
+        received = policy_event(line, event, "")
+        if received is None:
             continue
-        match told:
+        match received:
             case QuantumFinished(key=key, tokens=tokens):
                 done[key] = done.get(key, 0) + tokens
-                fleet.handle(told)
+                fleet.handle(received)
                 loads.generated(key, tokens)
                 continue
             case TrajectoryEnded(key=key):
@@ -90,7 +89,7 @@ def moves(log: Iterable[tuple[int, events.Event]]) -> tuple[list[Moved], int]:
                 loads.settle(key, None)
             case WorkerLeft(worker=worker):
                 loads.lose(worker)
-        fleet.handle(told)
+        fleet.handle(received)
     return found, dispatched
 
 
@@ -100,20 +99,20 @@ def _lengths(lines: list[tuple[int, events.Event]]) -> tuple[dict[str, int], dic
     for line, event in lines:
         if isinstance(event, events.QuantumDispatched):
             continue
-        told = told_of(line, event, "")
-        if isinstance(told, TrajectoryEnded):
-            final[told.key] = fleet.context_tokens.get(told.key, 0)
-        if isinstance(told, QuantumFinished):
-            tokens[told.key] = tokens.get(told.key, 0) + told.tokens
-        if told is not None:
-            fleet.handle(told)
+        received = policy_event(line, event, "")
+        if isinstance(received, TrajectoryEnded):
+            final[received.key] = fleet.context_tokens.get(received.key, 0)
+        if isinstance(received, QuantumFinished):
+            tokens[received.key] = tokens.get(received.key, 0) + received.tokens
+        if received is not None:
+            fleet.handle(received)
     return {key: tokens[key] for key in final if tokens.get(key)}, final
 
 
 def _judged(event: events.QuantumDispatched, home: str, fleet: Fleet, loads: Loads, known: bool) -> Moved:
     moved = Moved(event.key, event.t_s, home, event.worker, event.reason)
-    told = all(name in fleet.hosts and fleet.hosts[name].spec.told for name in (home, event.worker))
-    if not known or not told or not loads.believed(event.key):
+    declared = all(name in fleet.hosts and fleet.hosts[name].spec.declared for name in (home, event.worker))
+    if not known or not declared or not loads.has_forecast(event.key):
         return moved
     home_s, moved_s, _ = loads.moved_s(event.key, event.worker)
     stayed_s = max(home_s, loads.over_s(event.worker))

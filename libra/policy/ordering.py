@@ -1,4 +1,4 @@
-"""What the plugin, the simulator and a replay expect of an object that orders trajectories, and which ones there are."""
+"""The interface of orderings for plugin, simulator and replay, and the table of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra.policy.paper_rule import PaperRule
 
 
 class Ordering(Protocol):
-    """Decides who goes first; deterministic in the sequence of events.
+    """Decides the order of waiting trajectories; deterministic in the sequence of events.
 
     A `TrajectoryParked` is answered with a `SetPriority` for its key first; answers for other keys may follow, also to other
     events; each `Prefer` comes after the `SetPriority` of its key. ``restore(snapshot())`` changes no later answer, and a
@@ -30,17 +30,17 @@ class Ordering(Protocol):
 
 
 LEARNS_EVERY = 32
-"""Trajectories that end between the first calls of an ordering's ``learn``; later there are more, see `learns_after`."""
-LEARNS_SELDOM = 256
-"""At most so many."""
+"""Finished trajectories between the first calls of an ordering's ``learn``; later more, see `learns_after`."""
+LEARNS_RARELY = 256
+"""Upper bound of that number."""
 
 
 def learns_after(num_ended: int) -> int:
-    """How many more are to end before the next ``learn``, where so many had ended at the last one.
+    """Number of trajectories that must end before the next ``learn``, given how many had ended at the last one.
 
-    Another thirty-second of what is known changes little, and solving anew takes as long whether there is more or not.
+    A thirty-second more data changes little, and the time to solve does not depend on the amount of data.
     """
-    return min(LEARNS_SELDOM, max(LEARNS_EVERY, num_ended // 32))
+    return min(LEARNS_RARELY, max(LEARNS_EVERY, num_ended // 32))
 
 
 @runtime_checkable
@@ -48,28 +48,29 @@ class OnlineLearner(Protocol):
     """An ordering that learns off the critical path."""
 
     def learn(self) -> None:
-        """Do the dear part of learning from what has finished since the last time; deterministic, like `handle`."""
+        """Run the expensive update on trajectories that ended since the last call; deterministic, like `handle`."""
 
     def forget_live(self) -> None:
-        """Forget who lives, and keep what was learned from those that ended."""
+        """Drop running trajectories, and keep what was learned from finished ones."""
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """An ordering that has something to show to people beside its order."""
+    """An ordering with figures for the dashboard."""
 
-    def shown(self) -> dict[str, Any]:
-        """As values that JSON can hold: ``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ.shown`."""
+    def dashboard_row(self) -> dict[str, Any]:
+        """The figures as JSON-able values: ``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ`."""
 
 
 ORDERINGS: dict[str, type[Ordering]] = {
     kind.name: kind for kind in (Fifo, CMLFQ, PaperRule, Mlfq, CompletedCalls, Predictor, Oracle)
 }
-"""Every ordering by the name that an event log gives it; without arguments each has its defaults, until it is restored."""
+"""Every ordering by the name that an event log gives it; without arguments each is built with defaults, until it is
+restored."""
 
 
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:
-    """The ordering that ``policy`` of a configuration asks for; KeyError for a name that is none."""
+    """The ordering that section ``policy`` of a configuration names; KeyError for an unknown name."""
     if name in (Fifo.name, PaperRule.name):
         return ORDERINGS[name]()
     if name == CMLFQ.name:

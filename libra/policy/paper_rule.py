@@ -1,7 +1,7 @@
-"""The published rule, for comparison: a prefix tree of tool returns, and a move where mean and P90 fall into one bucket.
+"""The published rule, for comparison: a prefix tree of tool returns, and a move if mean and P90 fall into one bucket.
 
-Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with what its released code (NetX-lab/Libra @c51bf84) adds: one root per prompt and a
-global one; an unknown state falls back to the deepest known ancestor. Deviations, beside those of
+Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with additions of its released code (NetX-lab/Libra @c51bf84): one root per
+prompt and a global one; an unknown state falls back to the deepest known ancestor. Deviations, beside those of
 `libra.policy.prefix_tree`: placement goes through `libra.policy.dispatcher`, which is work conserving, instead of a router that
 queues at one server; prompts are forgotten with their last trajectory.
 """
@@ -30,7 +30,7 @@ THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
 
 
 class PaperRule:
-    """First come, first served, with buckets by the prefix tree; everybody begins in the slowest bucket."""
+    """First come, first served, with buckets by the prefix tree; every trajectory begins in the slowest bucket."""
 
     name: ClassVar[str] = "paper"
 
@@ -103,7 +103,7 @@ class PaperRule:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold; see `restore`."""
+        """Its state, as JSON-able values."""
         return {
             "fifo": self._fifo.snapshot(),
             "fleet": self._fleet.snapshot(),
@@ -114,7 +114,7 @@ class PaperRule:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else; KeyError, TypeError or ValueError where it is no snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         self._fifo.restore(snapshot["fifo"])
         self._fleet.restore(snapshot["fleet"])
         self._root = load(snapshot["root"])

@@ -1,8 +1,8 @@
 """The paper's causal prefix tree of tool returns, for its rule and for its forecasts (Libra, arXiv:2606.03077 v2, C-MLFQ).
 
-What its released code (NetX-lab/Libra @c51bf84) adds is here too: payload classes at 500 and 5,000 characters, and the 90th
+Includes additions of its released code (NetX-lab/Libra @c51bf84): payload classes at 500 and 5,000 characters, and the 90th
 percentile of the last 200 visits. Deviations: payloads are measured in tokens as everywhere here, so the classes are at 125 and
-1,250 (four characters each); a tool failed where its status says so (`FAILED`), not where its text contains "error".
+1,250 (four characters each); a tool failed by its status (`FAILED`), not by "error" in its text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from libra.types import ToolStatus
 PAYLOAD_EDGES = (125, 1250)
 WINDOW = 200
 FAILED = frozenset({ToolStatus.ERROR, ToolStatus.TIMEOUT, ToolStatus.MALFORMED})
-"""What counts as a failure in a tree that tells two outcomes apart. A return that was cut for its length succeeded."""
+"""Failures in a tree with two outcomes. A truncated return counts as a success."""
 
 
 def state_name(tool: str, status: ToolStatus, payload_tokens: int) -> str:
-    """A tool's return as the tree knows it: tool, payload class, outcome."""
+    """A tool's return as a state of the tree: tool, payload class, outcome."""
     size = sum(payload_tokens > edge for edge in PAYLOAD_EDGES)
     return f"{tool}:{size}:{'failure' if status in FAILED else 'success'}"
 
@@ -36,14 +36,14 @@ class Node:
         self.last: list[int] = []
 
     def visit(self, remaining: int) -> None:
-        """A trajectory was here, and generated ``remaining`` tokens after."""
+        """Add a trajectory that passed this node, and generated ``remaining`` tokens afterwards."""
         self.count += 1
         self.mean += (remaining - self.mean) / self.count
         self.last.append(remaining)
         del self.last[:-WINDOW]
 
     def enter(self, states: Iterable[str], remaining: Iterable[int]) -> None:
-        """A trajectory's way from here: what it had left after each return."""
+        """A trajectory's path from here: tokens left after each return."""
         node = self
         for state, left in zip(states, remaining, strict=True):
             below = node.children.get(state)
@@ -61,7 +61,7 @@ class Node:
         return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
     def deepest(self, path: Iterable[str]) -> Node:
-        """The last known node on the way from here."""
+        """The last known node on the path from here."""
         node = self
         for state in path:
             child = node.children.get(state)
@@ -72,7 +72,7 @@ class Node:
 
 
 def dump(root: Node) -> list[Any]:
-    """Nodes in order of depth first, each with the number of its parent; flat, since paths get deeper than recursion may."""
+    """Nodes in depth-first order, each with the number of its parent; flat, because paths exceed the recursion limit."""
     out: list[Any] = []
     open_nodes: list[tuple[int, str, Node]] = [(-1, "", root)]
     while open_nodes:
@@ -84,7 +84,7 @@ def dump(root: Node) -> list[Any]:
 
 
 def load(dumped: Any) -> Node:
-    """What `dump` gave."""
+    """Inverse of `dump`."""
     nodes: list[Node] = []
     for parent, name, count, mean, last in dumped:
         node = Node()

@@ -1,22 +1,21 @@
-"""Role changes of workers that can have several: what each is to do next, so that no GPU is ever in two hands.
+"""Role changes: a state machine that moves workers between roles, so that no GPU ever has two owners.
 
 ::
 
     draining -> sleeping -> taking_up -> resupplied        each stage once all members of the change have finished the last
     any stage --cancelled, failed, a member lost--> sleeping or taking_up of the old assignments, as a change of its own
 
-A *change* moves one worker, or several that go together: in a *rebucket* the workers of one node give their GPUs to the engine
-of one of them, the leader; the others are *lent*; and back. Events in, commands out; `libra.scheduler.role_plugin` carries them
-out.
+A *change* moves one worker, or several together: in a *rebucket* the workers of one node give their GPUs to the engine of one
+of them, the leader, and are *lent*; or take them back. `libra.scheduler.role_plugin` carries out the commands.
 
 Invariants
 ----------
 1. A worker is supplied in one role or in none: it is withdrawn before it drains, and supplied when its change has ended.
-2. Every change has a generation, larger than that of any before it. What workers say of another one changes nothing.
-3. A change ends with every member in its new assignment, or every member in its old one. What undoes a change is another one,
-   that cannot be cancelled; who fails in it is restarted, and given up when it fails again.
-4. No worker takes anything up while another member of its change may still hold what it had. One that was lost holds nothing,
-   and one that comes back has taken nothing up.
+2. Every change has a generation, larger than any before it. Reports of another generation are ignored.
+3. A change ends with every member in its new assignment, or every member in its old one. It is undone by another change, which
+   cannot be cancelled; a worker that fails in that one is restarted, and gets no more work if it fails again.
+4. No worker starts its new role while another member may still hold its old resources. A lost worker holds none, and one
+   that returns has started nothing.
 5. A worker that was lost keeps its assignment by name. While an engine has GPUs of others, all of them change together.
 """
 
@@ -26,28 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra.policy.role_messages import (
-    Assignment,
-    CancelRequested,
-    ChangeRequested,
-    GiveUp,
-    MemberAnnounced,
-    MemberFailed,
-    MemberLost,
-    Perform,
-    Refuse,
-    ReportEnded,
-    ReportStarted,
-    ReportUndone,
-    RestartMember,
-    Role,
-    RoleCommand,
-    RoleEvent,
-    Stage,
-    StageDone,
-    Supply,
-    Withdraw,
-)
+from libra.policy import role_messages as messages
+from libra.policy.role_messages import Assignment, Role, RoleCommand, RoleEvent, Stage
 
 _NEXT = {
     Stage.DRAINING: Stage.SLEEPING,
@@ -67,14 +46,14 @@ class Member:
     node : str
         Machine it runs on.
     settled : Assignment
-        What it has, and goes back to until a change has ended.
+        Its assignment, to which it returns until a change has ended.
     bond : frozenset of str
         Workers whose GPUs are one engine's, itself among them; empty: its GPUs are its own.
     present : bool
     generation : int
-        Of the last change that concerned it.
+        Number of its last change.
     failures : int
-        In a row, of going back.
+        Consecutive failures to return to its old role.
     """
 
     base: Assignment
@@ -88,7 +67,7 @@ class Member:
 
 @dataclass(slots=True)
 class Change:
-    """A change that has not ended; ``final``: it is not undone, and goes on without members that are lost."""
+    """A change that has not ended; ``final``: it is not undone, and continues without lost members."""
 
     generation: int
     moves: dict[str, tuple[Assignment, Assignment]]
@@ -97,7 +76,7 @@ class Change:
     final: bool = False
     undoes: int | None = None
     done: set[str] = field(default_factory=set)
-    broken: set[str] = field(default_factory=set)  # who failed; nothing more is expected of it in this life
+    broken: set[str] = field(default_factory=set)  # failed; it takes no further part until it joins again
 
 
 class Roles:
@@ -109,19 +88,19 @@ class Roles:
         self.generation = 0
 
     def handle(self, event: RoleEvent) -> tuple[RoleCommand, ...]:
-        """What follows from one event."""
+        """Commands that follow from one event."""
         match event:
-            case ChangeRequested(targets=targets):
+            case messages.ChangeRequested(targets=targets):
                 return tuple(self._requested(targets))
-            case CancelRequested(generation=generation):
+            case messages.CancelRequested(generation=generation):
                 return tuple(self._cancelled(generation))
-            case MemberAnnounced():
+            case messages.MemberAnnounced():
                 return tuple(self._announced(event))
-            case MemberLost(worker=worker):
+            case messages.MemberLost(worker=worker):
                 return tuple(self._lost(worker))
-            case StageDone(worker=worker, generation=generation, stage=stage):
+            case messages.StageDone(worker=worker, generation=generation, stage=stage):
                 return tuple(self._stage_done(worker, generation, stage))
-            case MemberFailed(worker=worker, generation=generation, detail=detail):
+            case messages.MemberFailed(worker=worker, generation=generation, detail=detail):
                 return tuple(self._failed(worker, generation, detail))
 
     def change_of(self, worker: str) -> Change | None:
@@ -129,8 +108,8 @@ class Roles:
         return next((change for change in self.changes.values() if worker in change.moves), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each worker, its role and tensor-parallel degree, those whose GPUs are one engine's with its own, stage and generation;
-        JSON-able."""
+        """A row of JSON values for each worker: role, tensor-parallel degree, workers that share its engine's GPUs, stage and
+        generation."""
         found = []
         for name, member in sorted(self.members.items()):
             change = self.change_of(name)
@@ -143,25 +122,25 @@ class Roles:
             found.append(row | {"from_role": str(member.settled.role), "from_tp": member.settled.tp})
         return found
 
-    # ---------------------------------------------------------------- asked for
+    # ---------------------------------------------------------------- requests
 
     def _requested(self, targets: Mapping[str, Assignment]) -> list[RoleCommand]:
         for name in targets:
             if name not in self.members:
                 known = ", ".join(sorted(self.members)) or "none"
-                return [Refuse(f"worker {name!r} cannot change roles here; those that can: {known}")]
+                return [messages.Refuse(f"worker {name!r} cannot change roles here; those that can: {known}")]
         wanted = {name: target for name, target in targets.items() if self.members[name].settled != target}
         busy = next((change for change in map(self.change_of, targets) if change is not None), None)
         if busy is not None:
             names = ", ".join(busy.moves)
             return [
-                Refuse(
-                    f"{names}: change {busy.generation} is {busy.stage} and has not ended; wait for it, or cancel it"
+                messages.Refuse(
+                    f"{names}: change {busy.generation} is {busy.stage}; wait until it has ended, or cancel it"
                 )
             ]
         to_base = all(target == self.members[name].base for name, target in wanted.items())
         if (reason := self._refusal(targets, wanted, to_base)) is not None:
-            return [Refuse(reason)]
+            return [messages.Refuse(reason)]
         lends = any(target.role is Role.LENT for target in wanted.values())
         bond = frozenset(wanted) if lends else frozenset[str]()
         absent = any(not self.members[name].present for name in wanted)
@@ -170,7 +149,7 @@ class Roles:
     def _refusal(
         self, targets: Mapping[str, Assignment], wanted: Mapping[str, Assignment], to_base: bool
     ) -> str | None:
-        """Why ``wanted`` cannot be had, None where it can."""
+        """The reason for refusing ``wanted``; None if it is possible."""
         if not wanted:
             return f"{', '.join(targets) or 'no worker'}: nothing changes"
         members = {name: self.members[name] for name in wanted}
@@ -183,7 +162,7 @@ class Roles:
         lent = [name for name, target in wanted.items() if target.role is Role.LENT]
         leaders = [name for name in wanted if name not in lent]
         if lent and (len(leaders) != 1 or wanted[leaders[0]].role is not Role.ROLLOUT):
-            return f"{', '.join(lent)} lent: one other worker of the same change must take the GPUs up as rollout, got {leaders}"
+            return f"{', '.join(lent)} lent: one other worker of the same change must take the GPUs as rollout, got {leaders}"
         if lent and len(nodes := {member.node for member in members.values()}) > 1:
             return f"{', '.join(wanted)}: GPUs are lent within one node, these are on {', '.join(sorted(nodes))}"
         for name, target in wanted.items():
@@ -199,19 +178,25 @@ class Roles:
         change = self.changes.get(generation)
         if change is None:
             going = ", ".join(map(str, self.changes)) or "none"
-            return [Refuse(f"change {generation} is not going on; going on: {going}")]
+            return [messages.Refuse(f"change {generation} is not in progress; in progress: {going}")]
         if change.final:
-            return [Refuse(f"change {generation} takes workers back to what they had, and cannot be cancelled")]
+            return [
+                messages.Refuse(
+                    f"change {generation} returns workers to their old assignments, and cannot be cancelled"
+                )
+            ]
         return self._undo(change, "cancelled", cancelled=True)
 
     # ---------------------------------------------------------------- what workers do
 
-    def _announced(self, event: MemberAnnounced) -> list[RoleCommand]:
+    def _announced(self, event: messages.MemberAnnounced) -> list[RoleCommand]:
         member = self.members.get(event.worker)
         if member is None:
             self.members[event.worker] = Member(event.base, event.node, event.base, generation=self.generation)
             return []
-        commands = self._lost(event.worker) if member.present else []  # its old life is over, whoever says so first
+        commands = (
+            self._lost(event.worker) if member.present else []
+        )  # its old process has ended, whichever report comes first
         member.present, member.base, member.node = True, event.base, event.node
         change = self.change_of(event.worker)
         if change is None:
@@ -261,25 +246,25 @@ class Roles:
         if not change.final:
             return self._undo(change, f"{worker}: {detail}")
         if change.undoes is None and any(to != self.members[name].base for name, (_, to) in change.moves.items()):
-            # It came back and could not take up what it had: then what it was started for.
+            # It returned and could not start its assignment: fall back to its base.
             del self.changes[generation]
-            return [ReportUndone(generation, False, detail), *self._to_base(worker, detail)]
+            return [messages.ReportUndone(generation, False, detail), *self._to_base(worker, detail)]
         change.broken.add(worker)
         change.done.discard(worker)
         member.failures += 1
-        if member.failures == 1:  # goes on when it is lost: until then it may hold something
-            return [RestartMember(worker, detail)]
+        if member.failures == 1:  # the change continues when it is lost; until then it may hold GPUs
+            return [messages.RestartMember(worker, detail)]
         member.present = False
         change.done.add(worker)
-        return [GiveUp(worker, detail), *self._go_on(change)]
+        return [messages.GiveUp(worker, detail), *self._go_on(change)]
 
     # ---------------------------------------------------------------- changes
 
     def _to_base(self, worker: str, reason: str) -> list[RoleCommand]:
-        """Take a worker, and all it shares GPUs with, to what they were started for."""
+        """Return a worker, and all that share its GPUs, to the roles they were started for."""
         names = sorted(self.members[worker].bond | {worker})
         targets = {name: self.members[name].base for name in names}
-        for name in names:  # a partner that is on its way back to its place is on its way to another one now
+        for name in names:  # also a partner that is changing
             if (change := self.change_of(name)) is not None:
                 del self.changes[change.generation]
         return self._begin(targets, reason, bonds=dict.fromkeys(names, frozenset()), final=True)
@@ -300,40 +285,42 @@ class Roles:
         change = Change(self.generation, moves, at, bonds, final, undoes)
         self.changes[self.generation] = change
         change.done = {name for name in moves if not self.members[name].present}
-        commands: list[RoleCommand] = [ReportStarted(change.generation, moves, reason, undoes)]
-        commands += [Withdraw(name, change.generation) for name in moves if name not in change.done]
-        return [*commands, *self._tell(change), *self._go_on(change)]
+        commands: list[RoleCommand] = [messages.ReportStarted(change.generation, moves, reason, undoes)]
+        commands += [messages.Withdraw(name, change.generation) for name in moves if name not in change.done]
+        return [*commands, *self._perform_all(change), *self._go_on(change)]
 
     def _undo(self, change: Change, detail: str, *, cancelled: bool = False) -> list[RoleCommand]:
-        """Take every member back to what it had; in a change of its own, so that nothing said of this one counts any more."""
+        """Return every member to its old assignment in a new change, so that late reports of this one are ignored."""
         del self.changes[change.generation]
         at = Stage.TAKING_UP if change.stage is Stage.DRAINING else Stage.SLEEPING
         old = {name: before for name, (before, _) in change.moves.items()}
         bonds = {name: self.members[name].bond for name in old}
-        undone = ReportUndone(change.generation, cancelled, detail)
+        undone = messages.ReportUndone(change.generation, cancelled, detail)
         return [undone, *self._begin(old, detail, bonds=bonds, at=at, final=True, undoes=change.generation)]
 
-    def _perform(self, change: Change, name: str) -> Perform:
-        return Perform(name, change.generation, change.stage, change.moves[name][1], self._slots_of(change, name))
+    def _perform(self, change: Change, name: str) -> messages.Perform:
+        return messages.Perform(
+            name, change.generation, change.stage, change.moves[name][1], self._slots_of(change, name)
+        )
 
-    def _tell(self, change: Change) -> list[RoleCommand]:
+    def _perform_all(self, change: Change) -> list[RoleCommand]:
         return [self._perform(change, name) for name in change.moves if name not in change.done]
 
     def _slots_of(self, change: Change, name: str) -> tuple[str, ...]:
-        """Whose slots a worker's engine has after a change."""
+        """Workers whose slots an engine has after a change."""
         if change.moves[name][1].role is not Role.ROLLOUT:
             return ()
         return tuple(sorted(change.bonds[name] | {name}))
 
     def _go_on(self, change: Change) -> list[RoleCommand]:
-        """Begin the next stage, or end the change, where everybody has finished this one."""
+        """Begin the next stage, or end the change, when all members have finished this one."""
         commands: list[RoleCommand] = []
         while change.done >= change.moves.keys():
             change.stage = _NEXT[change.stage]
             if change.stage is Stage.RESUPPLIED:
                 return [*commands, *self._end(change)]
             change.done = {name for name in change.moves if not self.members[name].present}
-            commands += self._tell(change)
+            commands += self._perform_all(change)
         return commands
 
     def _end(self, change: Change) -> list[RoleCommand]:
@@ -344,5 +331,5 @@ class Roles:
             member.settled, member.bond, member.generation = target, change.bonds[name], change.generation
             if member.present:
                 member.failures = 0
-                commands.append(Supply(name, change.generation, target, self._slots_of(change, name)))
-        return [*commands, ReportEnded(change.generation, change.moves, change.undoes)]
+                commands.append(messages.Supply(name, change.generation, target, self._slots_of(change, name)))
+        return [*commands, messages.ReportEnded(change.generation, change.moves, change.undoes)]

@@ -1,4 +1,4 @@
-"""What the machine of role changes is told (events, past tense) and what it answers (commands); see `libra.policy.role_changes`."""
+"""Events and commands of the state machine for role changes; see `libra.policy.role_changes`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Role(StrEnum):
 
 
 class Stage(StrEnum):
-    """Where a change is; `RESUPPLIED` is its end."""
+    """Stage of a change; `RESUPPLIED` is the last."""
 
     DRAINING = "draining"
     SLEEPING = "sleeping"
@@ -26,7 +26,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A role, and of an engine its tensor-parallel degree; of the other roles how many GPUs the worker itself has."""
+    """A role; for an engine its tensor-parallel degree, for other roles the number of GPUs that the worker itself has."""
 
     role: Role
     tp: int = 1
@@ -36,7 +36,7 @@ class Assignment:
 
 
 Moves = Mapping[str, tuple[Assignment, Assignment]]
-"""From and to, by worker."""
+"""Old and new assignment, by worker."""
 
 
 # ---------------------------------------------------------------- events
@@ -44,21 +44,22 @@ Moves = Mapping[str, tuple[Assignment, Assignment]]
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """Somebody wants workers, by name, in these assignments; those that have theirs already are left alone."""
+    """A client requests these assignments, by worker name; workers that have theirs already stay as they are."""
 
     targets: Mapping[str, Assignment]
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """Somebody wants a change undone that has not ended."""
+    """A client requests that a change which has not ended be undone."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemberAnnounced:
-    """A worker that can change roles is there: a new one does what it was started for, ``base``; one that came back, nothing."""
+    """A worker that can change roles has joined: a new worker has the role it was started for, ``base``; a worker that
+    returned has none."""
 
     worker: str
     base: Assignment
@@ -98,14 +99,14 @@ RoleEvent = ChangeRequested | CancelRequested | MemberAnnounced | MemberLost | S
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """What was asked for is not done."""
+    """The request is refused."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Give the worker nothing more."""
+    """Send the worker no more tasks."""
 
     worker: str
     generation: int
@@ -113,7 +114,8 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Tell the worker to do its part of a stage of its change to ``assignment``; its engine has the slots of ``slots_of`` then."""
+    """Make the worker perform a stage of its change to ``assignment``, after which its engine has the slots of
+    ``slots_of``."""
 
     worker: str
     generation: int
@@ -124,7 +126,7 @@ class Perform:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """The worker is in its role: give it work of it; an engine has the slots of ``slots_of``."""
+    """The worker is in its role and takes tasks; an engine has the slots of ``slots_of``."""
 
     worker: str
     generation: int
@@ -134,7 +136,7 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class RestartMember:
-    """The worker could not go back to what it had: start it anew; its assignment waits for its name."""
+    """The worker could not return to its old assignment: restart it; its assignment stays with its name."""
 
     worker: str
     reason: str
@@ -142,7 +144,7 @@ class RestartMember:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The worker failed again after its restart; it is given nothing until it is started anew by somebody else."""
+    """The worker failed again after its restart; it gets no work until an operator restarts it."""
 
     worker: str
     reason: str
@@ -150,7 +152,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class ReportStarted:
-    """A change has begun; ``undoes`` is the generation of the one that it undoes, None: it was asked for, or mends something."""
+    """A change has begun; ``undoes`` is the generation of the one that it undoes, None: it was requested, or repairs a failure."""
 
     generation: int
     moves: Moves
@@ -160,7 +162,7 @@ class ReportStarted:
 
 @dataclass(frozen=True, slots=True)
 class ReportUndone:
-    """A change is over without effect: what it moved goes back."""
+    """A change has ended without effect; its members return to their old assignments."""
 
     generation: int
     cancelled: bool

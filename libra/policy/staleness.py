@@ -1,13 +1,13 @@
 """Staleness counted group by group: a place is reserved when a group is admitted, its lag checked when it is consumed.
 
-`Capacity` is the rule alone, by counting. `StalenessLedger` keeps who holds which place.
+`Capacity` is the rule alone, by counting. `StalenessLedger` records which group holds a place.
 
 How this relates to `Admission`: both keep lag <= eta, in different units. `Admission` lets whole iterations begin, so at
 version ``v`` it has let ``(eta + v + 1) * B`` groups begin in all, which is the rule below summed over gates; it never
-drops a group, it lets a batch wait for the slow ones. The ledger admits single groups, for a producer that has no
-iterations (a stream of prompts, oversampling, groups filtered out and replaced): a group that ends without being
-usable gives its place back, nothing waits for a slow one, and one that became too old is dropped when it would be
-consumed. A run uses one of the two.
+drops a group; a batch waits for the slow ones. The ledger admits single groups, for a producer that has no iterations (a
+stream of prompts, oversampling, groups filtered out and replaced): a group that ends without being usable gives its place
+back, nothing waits for a slow one, and one that became too old is dropped when it would be consumed. A run uses one of the
+two.
 
 Versions count optimizer steps: step ``j`` trains version ``j`` and publishes ``j + 1``. A group whose oldest token is
 of version ``v`` has *lag* ``j - v`` in step ``j``.
@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 class Capacity:
     """How many groups may begin now, from four counts and the version; the staleness rule of AReaL, arXiv:2505.24298.
 
-    Agrees with ``StalenessManager`` of areal 1.0.4 after every event, also in what it does not do: nothing stops a
-    caller from submitting without capacity, which then is negative. `StalenessLedger` does stop one.
+    Agrees with ``StalenessManager`` of areal 1.0.4 after every event, also in what it does not check: a caller may submit
+    without capacity, which then is negative. `StalenessLedger` refuses that.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Capacity:
 
     @property
     def available(self) -> int:
-        """Groups that may begin; the smaller of what concurrency and what staleness leave. May be negative."""
+        """Groups that may begin: the minimum of the rooms that concurrency and staleness leave. May be negative."""
         by_concurrency = max(1, self.max_running) - self.running
         by_staleness = (self.eta + self.version + 1) * self._batch - (self.accepted + self.running)
         return min(by_concurrency, by_staleness)
@@ -76,7 +76,7 @@ class Capacity:
         self.version = version
 
     def version_recovered(self, version: int) -> None:
-        """A run continues at ``version``: as many groups count as accepted as its steps have consumed."""
+        """A run continues at ``version``: the groups that its steps have consumed count as accepted."""
         self.version = version
         self.accepted = version * self._batch
 
@@ -102,12 +102,12 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Consumption:
-    """What a step may train on, and what turned out too old for it.
+    """The groups that a step may train on, and those that are too old for it.
 
     Attributes
     ----------
     members : tuple of group ids
-        B of them, oldest first; empty where too few are left, and then nothing was consumed.
+        B groups, oldest first; empty if too few remain, and then nothing was consumed.
     dropped : tuple of group ids
         Groups whose lag would be above eta; each is named in one answer, and its place is free again.
     reason : str
@@ -120,14 +120,14 @@ class Consumption:
 
 @dataclass(slots=True)
 class StalenessLedger:
-    """Who holds a place: reserve at admission, commit or reject at the end, check at consumption.
+    """Places of groups: reserve at admission, commit or reject at the end, check at consumption.
 
-    ``capacity`` is the count that the rule reads; read it, and leave changing it to the ledger.
+    ``capacity`` is the count that the rule reads; read it only; the ledger changes it.
 
     Raises
     ------
     ValueError
-        Where eta is below 0, or a batch or the groups that run at once are below 1.
+        If eta is below 0, or a batch or the groups that run at once are below 1.
     """
 
     capacity: Capacity
@@ -144,7 +144,7 @@ class StalenessLedger:
             )
 
     def version_published(self, version: int) -> None:
-        """Version ``version`` can be pulled; told an older one, nothing changes."""
+        """Version ``version`` can be pulled; an older one changes nothing."""
         self.capacity.version_published(max(version, self.capacity.version))
 
     def version_recovered(self, version: int) -> None:
@@ -158,7 +158,7 @@ class StalenessLedger:
         Raises
         ------
         ValueError
-            Where the group holds a place already.
+            If the group holds a place already.
         """
         if group in self._running or group in self._waiting:
             raise ValueError(f"group {group!r} holds a place already; commit, reject or consume it first")
@@ -186,12 +186,12 @@ class StalenessLedger:
         Raises
         ------
         ValueError
-            Where version ``batch`` is not published, or the step is not the one after the last that was given groups.
+            If version ``batch`` is not published, or the step does not follow the last one that got groups.
         """
         if batch != self._next_batch or batch > self.capacity.version:
             raise ValueError(
                 f"step {batch} cannot consume: the next step is {self._next_batch}, and the newest version "
-                f"{self.capacity.version}; a step trains the version of its number"
+                f"{self.capacity.version}; step j trains version j"
             )
         eta, wanted = self.capacity.eta, self.capacity.groups_per_batch
         dropped = tuple(group for group, oldest in self._waiting.items() if batch - oldest > eta)

@@ -1,15 +1,17 @@
-"""Has a run stopped making progress, and what is to blame? A pure object: whoever asks brings the time and the picture.
+"""Detects that a run makes no progress, and the task to blame. Pure: the caller provides the time and the tasks.
 
 Rules
 -----
-1. Progress is an edge: a worker reported something of the run, a task of the run was completed, the driver asked for
-   another iteration. Tasks that only start are none.
-2. A stall is told when there was no edge for ``timeout_s``, and again after each further ``timeout_s`` without one. What
-   was done about it (a worker restarted, a worker that joined) gets as long again to show in an edge.
-3. Where tasks run, the culprit is the one that has given no sign of its own (sent to its worker, last report) the
-   longest: what does not move waits for it, or for another one that is told next if the first was not to blame.
-4. Where none runs, no worker is to blame but the scheduler's stage: the stall names what the parked tasks wait for.
-5. A run without any task is idle, not stalled: its driver has asked for nothing.
+1. Progress is a worker's report on the run, a completed task of the run, or the driver's request for another iteration. A task
+   that only starts is none.
+2. Each kind of task has a limit (`libra.policy.step_lengths`). A stall is reported after the least of all limits without
+   progress, if a task has been without a sign (sent to its worker, last report) for longer than its limit; else after the longest
+   limit of those that run. Again after each further limit of that task. An action against it (a restart, a worker that joined)
+   gets the same time to show progress.
+3. If tasks run, the culprit is the one that has exceeded its limit by the largest factor: the others wait for it, or for another
+   one, which is reported next if the first was not to blame.
+4. If none runs, no worker is to blame: the stall names what the parked tasks wait for. The limit is the longest of the run's.
+5. A run without any task is idle, not stalled.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from libra.policy.step_lengths import FixedLimit, Limits
+
 
 @dataclass(frozen=True, slots=True)
 class RunningTask:
-    """A task on a worker, with the time of its last own sign."""
+    """A task on a worker, with the time of its last sign of activity."""
 
     key: str
     stage: str
@@ -32,7 +36,7 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A task that waits in the scheduler for ``needs``: in words, and as a resource where it is one (else empty)."""
+    """A task that waits in the scheduler for ``needs`` (in words), and for ``resource`` (empty: for none)."""
 
     key: str
     needs: str
@@ -55,13 +59,13 @@ class Stall:
     Attributes
     ----------
     culprit : Running or None
-        None where nothing runs.
+        None if nothing runs.
     held_s : float
-        How long the culprit has given no sign; 0 without one.
+        Age of the culprit's last sign; 0 without a culprit.
     waiting : int
         Tasks that wait in the scheduler.
     missing : tuple of str
-        Resources that are waited for and that no worker declares.
+        Resources that tasks wait for and that no worker declares.
     detail : str
         The same in words.
     """
@@ -75,47 +79,63 @@ class Stall:
 
 
 class Watchdog:
-    """One per run; ``t_s`` is seconds of any one clock that never goes back."""
+    """One per run; ``t_s`` is in seconds of a monotonic clock."""
 
-    def __init__(self, timeout_s: float, t_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._edge_s = t_s
-        self._told_s = t_s
+    def __init__(self, limits: Limits | float, t_s: float) -> None:
+        self.limits: Limits = FixedLimit(limits) if isinstance(limits, int | float) else limits
+        self._progress_s = t_s
+        self._reported_s = t_s
+        self._again = False  # something was reported, or done, since the last progress
 
     def progressed(self, t_s: float) -> None:
-        """There was an edge."""
-        self._edge_s = self._told_s = t_s
+        """There was progress."""
+        self._progress_s = self._reported_s = t_s
+        self._again = False
 
     def granted(self, t_s: float) -> None:
-        """Something was done that may end a stall; it is told again after ``timeout_s`` from now, and not before."""
-        self._told_s = max(self._told_s, t_s)
+        """Something was done that may end a stall; it is not reported before a limit from now."""
+        self._reported_s, self._again = max(self._reported_s, t_s), True
 
     def moved_since(self, t_s: float) -> bool:
-        """Whether there was an edge after ``t_s``."""
-        return self._edge_s > t_s
+        """Whether there was progress after ``t_s``."""
+        return self._progress_s > t_s
 
     def check(self, t_s: float, look: Callable[[], Picture]) -> Stall | None:
-        """A stall that is to be told now; ``look`` is called only where one is due."""
-        if t_s - self._told_s < self.timeout_s:
+        """A stall to report now; ``look`` is called only if one is due."""
+        since_s = t_s - self._reported_s
+        if since_s < self.limits.floor_s:
             return None
         picture = look()
         if not picture.running and not picture.waiting:
             self.progressed(t_s)
             return None
-        self._told_s = t_s
-        idle_s = t_s - self._edge_s
+        limit_s = {task.stage: self.limits.limit_s(task.stage) for task in picture.running}
+        ordered = sorted(picture.running, key=lambda task: ((task.since_s - t_s) / limit_s[task.stage], task.key))
+        if since_s < self._needed_s(ordered[0] if ordered else None, limit_s, t_s):
+            return None
+        self._reported_s, self._again = t_s, True
+        idle_s = t_s - self._progress_s
         if not picture.running:
             missing = tuple(
                 sorted({w.resource for w in picture.waiting if w.resource and not picture.supply.get(w.resource)})
             )
             return Stall(idle_s, None, 0.0, len(picture.waiting), missing, _nothing_runs(picture, missing))
-        culprit = min(picture.running, key=lambda task: (task.since_s, task.key))
+        culprit = ordered[0]
         held_s = t_s - culprit.since_s
         detail = (
             f"{culprit.key} ({culprit.stage}) has been on worker {culprit.worker} at {culprit.address} for {held_s:.0f} s "
-            f"without a sign; {len(picture.running) - 1} others run, {len(picture.waiting)} are parked"
+            f"without a sign, limit {limit_s[culprit.stage]:.0f} s; {len(picture.running) - 1} others run, "
+            f"{len(picture.waiting)} are parked"
         )
         return Stall(idle_s, culprit, held_s, len(picture.waiting), (), detail)
+
+    def _needed_s(self, worst: RunningTask | None, limit_s: Mapping[str, float], t_s: float) -> float:
+        """Seconds without progress or action after which to report now; ``worst``: the task to blame, if one runs."""
+        if worst is None:
+            return self.limits.longest_s()
+        if t_s - worst.since_s < limit_s[worst.stage]:
+            return max(limit_s.values())
+        return limit_s[worst.stage] if self._again else self.limits.floor_s
 
 
 def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:

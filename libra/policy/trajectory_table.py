@@ -1,4 +1,4 @@
-"""What every ordering remembers of a trajectory: where it came in, what it has generated, how often its tools came back."""
+"""The trajectory table of an ordering: arrival, generated tokens and tool calls of each trajectory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, Traje
 from libra.types import Phase
 
 NUM_CLASSES = 40
-"""Length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more; the last one takes everything longer."""
+"""Length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more; the last one has everything longer."""
 
 
 def length_class(tokens: float) -> int:
@@ -26,17 +26,17 @@ class TrajectoryStats:
     Attributes
     ----------
     arrival : int
-        How many trajectories were parked before it was, for the first time.
+        Number of trajectories parked for the first time before it.
     generated_tokens, calls : int
-        What its generations have sampled; how often its tools came back.
+        Tokens sampled; tool calls that returned.
     remaining_tokens : float
-        What it was last believed to have left; for orderings that believe something.
+        Its last forecast; for orderings that have one.
     counted : bool
         Whether it is among its group's members; for orderings that count them.
     level, total_class : int
-        The level it was last given, and the class of its total length as last believed; -1: none.
+        Its last level, and the class of its forecast total length; -1: none.
     context_tokens : int
-        What an engine would have to compute to go on with it, as far as it is known.
+        Context that another engine would have to compute to continue it, as far as it is known.
     """
 
     arrival: int
@@ -53,42 +53,43 @@ class TrajectoryStats:
 
 
 class TrajectoryTable:
-    """Trajectories that are not over, by key."""
+    """Trajectories that have not ended, by key."""
 
     def __init__(self) -> None:
         self.by_key: dict[str, TrajectoryStats] = {}
         self._arrivals = 0
 
     def handle(self, event: Event) -> TrajectoryStats | None:
-        """Follow one event; answers the trajectory it is about, or was about. None: none that is known."""
-        match event:
-            case TrajectoryParked(key=key, iteration=iteration, phase=phase, group=group, context_tokens=context):
-                life = self.by_key.get(key)
-                if life is None:
-                    life = self.by_key[key] = TrajectoryStats(self._arrivals, iteration, group, phase)
-                    self._arrivals += 1
-                life.iteration, life.phase = iteration, phase
-                if context:
-                    life.context_tokens = context
-                return life
-            case QuantumFinished(key=key, tokens=tokens, tool=tool, payload_tokens=payload):
-                life = self.by_key.get(key)
-                if life is not None:
-                    life.generated_tokens += tokens
-                    life.context_tokens += tokens + payload
-                    life.calls += bool(tool)
-                return life
-            case TrajectoryEnded(key=key):
-                return self.by_key.pop(key, None)
+        """Update from one event; returns its trajectory, also when it ends. None: unknown, or not about a trajectory."""
+        # Type comparisons instead of match, here and in other handlers of every event: they take a third of the time.
+        if type(event) is TrajectoryParked:
+            stats = self.by_key.get(event.key)
+            if stats is None:
+                stats = TrajectoryStats(self._arrivals, event.iteration, event.group, event.phase)
+                self.by_key[event.key] = stats
+                self._arrivals += 1
+            stats.iteration, stats.phase = event.iteration, event.phase
+            if event.context_tokens:
+                stats.context_tokens = event.context_tokens
+            return stats
+        if type(event) is QuantumFinished:
+            stats = self.by_key.get(event.key)
+            if stats is not None:
+                stats.generated_tokens += event.tokens
+                stats.context_tokens += event.tokens + event.payload_tokens
+                stats.calls += bool(event.tool)
+            return stats
+        if type(event) is TrajectoryEnded:
+            return self.by_key.pop(event.key, None)
         return None
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold."""
-        lives = {key: list(asdict(life).values()) for key, life in sorted(self.by_key.items())}
-        return {"arrivals": self._arrivals, "lives": lives}
+        """Its state, as JSON-able values."""
+        rows = {key: list(asdict(stats).values()) for key, stats in sorted(self.by_key.items())}
+        return {"arrivals": self._arrivals, "lives": rows}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else."""
+        """Take the state of ``snapshot``."""
         self._arrivals = int(snapshot["arrivals"])
         self.by_key = {
             str(key): TrajectoryStats(arrival, iteration, group, Phase(phase), *rest)

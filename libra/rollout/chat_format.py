@@ -1,10 +1,10 @@
-"""Messages to token ids and back, by the model's own chat template and without ever tokenising generated text again.
+"""Messages to token ids and back, by the model's own chat template; generated text is never tokenised again.
 
-A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ... The observation ids are
-what the template puts after an assistant turn, found by rendering a conversation with a stand-in assistant turn and
-keeping what follows it. So they hold whatever the template does with tool messages (Qwen joins several in one user block).
+A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ... The observation ids are the
+text that the template puts after an assistant turn: a conversation with a placeholder turn is rendered, and the text after
+it is used. So they follow the template's treatment of tool messages (Qwen joins several in one user block).
 
-A template that leaves tools out (SmolLM2's) would never tell the model of them: then they are explained in the system message.
+If the template omits tools (SmolLM2's), the system message explains them to the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ModelError
+from libra.untrusted import valid_unicode
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class ChatFormat:
         if self.end_of_turn_id not in tokenizer.added_tokens_decoder:
             raise ModelError(
                 f"{tokenizer.name_or_path}: its template ends an assistant turn with "
-                f"{tokenizer.decode([self.end_of_turn_id])!r}, which is no special token, so no turn could end"
+                f"{tokenizer.decode([self.end_of_turn_id])!r}, which is not a special token, so no turn could end"
             )
         ids = {self.end_of_turn_id, *generation_stop_ids}
         if tokenizer.eos_token_id is not None:
@@ -76,19 +77,19 @@ class ChatFormat:
         """A conversation up to and including the generation prompt, int32 (T,)."""
         given = [dict(message) for message in messages]
         if self._explanation:
-            said = given.pop(0)["content"] + "\n" if given and given[0]["role"] == "system" else ""
-            given.insert(0, {"role": "system", "content": said + self._explanation})
+            system = given.pop(0)["content"] + "\n" if given and given[0]["role"] == "system" else ""
+            given.insert(0, {"role": "system", "content": system + self._explanation})
         return self._encode(self._render(given))
 
     def _missing_explanation(self, tool_format: str) -> str:
-        """What to tell the model of its tools; empty where there are none, or the template tells."""
+        """The explanation of the tools for the system message; empty if there are none, or the template shows them."""
         if not self.tool_schemas:
             return ""
-        said = [{"role": "user", "content": "?"}]
+        messages = [{"role": "user", "content": "?"}]
         plain = self.tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, tokenize=False, **self._template_args
+            messages, add_generation_prompt=True, tokenize=False, **self._template_args
         )
-        if self._render(said) != plain:
+        if self._render(messages) != plain:
             return ""
         if tool_format != "hermes":
             raise ModelError(
@@ -101,9 +102,9 @@ class ChatFormat:
         return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
-        """What to append after an assistant turn to show it these tool messages and let it go on, int32 (T,).
+        """The ids of these tool messages and the next generation prompt, to append after an assistant turn, int32 (T,).
 
-        ``ended`` says whether the turn's last token was a stop id; where it was not, the end-of-turn token comes first.
+        ``ended``: the turn's last token was a stop id; otherwise the end-of-turn token comes first.
         """
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
@@ -111,14 +112,14 @@ class ChatFormat:
         return ids[1:] if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of generated ids: special tokens such as ``<tool_call>`` stay, the stop id at the end goes."""
+        """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop id at the end."""
         ids = [int(i) for i in ids]
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _encode(self, text: str) -> NDArray[np.int32]:
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return np.asarray(self.tokenizer.encode(valid_unicode(text), add_special_tokens=False), dtype=np.int32)
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         return self.tokenizer.apply_chat_template(
@@ -127,9 +128,9 @@ class ChatFormat:
 
     def _render_after(self, contents: list[str]) -> str:
         tools = [{"role": "tool", "name": "tool", "content": content} for content in contents]
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN + "-ASSISTANT"}]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN + "-ASSISTANT"}]
         try:
-            text = self._render(said + tools)
+            text = self._render(messages + tools)
         except Exception as error:  # jinja runs the model's own template, which may raise anything
             raise ModelError(
                 f"{self.tokenizer.name_or_path}: its template cannot show tool messages: {error}"
@@ -140,7 +141,8 @@ class ChatFormat:
         return after
 
     def _after_assistant(self, contents: list[str]) -> str:
-        """Text after an assistant turn. Rendering costs more than a token does, so plain templates are rendered once."""
+        """Text after an assistant turn. Rendering is slower than generating a token, so a plain template is rendered
+        once."""
         count = len(contents)
         if count not in self._frames:
             self._frames[count] = self._frame(count)
@@ -150,7 +152,7 @@ class ChatFormat:
         return "".join(part for pair in zip(frame, [*contents, ""], strict=True) for part in pair)
 
     def _frame(self, count: int) -> list[str] | None:
-        """The text around ``count`` tool messages; None where the template does more than insert them verbatim."""
+        """The text around ``count`` tool messages; None if the template does not insert them verbatim."""
         marks = [f"{_STAND_IN}-{i}-" for i in range(count)]
         rest, frame = self._render_after(marks), []
         for mark in marks:
@@ -183,7 +185,7 @@ def explanation(tool_schemas: Sequence[Mapping[str, Any]]) -> str:
 def load_chat_format(
     model_dir: Path | str, tool_schemas: Sequence[Mapping[str, Any]] = (), *, tool_format: str = "hermes"
 ) -> ChatFormat:
-    """The chat format of a model directory; ModelError where there is none."""
+    """The chat format of a model directory; ModelError if there is none."""
     from transformers import AutoTokenizer
 
     directory = Path(model_dir)

@@ -1,7 +1,7 @@
-"""The forward pass of a step, fused where the model's family is known, stock otherwise, and never served unchecked.
+"""The forward pass of a step: fused if the model's family is supported, else by the model's own modules.
 
-Invariant: whatever pass is chosen, before the first request its log-probabilities of a short probe, prefilled and decoded
-through the slots, were compared with those of the model as transformers runs it.
+Invariant: before the first request, the log-probabilities of a short probe, prefilled and decoded through the slots, were compared
+with those of the model as transformers runs it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from libra.scoring import score_alone
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Allowed difference of log-probabilities between the two passes: in float32 the largest of all; in bfloat16, which rounds at
-1 part in 256, the median over positions of what a token drawn there would see. The largest says nothing then: over the 49,152
-tokens of SmolLM2-135M, transformers' own two attentions differ by 0.6 to 4 nats. The median there is 0.07, and above 0.5 with
-positions off by one or attention scores 1.2 times too high."""
+1 part in 256, the median over positions of the expected difference. The largest difference is not meaningful there: over
+the 49,152 tokens of SmolLM2-135M, transformers' own two attentions differ by 0.6 to 4 nats. Their median is 0.07, and above
+0.5 with positions off by one or attention scores 1.2 times too high."""
 PROBE_TOKENS = 7
 
 
@@ -52,7 +52,7 @@ class Forward:
         return self.head(hidden_NE)
 
     def weights_changed(self) -> None:
-        """To be called after new weights were copied into the model."""
+        """Call after new weights were copied into the model."""
         if self.fused is not None:
             self.fused.refresh()
 
@@ -66,7 +66,9 @@ class Forward:
 
     @torch.inference_mode()
     def _compare_with_stock(self) -> None:
-        vocabulary = int(self.model.config.vocab_size)  # not its first ids, which are special tokens out of place
+        vocabulary = int(
+            self.model.config.vocab_size
+        )  # not its first ids, which are special tokens that do not occur in text
         ids = (torch.arange(PROBE_TOKENS) * vocabulary + vocabulary // 2) // PROBE_TOKENS
         last = PROBE_TOKENS - 1
         slots, places = torch.zeros(last, dtype=torch.long), torch.arange(last)

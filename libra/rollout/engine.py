@@ -1,32 +1,64 @@
-"""What every inference engine promises; the rest of Libra knows engines only through this.
+"""The interface of inference engines; the rest of Libra uses engines only through it.
 
 Invariants
 1. Every ``generate`` ends exactly once: with a TurnOutput, or with an EngineError.
-2. Tokens in, tokens out: an engine never sees text, and returns the very ids it sampled.
+2. Tokens in, tokens out: an engine never sees text, and returns the ids it sampled, unchanged.
 3. A token's weight version is that of the weights whose logits it was drawn from; its KV version is that of the weights
    that computed every key and value it attended to.
-4. ``load_version`` takes effect between two tokens. It changes nothing where it raises.
-5. A trajectory has at most one request in the engine. Between its turns the engine may keep its KV; it never has to.
+4. ``load_version`` takes effect between two tokens. It changes nothing if it raises.
+5. A trajectory has at most one request in the engine. Between its turns the engine may keep its KV, but need not.
 6. Smaller ``priority`` is served first, then earlier arrival; a running request is never preempted.
-7. It never holds more than its ``capacity`` says, and what that says of seconds was measured on its own passes.
+7. It never holds more than its ``capacity``, whose seconds were measured on its own passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.errors import EngineError
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings that engines of every kind have.
+
+    Attributes
+    ----------
+    model_dir : Path
+        Directory in Hugging Face layout.
+    slots, max_context_tokens : int
+        Maximum requests that generate at once, and maximum context plus generated tokens of each.
+    dtype : {"float32", "bfloat16"}
+    threads : int or None
+        torch threads; None leaves the engine's own choice.
+    kv_cache_gib : float or None
+        Maximum KV cache, in GiB.
+    """
+
+    model_dir: Path
+    slots: int
+    max_context_tokens: int
+    dtype: str = "float32"
+    threads: int | None = None
+    kv_cache_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.max_context_tokens < 2:
+            raise EngineError(
+                f"engine: got slots={self.slots}, max_context_tokens={self.max_context_tokens}; allowed: at least 1 and 2"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine holds now (first five) and has done since it started (the rest).
+    """Counters of an engine: its present state (first five) and its work since it started (the rest).
 
     Attributes
     ----------
@@ -37,7 +69,7 @@ class EngineStats:
     version : int
         Weight version in use.
     generated_tokens, prefilled_tokens, cached_tokens : int
-        Tokens sampled, context tokens computed, and context tokens whose KV was already there.
+        Tokens sampled, context tokens computed, and context tokens whose KV was cached.
     busy_s : float
         Wall seconds spent inside steps.
     steps : int
@@ -56,6 +88,21 @@ class EngineStats:
     steps: int
 
 
+@dataclass(slots=True)
+class EngineCounters:
+    """An engine's work since it started; the last five fields of `EngineStats`."""
+
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    busy_s: float = 0.0
+    steps: int = 0
+
+    def stats(self, *, running: int, waiting: int, retained: int, slots: int, version: int) -> EngineStats:
+        """Add the engine's present state."""
+        return EngineStats(running, waiting, retained, slots, version, **asdict(self))
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """One inference engine on one worker. All coroutines may be awaited from any event loop."""
@@ -63,47 +110,47 @@ class RolloutEngine(Protocol):
     version: int
 
     async def start(self) -> None:
-        """Load the model; ModelError where it cannot be served."""
+        """Load the model; ModelError if it cannot be served."""
 
     async def generate(self, request: TurnRequest) -> TurnOutput:
-        """Generate one turn; ContextOverflow where it cannot fit, EngineError where the engine failed."""
+        """Generate one turn; ContextOverflow if it cannot fit, EngineError if the engine failed."""
 
     async def abort(self, trajectory_id: str) -> None:
         """End the trajectory's request with StopReason.ABORT, if it has one, and free its KV."""
 
     def forget(self, trajectory_id: str) -> None:
-        """Free the KV kept for a trajectory that will not come back; at once, or when its request ends."""
+        """Free the KV kept for a trajectory that has ended; at once, or when its request ends."""
 
     async def pause(self) -> None:
         """Stop between two steps; running requests keep their place."""
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
 
     async def load_version(self, version: int, directory: Path) -> None:
         """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next token on.
 
-        Running requests are computed again under the new weights and retained KV is dropped. WeightsError where tensors
-        are missing, unknown, of another shape or unreadable; the old version then stays.
+        Running requests are computed again under the new weights and retained KV is dropped. WeightsError if tensors are
+        missing, unknown, of another shape or unreadable; the old version then stays in use.
         """
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Log-probability in nats of each token but the first, given those before it (T - 1,), at temperature 1.
 
-        Under the weights as really served, by the pass that serves requests; may be asked while requests run.
+        Under the weights as served, by the pass that serves requests; may be called while requests run.
         """
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
         """Eight numbers for each linear layer and embedding, by the Hugging Face name of its weight.
 
-        Computed by the matrices as really used (packed, tied, joined), by the convention of `libra.projections`.
+        Computed by the matrices as used (packed, tied, joined), by the convention of `libra.projections`.
         """
 
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
 
     def capacity(self) -> EngineCapacity:
-        """What a started engine can hold, and how fast its last passes were; any thread may ask, at any time."""
+        """What a started engine can hold, and the seconds of its last passes; any thread may call it at any time."""
 
     async def close(self) -> None:
         """Fail what is pending with EngineError and release everything; may be called twice."""
@@ -111,13 +158,14 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class ReadsColumns(Protocol):
-    """An engine that can also give back single columns of its layers exactly: the check then sees a change of one bit.
+    """An engine that can also return single columns of its layers exactly: the version check then detects a change of one
+    bit.
 
     Only for engines that multiply with the weights as published: no quantisation, no TF32.
     """
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Of each named matrix the wanted columns (K, outputs), as its layer answers one-hot inputs.
+        """The requested columns (K, outputs) of each named matrix: outputs of its layer for one-hot inputs.
 
-        Of an embedding the wanted rows (K, width). Of a norm or bias the whole vector (1, n), whatever is wanted.
+        For an embedding the requested rows (K, width), for a norm or bias the whole vector (1, n).
         """

@@ -1,19 +1,18 @@
-"""What an engine says of itself: what it can hold, computed from its model's configuration, and how fast it turned out to be.
+"""The declared capacity of an engine: its KV memory, from the model's configuration, and the measured seconds of its
+passes.
 
-`PassMeter` fits `libra.types.StepSeconds` to an engine's own forward passes. It is exact where passes are what the form says: of
-four coefficients, none below 0, each subset is solved and the best admissible one taken.
+`PassMeter` fits `libra.types.StepSeconds` to an engine's own forward passes, by non-negative least squares.
 
 Invariants
 1. No coefficient is negative, and none is guessed: before `FEWEST_PASSES` there are no seconds at all.
-2. The error told is of passes that were not fitted: every second block of up to `BLOCK` passes is left out, and predicted.
-3. Only the last `KEPT_PASSES` count: an engine that became slower says so.
+2. The reported error is of passes that were not fitted: every second block of up to `BLOCK` passes is left out, and predicted.
+3. Only the last `KEPT_PASSES` count, so an engine that became slower reports it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,16 @@ from libra.types import StepSeconds
 Array = NDArray[np.float64]
 
 KEPT_PASSES = 2048
-"""Passes that are remembered: some seconds to minutes of an engine's life."""
+"""Passes that count: the last seconds to minutes."""
 FEWEST_PASSES = 32
-"""Passes before anything is said."""
+"""Passes before there is an estimate."""
 REFIT_FRAC = 0.125
-"""A fit is made anew when so many more passes ran since the last, as a share of those it rests on."""
+"""Share of new passes, relative to those of the last fit, after which it is repeated."""
 BLOCK = 8
-"""Most passes in a row that are added up before they are fitted or predicted: what counts are sums of seconds, and the form is
-linear. A machine that is shared makes single passes late, and by ratios of those every fit would come out too fast."""
+"""Maximum consecutive passes that are summed before they are fitted or predicted: the form is linear, and sums of seconds
+count. On a shared machine single passes are late, and a fit to their ratios would be too fast."""
 OUTLIER = 3.0
-"""A pass further off than so many times the median counts for less: first passes compile, and a machine is shared."""
+"""A pass further off than this many times the median counts for less: first passes compile, and a machine is shared."""
 ROUNDS = 6
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -62,19 +61,19 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def tokens_within(kv_cache_gib: float, token_bytes: int, max_context_tokens: int) -> int:
-    """Tokens of KV that fit into a budget; EngineError where not even one trajectory does."""
+    """Tokens of KV that fit into a budget; EngineError if not even one trajectory does."""
     tokens = int(kv_cache_gib * GIB) // token_bytes
     if tokens < max_context_tokens:
         raise EngineError(
-            f"engine: rollout.kv_cache_gib={kv_cache_gib:g} holds {tokens} tokens of KV ({token_bytes} bytes each), and one "
-            f"trajectory may have rollout.max_context_tokens={max_context_tokens}; type "
+            f"rollout.kv_cache_gib: {kv_cache_gib:g} GiB holds {tokens} tokens of KV ({token_bytes} bytes each), and a trajectory "
+            f"may have rollout.max_context_tokens={max_context_tokens}; type "
             f"rollout.kv_cache_gib={math.ceil(1e6 * max_context_tokens * token_bytes / GIB) / 1e6:g} or more"
         )
     return tokens
 
 
 class PassMeter:
-    """Seconds of an engine's last forward passes, and the `StepSeconds` that they show. One thread adds, any may ask."""
+    """Seconds of an engine's last forward passes, and the `StepSeconds` fitted to them. One thread adds, any may read."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -83,13 +82,14 @@ class PassMeter:
         self._fitted: tuple[int, StepSeconds | None] = (0, None)
 
     def add(self, sequences: int, context_tokens: int, prefill_tokens: int, seconds: float) -> None:
-        """A pass ended: so many sequences got a token, attending to ``context_tokens`` in all; so many tokens were prefilled."""
+        """A pass ended: ``sequences`` got a token each, attending to ``context_tokens`` in all."""
         if seconds > 0.0:
             self._rows[self.count % KEPT_PASSES, 1:] = sequences, context_tokens, prefill_tokens, seconds
             self.count += 1
 
     def seconds(self) -> StepSeconds | None:
-        """What the passes show; None before there are enough. Fitted anew when there are an eighth more than the last time."""
+        """The fit; None before there are enough passes. Repeated when there are an eighth more passes than at the last
+        fit."""
         count, (fitted_at, found) = self.count, self._fitted
         if count < FEWEST_PASSES:
             return None
@@ -105,37 +105,22 @@ def fit_steps(rows: Array) -> StepSeconds:
     """`StepSeconds` of passes given as (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (above 0); n above 1."""
     size = max(1, min(BLOCK, len(rows) // FEWEST_PASSES))
     blocks = np.add.reduceat(rows, np.arange(0, len(rows), size), axis=0)
-    asked = blocks[1::2]
-    error = float(np.abs(asked[:, :4] @ _fitted(blocks[::2]) / asked[:, 4] - 1.0).mean())
+    held_out = blocks[1::2]
+    error = float(np.abs(held_out[:, :4] @ _fitted(blocks[::2]) / held_out[:, 4] - 1.0).mean())
     fixed_s, sequence_s, context_token_s, prefill_token_s = (float(value) for value in _fitted(blocks))
     return StepSeconds(fixed_s, sequence_s, context_token_s, prefill_token_s, len(rows), error)
 
 
 def _fitted(rows: Array) -> Array:
-    """Four coefficients, none negative, by relative least squares; passes that are far off count for less."""
+    """Four coefficients, none negative, by relative least squares; outliers have less weight."""
+    from scipy.optimize import nnls  # here: importing it takes 0.2 s, and an engine is measured long after it started
+
     relative = rows[:, :4] / rows[:, 4:]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     relative = relative / scale
     weights, values = np.ones(len(rows)), np.zeros(4)
     for _ in range(ROUNDS):
-        values = _none_negative(relative * weights[:, None], weights)
+        values = nnls(relative * weights[:, None], weights)[0]
         off = np.abs(relative @ values - 1.0)
         weights = np.sqrt(np.minimum(1.0, OUTLIER * max(1e-3, float(np.median(off))) / np.maximum(off, 1e-12)))
     return np.asarray(values / scale)
-
-
-def _none_negative(a: Array, b: Array) -> Array:
-    """The values, none negative, with the least squared error of ``a @ values - b``: the best of all subsets of columns."""
-    gram, right = a.T @ a, a.T @ b
-    best, least = np.zeros(a.shape[1]), math.inf
-    for size in range(1, a.shape[1] + 1):
-        for chosen in combinations(range(a.shape[1]), size):
-            part = list(chosen)
-            found = np.linalg.lstsq(gram[np.ix_(part, part)], right[part], rcond=1e-10)[0]
-            if (found < 0.0).any():
-                continue
-            error = float(found @ gram[np.ix_(part, part)] @ found - 2.0 * found @ right[part])
-            if error < least - 1e-12 * abs(least if math.isfinite(least) else 0.0):
-                best, least = np.zeros(a.shape[1]), error
-                best[part] = found
-    return best

@@ -1,12 +1,12 @@
 """The forward pass of Llama-shaped decoders with fewer, larger operations than their modelling code.
 
-On a CPU a small model spends its time in the number of operations, not in their size, and every Python instruction of the
-engine's thread is one that the event loop beside it waits for. This computes what the stock modules compute, from the very
-same storage: their projections become views into one joint matrix per layer, so loading weights in place needs no care.
+On a CPU the time of a small model depends on the number of operations, not on their size, and the event loop waits for every
+Python instruction of the engine's thread. This computes what the stock modules compute, from the same storage: their projections
+become views into one joint matrix per layer, so weights can be loaded in place.
 
 Invariants
 1. The stock modules stay whole, and ``forward`` compares both passes before the engine serves anything.
-2. No weight is held twice.
+2. No weight is stored twice.
 
 Shapes: T tokens, E hidden size, H heads, K KV heads, D head size, C positions.
 """
@@ -113,7 +113,7 @@ class FusedDecoder:
         self.sin_C1D = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None].clone()
 
     def refresh(self) -> None:
-        """To be called after new weights were copied in."""
+        """Call after new weights were copied in."""
         for layer in self.layers:
             layer.refresh()
 

@@ -30,7 +30,7 @@ CONTEXT_STEP_TOKENS = 16
 GROWTH_TOKENS = 32
 """The cache holds a multiple of this many positions per slot."""
 WHOLE_FRAC = 0.75
-"""From this part of the cache's length on, decoding reads all of it: contiguous memory is worth the extra positions."""
+"""From this part of the cache's length on, decoding reads all of it: contiguous memory outweighs the extra positions."""
 
 
 class SlotKV:
@@ -54,16 +54,16 @@ class SlotKV:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Of its tensors."""
         return self.positions.device
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for contexts of this length; grows by an eighth at least, so that copying stays rare."""
+        """Grow to contexts of this length, by at least an eighth, so that copies are rare."""
         if num_tokens > self.context_tokens:
             self.resize(min(max(num_tokens, self.context_tokens * 9 // 8), len(self.positions)))
 
     def resize(self, num_tokens: int) -> None:
-        """Hold contexts of this length, rounded up; what lies beyond it is lost."""
+        """Resize to contexts of this length, rounded up; positions beyond it are lost."""
         old, new = self.context_tokens, _round_up(num_tokens, GROWTH_TOKENS)
         if new == old:
             return
@@ -120,7 +120,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """Where the tokens of one forward pass are written, and what each of them reads.
+    """The tokens of one forward pass: where each is written, and what it reads.
 
     The first ``num_rows`` tokens decode (one per slot, ascending); the rest are chunks.
     """
@@ -130,7 +130,7 @@ class Step:
     position_T: Tensor
     num_rows: int
     chunks: list[Chunk] = field(default_factory=list)
-    rows_R: Tensor | None = None  # place of each decoding row in the span; None where they are the span
+    rows_R: Tensor | None = None  # place of each decoding row in the span; None if they are the span
     mask_S1C: Tensor | None = None
     spans: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: keys (S*K, D, C), values (S*K, C, D)
 
@@ -141,7 +141,7 @@ class Step:
             chunk.mask = None if chunk.mask is None else chunk.mask.to(device)
 
     def view_span(self, slots_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> None:
-        """Prepare what decoding reads: the span of slots, the context of its longest row, and who may see what."""
+        """Prepare the input of decoding: the span of slots, the context of its longest row, and the mask."""
         kv, first = self.kv, int(slots_R[0])
         span = int(slots_R[-1]) - first + 1
         longest = int(positions_R.max()) + 1
@@ -179,7 +179,7 @@ def slot_attention(
 
 
 def attend(query_THD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
-    """What each token of a step reads from its slot (T, H, D); the step's own keys and values are already there."""
+    """What each token of a step reads from its slot (T, H, D); the step's own keys and values are written already."""
     kv = step.kv
     parts = [_decode(query_THD[: step.num_rows], step, layer, scale)] if step.num_rows else []
     keys, values = kv.layers[layer]
@@ -218,7 +218,7 @@ def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
 
 
 def register() -> None:
-    """Make ``attn_implementation=SLOT_ATTENTION`` known to transformers; may be called again."""
+    """Register ``attn_implementation=SLOT_ATTENTION`` with transformers; may be called again."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -1,7 +1,7 @@
-"""What an engine's layers do as they are used: random projections, and columns.
+"""Random projections and columns of an engine's layers as they are used.
 
-The engine's side of the check before a version is served (`libra.weights.version_check`). Each answer goes through the very
-matrices that a step multiplies with: where a fused pass has joined or transposed them, through those.
+The engine's side of the version check (`libra.weights.version_check`). Each answer goes through the matrices that a step
+multiplies with, in the joined or transposed form of a fused pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UsedLayer:
 
 
 def used_layers(forward: Forward) -> dict[str, UsedLayer]:
-    """Every linear layer and embedding by the name of its weight; those that a fused pass holds, as held there."""
+    """Every linear layer and embedding by the name of its weight, in the form of the fused pass if it has one."""
     found: dict[str, UsedLayer] = {}
     model, fused, stock_head = forward.model, forward.fused, forward.model.get_output_embeddings()
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -52,7 +52,7 @@ def used_layers(forward: Forward) -> dict[str, UsedLayer]:
 
 
 def used_vectors(forward: Forward) -> dict[str, Tensor]:
-    """Every norm and bias by name; head norms that a fused pass has folded into its scale, as they are there."""
+    """Every norm and bias by name; head norms that a fused pass has folded into its scale, in that form."""
     model, fused = forward.model, forward.fused
     found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
     if fused is not None:
@@ -88,9 +88,9 @@ def columns(
     wanted: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> dict[str, NDArray[np.float32]]:
-    """The wanted columns of each matrix (K, outputs); rows of an embedding; a vector whole, as (1, n).
+    """The requested columns of each matrix (K, outputs); rows of an embedding; a vector whole, as (1, n).
 
-    A column is what the layer makes of an input that is 1 in one place and 0 elsewhere, which no rounding can touch.
+    A column is the layer's output for an input that is 1 in one place and 0 elsewhere, which rounding cannot change.
     """
     found: dict[str, NDArray[np.float32]] = {}
     for name, places in wanted.items():

@@ -1,10 +1,10 @@
-"""Which token comes next, and its log-probability, for a whole batch at once. Pure: randomness comes in as numbers.
+"""Sampling of the next tokens of a batch, with their log-probabilities. Pure: randomness arrives as numbers.
 
 A token is drawn by inverse CDF from one uniform number per token, fixed by the request's seed before its first token. So
-the same seed, context and weights give the same tokens whatever else is in the batch (up to floating point).
+the same seed, context and weights give the same tokens independent of the rest of the batch (up to floating point).
 
 The log-probability is that of the distribution sampled from: after temperature and top_p. A greedy token (temperature 0)
-has probability 1 there, which says nothing; its log-probability is the one at temperature 1, the model's own.
+has probability 1 there; its log-probability is the one at temperature 1, the model's own.
 
 Shapes: N rows, V vocabulary.
 """
@@ -40,10 +40,10 @@ def sample(
         logprobs_NV = _keep_top_p(logprobs_NV, cut_N)
     cdf_NV = logprobs_NV.exp().cumsum_(dim=-1)
     total_N1 = cdf_NV[:, -1:]
-    # Rounding may carry u * total up to the total itself, past the last token that has any probability.
+    # Rounding may make u * total equal to the total, past the last token that has any probability.
     aim_N1 = torch.minimum(uniforms_N[:, None] * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
     tokens_N1 = torch.searchsorted(cdf_NV, aim_N1, right=True)
-    # Only a row of NaN is searched to its end; the index is made valid and its log-probability tells the caller.
+    # Only a row of NaN is searched to its end; the index is made valid, and its log-probability is NaN.
     tokens_N1.clamp_(max=logits_NV.shape[-1] - 1)
     if greedy_N is not None:
         tokens_N1 = torch.where(greedy_N[:, None], logits_NV.argmax(dim=-1, keepdim=True), tokens_N1)

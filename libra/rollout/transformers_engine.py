@@ -1,12 +1,12 @@
 """The embedded engine: a stock transformers model, continuously batched over slots, on one thread of its own.
 
-Callers are coroutines of any event loop. What they ask goes into one mailbox; the thread empties it between two steps, so
-everything that happens to the batch happens in one order, on one thread. Answers go back in one call per loop and step.
+Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread empties between two steps, so
+that one thread makes all changes to the batch, in one order. Answers go back in one call per loop and step.
 
 Invariants
 1. Only the engine's thread touches model and batch. Others put into the mailbox and read ``version`` and ``stats``.
 2. Every future handed out is resolved exactly once: with a result, or an error; on ``close`` with EngineError.
-3. A fault inside a step fails the requests in the engine, drops all KV, and nothing else: the thread lives on.
+3. A fault inside a step fails the requests in the engine and drops all KV; the thread continues.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +28,11 @@ import torch
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError
-from libra.rollout import kv_slots as slot_cache
-from libra.rollout.engine import EngineStats
+from libra.rollout import kv_slots
+from libra.rollout.engine import EngineSettings, EngineStats
 from libra.rollout.engine_capacity import kv_token_bytes, tokens_within
-from libra.rollout.slot_batch import Job, SlotBatch
+from libra.rollout.slot_batch import SlotBatch
+from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
 from libra.tensors import compute_device
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
@@ -40,58 +42,45 @@ logger = logging.getLogger(__name__)
 Reply = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
+@dataclass(frozen=True, slots=True)
+class TransformersSettings(EngineSettings):
+    """Settings of a `TransformersEngine`.
+
+    KV takes layers * 2 * slots * KV heads * longest context * head size numbers, grown as contexts grow. With
+    ``kv_cache_gib``, requests wait until their context fits with all tokens that they may generate, and contexts retained
+    between turns are evicted for them.
+
+    Attributes
+    ----------
+    exact_logprobs : bool
+        Record log-probabilities of each turn scored alone and uncached (`libra.scoring`), instead of those of the batch
+        that it was sampled in: one more forward pass per turn.
+    min_pass_s : float
+        Minimum seconds of a forward pass, for measurements that need engines of different speeds on one machine.
+    device : {"auto", "cpu", "cuda"}
+        `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
+    """
+
+    exact_logprobs: bool = False
+    min_pass_s: float = 0.0
+    device: str = "cpu"
+
+
 class TransformersEngine:
     """Continuous batching of a Hugging Face causal LM (Llama, Qwen2, Qwen3 and their like) on this process's CPU or GPU.
 
     Parameters
     ----------
     model_dir : Path
-        Directory in Hugging Face layout.
-    slots : int
-        Requests that generate at once. Their KV takes layers * 2 * slots * KV heads * longest context * head size
-        numbers, grown as contexts grow.
-    max_context_tokens : int
-        Context plus generated tokens of one request, at most.
-    dtype : {"float32", "bfloat16"}
-    threads : int or None
-        torch threads of the engine's thread; None leaves torch's own choice.
     version : int
         Number of the weights in ``model_dir``.
-    exact_logprobs : bool
-        Record log-probabilities that each piece of a turn has when it is scored alone, uncached (`libra.scoring`), in place
-        of those that the batch drew it from: a forward pass more per turn.
-    kv_cache_gib : float or None
-        Most KV that it holds, in GiB; None: what all slots need at full length. With less, requests wait until theirs fits with
-        all that they may generate, and what is retained between turns makes way.
-    min_pass_s : float
-        Seconds that each forward pass takes at least: the rest is waited out. For measurements that need engines of different
-        speeds on one machine.
-    device : {"auto", "cpu", "cuda"}
-        `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
+    options
+        Further fields of `TransformersSettings`.
     """
 
-    def __init__(
-        self,
-        model_dir: Path | str,
-        *,
-        slots: int,
-        max_context_tokens: int,
-        dtype: str = "float32",
-        threads: int | None = None,
-        version: int = 0,
-        exact_logprobs: bool = False,
-        kv_cache_gib: float | None = None,
-        min_pass_s: float = 0.0,
-        device: str = "cpu",
-    ) -> None:
-        if slots < 1 or max_context_tokens < 2:
-            raise EngineError(
-                f"engine: got slots={slots}, max_context_tokens={max_context_tokens}; allowed: at least 1 and 2"
-            )
-        self.model_dir, self.slots, self.max_context_tokens = Path(model_dir), slots, max_context_tokens
-        self.dtype, self.threads, self.version = dtype, threads, version
-        self.exact_logprobs, self.kv_cache_gib, self.min_pass_s = exact_logprobs, kv_cache_gib, min_pass_s
-        self.device = device
+    def __init__(self, model_dir: Path | str, *, version: int = 0, **options: Any) -> None:
+        self.settings = TransformersSettings(model_dir=Path(model_dir), **options)
+        self.version = version
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
@@ -103,9 +92,9 @@ class TransformersEngine:
     # -- what callers use --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model on a new thread; ModelError where it cannot be served."""
+        """Load the model on a new thread; ModelError if it cannot be served."""
         if self._thread is not None:
-            raise EngineError(f"{self.model_dir}: this engine was started before; make a new one")
+            raise EngineError(f"{self.settings.model_dir}: this engine was started before; create a new one")
         loaded = self._future()
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="libra-engine", daemon=True)
         self._thread.start()
@@ -127,7 +116,7 @@ class TransformersEngine:
         await self._ask(self._abort, trajectory_id, None)
 
     def forget(self, trajectory_id: str) -> None:
-        """Free the KV kept for a trajectory; where it has a request running, when that ends."""
+        """Free the KV kept for a trajectory; if it has a running request, when that ends."""
         self._mailbox.put((self._open().forget, (trajectory_id,), None))
 
     async def pause(self) -> None:
@@ -135,7 +124,7 @@ class TransformersEngine:
         await self._ask(self._set_paused, True)
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         await self._ask(self._set_paused, False)
 
     async def load_version(self, version: int, directory: Path) -> None:
@@ -155,16 +144,17 @@ class TransformersEngine:
         return cast("dict[str, NDArray[np.float32]]", await self._ask(self._open().columns, wanted))
 
     def stats(self) -> EngineStats:
-        """Counters as of about now (the engine's thread may be in the middle of a step)."""
+        """Approximate current counters (the engine's thread may be in the middle of a step)."""
         return self._open().stats()
 
     def capacity(self) -> EngineCapacity:
-        """What it holds, and the seconds of its last passes."""
+        """Its declared capacity, and the seconds of its last passes."""
         batch = self._open()
         token_bytes = self._token_bytes
         return EngineCapacity(
             kv_tokens=batch.kv_tokens, kv_bytes=batch.kv_tokens * token_bytes, kv_token_bytes=token_bytes,
-            slots=self.slots, tp=1, steps=batch.meter.seconds(), max_context_tokens=self.max_context_tokens,
+            slots=self.settings.slots, tp=1, steps=batch.meter.seconds(),
+            max_context_tokens=self.settings.max_context_tokens,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -176,12 +166,14 @@ class TransformersEngine:
         await asyncio.to_thread(self._thread.join)
         self._batch = None
         if torch.cuda.is_initialized():
-            gc.collect()  # the model's modules know each other in circles
+            gc.collect()  # the model's modules refer to each other in cycles
             torch.cuda.empty_cache()
 
     def _open(self) -> SlotBatch:
         if self._batch is None or self._closing:
-            raise EngineError(f"{self.model_dir}: the engine is {'closed' if self._closing else 'not started'}")
+            raise EngineError(
+                f"{self.settings.model_dir}: the engine is {'closed' if self._closing else 'not started'}"
+            )
         return self._batch
 
     def _future(self) -> Reply:
@@ -195,30 +187,33 @@ class TransformersEngine:
         return await reply[1]
 
     def _post(self, action: Callable[..., Any], arguments: tuple[Any, ...], reply: Reply) -> None:
-        """Put a question into the mailbox. Checked afterwards, so that none is left in a box nobody empties."""
+        """Put an action into the mailbox; EngineError if the thread has ended and no longer empties it."""
         self._mailbox.put((action, arguments, reply))
         if self._ended:
-            raise EngineError(f"{self.model_dir}: the engine is closed")
+            raise EngineError(f"{self.settings.model_dir}: the engine is closed")
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self, loaded: Reply) -> None:
+        settings = self.settings
         try:
-            if self.threads is not None:
-                torch.set_num_threads(self.threads)
-            slot_cache.register()
-            model = load_causal_lm(self.model_dir, self.dtype, slot_cache.SLOT_ATTENTION)
-            self._token_bytes = kv_token_bytes(model.config.to_dict(), self.dtype)
-            budget = self.kv_cache_gib
-            model.to(compute_device(self.device))
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
+            kv_slots.register()
+            model = load_causal_lm(settings.model_dir, settings.dtype, kv_slots.SLOT_ATTENTION)
+            self._token_bytes = kv_token_bytes(model.config.to_dict(), settings.dtype)
+            model.to(compute_device(settings.device))
+            kv_tokens = None
+            if settings.kv_cache_gib is not None:
+                kv_tokens = tokens_within(settings.kv_cache_gib, self._token_bytes, settings.max_context_tokens)
             batch = SlotBatch(
                 model,
-                slots=self.slots,
-                max_context_tokens=self.max_context_tokens,
+                slots=settings.slots,
+                max_context_tokens=settings.max_context_tokens,
                 version=self.version,
-                exact_logprobs=self.exact_logprobs,
-                kv_tokens=None if budget is None else tokens_within(budget, self._token_bytes, self.max_context_tokens),
-                min_pass_s=self.min_pass_s,
+                exact_logprobs=settings.exact_logprobs,
+                kv_tokens=kv_tokens,
+                min_pass_s=settings.min_pass_s,
             )
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
             self._answer(loaded, error)
@@ -238,22 +233,22 @@ class TransformersEngine:
                 for job, output in batch.step():
                     self._answer(self._replies.pop(job.ticket), output)
             except Exception as error:  # noqa: BLE001  the boundary of a step: callers get it, chained
-                self._fail(batch.drop_all(), f"step {batch.steps} failed: {error}", error)
+                self._fail(batch.drop_all(), f"step {batch.counters.steps} failed: {error}", error)
         self._ended = True
         self._fail(batch.drop_all(), "the engine was closed", None)
         while not self._mailbox.empty():
             _, _, reply = self._mailbox.get()
             if reply is not None:
-                self._answer(reply, EngineError(f"{self.model_dir}: the engine was closed"))
+                self._answer(reply, EngineError(f"{self.settings.model_dir}: the engine was closed"))
         self._deliver()
 
     def _handle(self, action: Callable[..., Any], arguments: tuple[Any, ...], reply: Reply | None) -> None:
         try:
             result = action(*arguments)
-        except Exception as error:  # noqa: BLE001  the boundary of a request: whoever asked gets it
+        except Exception as error:  # noqa: BLE001  the boundary of a request: the caller gets it
             failure: Exception = error
             if not isinstance(error, LibraError):
-                failure = EngineError(f"{self.model_dir}: {error}")
+                failure = EngineError(f"{self.settings.model_dir}: {error}")
                 failure.__cause__ = error
             if reply is not None:
                 self._answer(reply, failure)
@@ -281,7 +276,7 @@ class TransformersEngine:
 
     def _fail(self, jobs: list[Job], reason: str, cause: Exception | None) -> None:
         if cause is not None:
-            logger.error("%s; %d requests fail, the engine goes on", reason, len(jobs), exc_info=cause)
+            logger.error("%s; %d requests fail, the engine continues", reason, len(jobs), exc_info=cause)
         for job in jobs:
             failure = EngineError(f"{job.request.trajectory_id}: {reason}")
             failure.__cause__ = cause
@@ -294,8 +289,8 @@ class TransformersEngine:
         for loop, answers in self._outbox.items():
             try:
                 loop.call_soon_threadsafe(_resolve, answers)
-            except RuntimeError:  # that loop is closed, so nobody waits there any more
-                logger.warning("an event loop closed with %d answers on their way to it", len(answers))
+            except RuntimeError:  # that loop is closed: no caller waits there
+                logger.warning("an event loop closed with %d results pending for it", len(answers))
         self._outbox.clear()
 
 

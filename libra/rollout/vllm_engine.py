@@ -1,15 +1,15 @@
-"""The vLLM engine: an AsyncLLM and its process behind the seam, fed from an event loop on a thread of its own.
+"""The vLLM engine: an AsyncLLM and its process, fed from an event loop on a thread of its own.
 
-Callers are coroutines of any event loop; what they ask runs in the engine's, where everything happens in one order.
+Callers are coroutines of any event loop; their requests run in the engine's loop, in one order.
 
 Invariants
-1. Every ``generate`` ends once: with its output, or with EngineError; a process that dies fails all that was asked of it.
+1. Every ``generate`` ends once: with its output, or with EngineError; a process that dies fails all its requests.
 2. A process that died is replaced before the next request is served, with the weights it had.
-3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free: vLLM only ever has as many. So none
-   that has started makes place for another one, not even when an update has it computed anew.
+3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free: vLLM never has more. So no request
+   that has started is preempted, not even when an update makes vLLM compute it again.
 4. Between ``pause`` and ``resume``, and while weights are loaded, no request takes a step; probes do (`vllm_scheduler`).
-5. A version is served wholly or not: what cannot be loaded is told before anything changes; where loading breaks off, the
-   weights before it are loaded again, or the process is replaced.
+5. A version is served completely or not at all: a file that does not fit is refused before anything changes; if loading
+   fails half way, the previous weights are loaded again, or the process is replaced.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,19 +28,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError, WeightsError
-from libra.rollout.engine import EngineStats
+from libra.rollout.engine import EngineCounters, EngineStats
 from libra.rollout.engine_capacity import PassMeter, kv_token_bytes
-from libra.rollout.request_checks import QueuedJob, RequestQueue, check_request, packed_priority
-from libra.rollout.safetensors_check import ExpectedWeights
-from libra.rollout.vllm_process import Core, EngineGone
+from libra.rollout.request_checks import check_request, packed_priority
+from libra.rollout.request_queue import RequestQueue
+from libra.rollout.vllm_process import Core, EngineGone, VLLMJob
 from libra.rollout.vllm_settings import VLLMSettings, check_installed, max_model_tokens, read_model_config
+from libra.rollout.weight_loading import HEAD, ExpectedWeights
 from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MIN_TEMPERATURE = 0.01
-"""vLLM samples at this temperature what is asked below it, and not as asked."""
+"""vLLM raises lower temperatures to this one."""
 
 
 class VLLMEngine:
@@ -62,9 +64,9 @@ class VLLMEngine:
         self.version = version
         self.restarts = 0
         self._first_version = version
-        self._directory: Path | None = None  # of the version in use, None where it is model_dir's
+        self._directory: Path | None = None  # of the version in use, None if it is model_dir's
         self._core: Core | None = None
-        self._queue = RequestQueue(self.settings.slots)
+        self._queue: RequestQueue[VLLMJob] = RequestQueue(self.settings.slots)
         self._tickets = itertools.count()
         self._paused = self._held = self._closing = self._ended = False
         self._entry = threading.Lock()  # between callers and the end of the loop
@@ -73,23 +75,22 @@ class VLLMEngine:
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._since_s: float | None = None  # when the engine last became busy
-        self._busy_s = 0.0
-        self._steps = self._generated = self._prefilled = self._cached = 0
+        self._counters = EngineCounters()  # of processes that have ended, and of requests
         self._meter = PassMeter()
         self._kv_tokens = 0
 
     # -- what callers use --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine process and load the model; ModelError where it cannot be served."""
+        """Start the engine process and load the model; ModelError if it cannot be served."""
         if self._thread is not None:
-            raise EngineError(f"{self.settings.model_dir}: this engine was started before; make a new one")
+            raise EngineError(f"{self.settings.model_dir}: this engine was started before; create a new one")
         check_installed()
         config = read_model_config(self.settings.model_dir)
         self._vocab_size = int(config["vocab_size"])
         self._token_bytes = kv_token_bytes(config, self.settings.dtype, self.settings.tp)
         self._max_scored = max_model_tokens(config, self.settings) - 1
-        self._expected = ExpectedWeights.of(self.settings.model_dir, tied=bool(config["tie_word_embeddings"]))
+        self._expected = ExpectedWeights.of_directory(self.settings.model_dir, tied=bool(config["tie_word_embeddings"]))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="libra-vllm", daemon=True)
         self._thread.start()
@@ -109,7 +110,7 @@ class VLLMEngine:
         await self._ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
-        """Nothing to do: vLLM keeps the KV of ended requests while nobody else needs the room."""
+        """No effect: vLLM drops the KV of finished requests when others need the memory."""
         self._check_open()
 
     async def pause(self) -> None:
@@ -117,13 +118,13 @@ class VLLMEngine:
         await self._ask(self._pause())
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         await self._ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
         """Serve ``directory/model.safetensors`` as ``version`` from the next token on; see RolloutEngine.
 
-        With ``keep_kv`` running requests go on from the KV they have, and their tokens say so in ``kv_versions``.
+        With ``keep_kv`` running requests continue from the KV they have, which their tokens record in ``kv_versions``.
         """
         await self._ask(self._load(version, Path(directory)))
 
@@ -142,20 +143,19 @@ class VLLMEngine:
         return await self._ask(self._probe("columns", wanted))
 
     def stats(self) -> EngineStats:
-        """Counters; context tokens are counted when their request ends. vLLM does not tell what it retains: that is 0."""
+        """Counters; context tokens are counted when their request ends. ``retained`` is 0: vLLM does not report it."""
         self._check_open()
-        core = self._core
-        since_s = self._since_s
-        return EngineStats(
+        core, since_s, now = self._core, self._since_s, replace(self._counters)
+        now.generated_tokens += core.generated_tokens if core else 0
+        now.steps += core.steps if core else 0
+        now.busy_s += time.perf_counter() - since_s if since_s is not None else 0.0
+        return now.stats(
             running=len(self._queue.running), waiting=len(self._queue.waiting), retained=0, slots=self.settings.slots,
-            version=self.version, generated_tokens=self._generated + (core.generated_tokens if core else 0),
-            prefilled_tokens=self._prefilled, cached_tokens=self._cached,
-            busy_s=self._busy_s + (time.perf_counter() - since_s if since_s is not None else 0.0),
-            steps=self._steps + (core.steps if core else 0),
+            version=self.version,
         )  # fmt: skip
 
     def capacity(self) -> EngineCapacity:
-        """Its process's KV blocks, and the seconds of its last passes, those of a process before it included."""
+        """Its process's KV blocks, and the seconds of its last passes, those of an earlier process included."""
         self._check_open()
         return EngineCapacity(
             kv_tokens=self._kv_tokens, kv_bytes=self._kv_tokens * self._token_bytes, kv_token_bytes=self._token_bytes,
@@ -174,7 +174,7 @@ class VLLMEngine:
             return
         with self._entry:
             first, self._closing = not self._closing, True
-            if first and not self._ended:  # stopped a second time, the loop would leave its end undone
+            if first and not self._ended:  # a second stop would interrupt `_end`
                 self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
 
@@ -206,11 +206,11 @@ class VLLMEngine:
             except EngineError:
                 work.close()
                 raise
-            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            answer = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
-            if self._closing and asked.cancelled() and not _being_cancelled():
+            if self._closing and answer.cancelled() and not _being_cancelled():
                 raise EngineError(f"{self.settings.model_dir}: the engine was closed") from None
             raise
 
@@ -229,7 +229,7 @@ class VLLMEngine:
         self._fail_all("the engine was closed")
         if self._core is not None:
             self._core.stop()
-        for _ in range(3):  # what was asked last begins, is cancelled, and says so
+        for _ in range(3):  # the latest requests start, are cancelled, and answer
             left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in left:
                 task.cancel()
@@ -243,7 +243,7 @@ class VLLMEngine:
             self._kv_tokens = self._core.kv_tokens
 
     async def _generate(self, request: TurnRequest) -> TurnOutput:
-        job = QueuedJob(next(self._tickets), request, time.perf_counter())
+        job = VLLMJob(next(self._tickets), request, time.perf_counter())
         job.handle = f"{job.name}#{job.ticket}"
         self._queue.push(job)
         job.answer = asyncio.get_running_loop().create_future()
@@ -256,7 +256,7 @@ class VLLMEngine:
             raise
 
     def _admit(self) -> None:
-        """Start whoever has a slot, unless requests must stand still; see that there is a living process."""
+        """Start the requests that have a slot, unless paused; start another process if it died."""
         core = self._core
         if self._queue.waiting and (core is None or core.dead):
             self._recover_soon()
@@ -268,7 +268,7 @@ class VLLMEngine:
                 self._since_s = job.started_s
             job.task = self._begin(self._serve(core, job))
 
-    async def _serve(self, core: Core, job: QueuedJob) -> None:
+    async def _serve(self, core: Core, job: VLLMJob) -> None:
         outcome: TurnOutput | Exception
         try:
             outcome = await core.serve(job, time.perf_counter)
@@ -277,21 +277,21 @@ class VLLMEngine:
             self._died(core, error)
         except LibraError as error:
             outcome = error
-        except Exception as error:  # noqa: BLE001  the boundary of a request: whatever it is, whoever asked is told
+        except Exception as error:  # noqa: BLE001  the boundary of a request: the caller gets it
             outcome = EngineError(f"{job.name}: {type(error).__name__}: {error}")
             outcome.__cause__ = error
         self._leave(job, outcome)
         self._admit()
 
-    def _leave(self, job: QueuedJob, outcome: TurnOutput | Exception) -> None:
+    def _leave(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
         """Answer a job and free its place."""
         self._queue.end(job)
         if not self._queue.running and self._since_s is not None:
-            self._busy_s += time.perf_counter() - self._since_s
+            self._counters.busy_s += time.perf_counter() - self._since_s
             self._since_s = None
         if isinstance(outcome, TurnOutput):
-            self._cached += outcome.cached_tokens
-            self._prefilled += len(job.request.context_ids) - outcome.cached_tokens
+            self._counters.cached_tokens += outcome.cached_tokens
+            self._counters.prefilled_tokens += len(job.request.context_ids) - outcome.cached_tokens
         if job.answer.done():
             return
         if isinstance(outcome, TurnOutput):
@@ -304,8 +304,8 @@ class VLLMEngine:
         if job is not None:
             await self._end_job(job)
 
-    async def _end_job(self, job: QueuedJob) -> None:
-        """End one job with what it has, and wait until its place is free."""
+    async def _end_job(self, job: VLLMJob) -> None:
+        """End one job with the tokens it has, and wait until its place is free."""
         if self._queue.find(job.name) is not job:
             return
         if job.started_s is None:
@@ -345,7 +345,7 @@ class VLLMEngine:
                 if not self._paused:
                     await core.pause()
                 try:
-                    await core.load(version, path, self._expected.tied_to)
+                    await core.load(version, path, self._expected.tied.get(HEAD))
                 except EngineGone:
                     raise
                 except EngineError as error:
@@ -363,11 +363,11 @@ class VLLMEngine:
         logger.info("weights announced: now serving version %d (%.3f s)", version, time.perf_counter() - begun_s)
 
     async def _back_to_old(self, core: Core, reason: EngineError) -> None:
-        """After loading broke off: the weights before it, or else another process."""
-        logger.error("loading new weights broke off, the ones before are loaded again: %s", reason)
+        """After loading failed half way: load the previous weights again, or else end the process."""
+        logger.error("loading new weights failed, the previous ones are loaded again: %s", reason)
         old = self._directory or self.settings.model_dir
         try:
-            await core.load(self.version, self._expected.check(old), self._expected.tied_to)
+            await core.load(self.version, self._expected.check(old), self._expected.tied.get(HEAD))
             if not self._paused:
                 await core.resume()
         except LibraError as error:
@@ -388,12 +388,12 @@ class VLLMEngine:
     # -- a process that died -----------------------------------------------------------------------------------------
 
     def _died(self, core: Core, error: Exception) -> None:
-        """Fail all that was asked; another process is started at once, so that nobody has to wait for it later."""
+        """Fail all requests and start another process at once."""
         if self._core is not core or self._closing:
             return
         logger.error("%s: %s; another one is started", self.settings.model_dir, error)
-        self._steps += core.steps
-        self._generated += core.generated_tokens
+        self._counters.steps += core.steps
+        self._counters.generated_tokens += core.generated_tokens
         self._core = None
         core.stop()
         self._fail_all(str(error))
@@ -417,7 +417,7 @@ class VLLMEngine:
         self._admit()
 
     async def _living(self) -> Core:
-        """The engine process, another one where it died; the caller holds the lock."""
+        """The engine process, a new one if it died; the caller holds the lock."""
         if self._core is not None and self._core.dead:
             self._died(self._core, EngineGone("the vLLM engine process died"))
         if self._core is None:
@@ -430,12 +430,12 @@ class VLLMEngine:
             if directory is not None:
                 try:
                     path = self._expected.check(directory)
-                    await core.load(version, path, self._expected.tied_to)
+                    await core.load(version, path, self._expected.tied.get(HEAD))
                     self.version, self._directory = version, directory
                 except LibraError as error:
                     raise EngineError(
-                        f"the engine process was replaced, but version {version} cannot be loaded any more; it serves "
-                        f"version {self.version} until it is given another: {error}"
+                        f"the engine process was replaced, but version {version} can no longer be loaded; it serves "
+                        f"version {self.version} until another is loaded: {error}"
                     ) from error
             logger.warning("%s: a new engine process serves version %d", self.settings.model_dir, self.version)
         return self._core

@@ -1,8 +1,7 @@
-"""Seconds of a vLLM engine's forward passes, read off what its process sends after each of them.
+"""Seconds of a vLLM engine's forward passes, from the time stamps of the messages that its process sends after each pass.
 
-The engine process stamps every message with its own clock, and steps without a break while it has requests: between two messages
-lies one pass with all that belongs to it (scheduling, sampling, sending). A pass that began while nothing ran, one after a pause,
-and one with a probe in it are not taken.
+The process steps continuously while it has requests, so the time between two messages is one pass, with its scheduling,
+sampling and sending. A pass that began while nothing ran, one after a pause, and one with a probe in it do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from libra.rollout.engine_capacity import PassMeter
 
 PROBE_ID = "probe-"
-"""What the name of a probe's request begins with."""
+"""Prefix of the name of a probe's request."""
 
 
 class PassWatch:
@@ -24,11 +23,11 @@ class PassWatch:
         self._last_s: float | None = None
 
     def stood(self) -> None:
-        """The engine was stopped, or idle: the time until the next message is no pass."""
+        """The engine was paused or idle: the time until the next message is not a pass."""
         self._last_s = None
 
     def saw(self, outputs: Any) -> None:
-        """The process sent what a pass gave (``EngineCoreOutputs`` of vLLM)."""
+        """The process sent the outputs of a pass (``EngineCoreOutputs`` of vLLM)."""
         prefilled, context, probed = 0, 0, False
         for each in outputs.outputs:
             name, stats = each.request_id, each.prefill_stats

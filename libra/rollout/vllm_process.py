@@ -1,10 +1,10 @@
-"""One life of a vLLM engine process, seen from the event loop that feeds it: start, requests, weights, probes, end.
+"""One vLLM engine process, from start to end, driven from one event loop: requests, weights, probes.
 
-`VLLMEngine` makes another `Core` when one has died. Everything here runs in one event loop, and raises vLLM's own errors
-turned into Libra's: EngineError where the process is gone or a request failed.
+`VLLMEngine` creates another `Core` when one has died. All code here runs in one event loop; errors of vLLM become
+EngineError.
 
 Invariants
-1. What a token was drawn from is told by the engine process itself, which labels every step with its version.
+1. A token's version is the label that the engine process gave the step that drew it.
 2. After `load` no KV of older weights is ever read by a request that starts later: it is dropped, or, with ``keep_kv``,
    filed under the version that the request started with.
 """
@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 from libra.errors import EngineError, LibraError, ModelError
 from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
 from libra.rollout.engine_capacity import PassMeter
-from libra.rollout.request_checks import QueuedJob, packed_priority
+from libra.rollout.request_checks import packed_priority
+from libra.rollout.request_queue import QueuedJob
 from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
 from libra.rollout.vllm_settings import PROBE, VLLMSettings, check_installed, engine_args, environment
 from libra.rollout.vllm_worker import Part
@@ -35,14 +37,28 @@ from libra.types import StopReason, TurnOutput
 logger = logging.getLogger(__name__)
 
 _BUILDING = threading.Lock()
-"""An engine is built under an environment of its own, which is that of the whole process."""
+"""Held while an engine is built: its environment is that of the whole process."""
 _WARM_UP_TOKENS = 4
 SHUTDOWN_S = 1.0
-"""How long the process may take to end before it is killed; it keeps nothing that must be saved."""
+"""Seconds that the process may take to end before it is killed; it has nothing to save."""
+
+
+@dataclass(slots=True)
+class VLLMJob(QueuedJob):
+    """A request of a vLLM engine."""
+
+    version: int = 0
+    """Of the weights when it started."""
+    handle: str = ""
+    """vLLM's name for it."""
+    answer: Any = None
+    """The future that its caller awaits."""
+    task: Any = None
+    """Serves it."""
 
 
 class EngineGone(EngineError):
-    """The engine process has died; only another one can go on."""
+    """The engine process has died; only a new one can continue."""
 
 
 class Core:
@@ -57,9 +73,9 @@ class Core:
 
     @classmethod
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
-        """Start the process, load the model, and warm it up. Takes 20 s and more, in which this event loop stands still.
+        """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this event loop.
 
-        ``meter``: of the engine, which goes on where a process was replaced; None: a new one.
+        ``meter``: the engine's, kept when a process was replaced; None: a new one.
         """
         check_installed()
         from vllm.platforms import current_platform
@@ -72,25 +88,25 @@ class Core:
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
             core = cls(llm, settings, meter)
             await llm.update_weight_version(str(version))
-            for temperature in (0.0, 1.0):  # kernels are made when they are first used, on both ways of sampling
+            for temperature in (0.0, 1.0):  # kernels are compiled at their first use, for both ways of sampling
                 await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
             await llm.reset_prefix_cache()
-        except BaseException as error:  # one who is cancelled leaves no process behind either
+        except BaseException as error:  # a cancelled start leaves no process behind either
             if core is not None:
                 core.stop()
             if isinstance(error, LibraError) or not isinstance(error, Exception):
                 raise
-            # The boundary to vLLM: configuration, memory, a model or a head size it does not know.
+            # The boundary to vLLM: configuration, memory, an unsupported model or head size.
             raise ModelError(
-                f"{settings.model_dir}: vLLM cannot serve this ({type(error).__name__}: {error}); what its process said is in "
-                "this worker's log, more of it with VLLM_LOGGING_LEVEL=INFO"
+                f"{settings.model_dir}: vLLM cannot serve this ({type(error).__name__}: {error}); its process's messages are in "
+                "this worker's log, more with VLLM_LOGGING_LEVEL=INFO"
             ) from error
         core.steps = core.generated_tokens = 0
         return core
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def serve(self, job: QueuedJob, now: Any) -> TurnOutput:
+    async def serve(self, job: VLLMJob, now: Any) -> TurnOutput:
         """One request to its end; ``now`` is the clock."""
         request = job.request
         context = request.context_ids.tolist()
@@ -110,11 +126,11 @@ class Core:
                 priority=packed_priority(request.priority),
             ):
                 final = output
-        assert final is not None and final.finished, f"{job.name}: vLLM ended a request without saying so"
+        assert final is not None and final.finished, f"{job.name}: vLLM ended a request without a final output"
         return self._output(job, final, now())
 
-    async def abort(self, job: QueuedJob) -> None:
-        """Have a request end with what it has."""
+    async def abort(self, job: VLLMJob) -> None:
+        """End a request with the tokens it has."""
         with _errors(job.name):
             await self.llm.abort(job.handle)
 
@@ -124,7 +140,7 @@ class Core:
             prompt["cache_salt"] = f"version {version}"
         return prompt
 
-    def _output(self, job: QueuedJob, final: Any, now_s: float) -> TurnOutput:
+    def _output(self, job: VLLMJob, final: Any, now_s: float) -> TurnOutput:
         completion = final.outputs[0]
         token_ids = np.asarray(completion.token_ids, np.int32)
         logprobs = np.asarray(completion.logprobs.logprobs if len(token_ids) else [], np.float32)
@@ -133,7 +149,7 @@ class Core:
         versions = np.full(len(token_ids), job.version, np.int32)
         for span in completion.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
-        # With keep_kv the oldest KV attended to is that of the request's start, even where vLLM computed some anew.
+        # With keep_kv the oldest KV attended to is that of the request's start, even if vLLM recomputed some.
         kv_versions = np.full_like(versions, job.version) if self.settings.keep_kv else versions.copy()
         reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}.get(
             completion.finish_reason
@@ -155,19 +171,20 @@ class Core:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Stop between two steps; what runs keeps its place."""
+        """Stop between two steps; running requests keep their place."""
         self.passes.stood()
         with _errors("pause"):
             await self.llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         self.passes.stood()
         with _errors("resume"):
             await self.llm.resume_generation()
 
     async def load(self, version: int, path: Path, tied_to: str | None) -> None:
-        """Load a weights file, drop KV as `VLLMSettings.keep_kv` says, and label steps from now on. Paused, by the caller."""
+        """Load a weights file, drop KV unless `VLLMSettings.keep_kv`, and label steps from now on. The caller has paused
+        the engine."""
         with _errors(f"loading {path}"):
             await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
             if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(reset_running_requests=True):
@@ -222,7 +239,7 @@ class Core:
         return found
 
     async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
-        """A probe: before everybody else, greedy unless said otherwise, and outside of all books."""
+        """A probe: before all requests, greedy by default, and not counted."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
@@ -230,13 +247,13 @@ class Core:
         sampled = _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling)
         async for output in self.llm.generate(prompt, sampled, f"{PROBE_ID}{self._probes}", priority=PROBE):
             final = output
-        if self.generated_tokens - tokens == new:  # nobody else was served meanwhile
+        if self.generated_tokens - tokens == new:  # no request was served meanwhile
             self.steps, self.generated_tokens = steps, tokens
         return final
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV that the process has room for, on all ranks together."""
+        """KV capacity of the process in tokens, on all ranks together."""
         cache = self.llm.vllm_config.cache_config
         return int(cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size)
 
@@ -255,11 +272,11 @@ class Core:
 
     def stop(self) -> None:
         """End the process; also after it died."""
-        with contextlib.suppress(Exception):  # what is left of a dead engine may be anything
+        with contextlib.suppress(Exception):  # a dead engine may raise anything
             self.llm.shutdown(timeout=SHUTDOWN_S)
 
     def _count_steps(self) -> None:
-        """Count steps and tokens as they come out of the process: vLLM's own statistics would cost every token."""
+        """Count steps and tokens as the process sends them: vLLM's own statistics have a cost per token."""
         client = self.llm.engine_core
         receive = client.get_output_async
 
@@ -275,7 +292,7 @@ class Core:
 
 
 def _sampling(**given: Any) -> Any:
-    """Sampling parameters: ids in and out, one answer at the end, and no end of turn but those asked for."""
+    """Sampling parameters: token ids in and out, one output at the end, and no stop tokens but the request's."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -290,7 +307,7 @@ def _sampling(**given: Any) -> Any:
 
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Turn what vLLM raises into EngineError; EngineGone where the process has died."""
+    """Turn what vLLM raises into EngineError; EngineGone if the process has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:

@@ -1,18 +1,20 @@
-"""vLLM's scheduler with one addition: while it is paused, probes run, and nothing else does.
+"""vLLM's scheduler with one addition: while it is paused, probes run, and nothing else.
 
-Read by vLLM in its engine process (``scheduler_cls``), nowhere else: importing it needs vLLM. An update is checked between the
-loading of weights and the first token that anybody gets from them; so the probes of the check must run while all requests
-stand still. vLLM's own pause stops probes too.
+Only vLLM's engine process imports it (``scheduler_cls``), because it needs vLLM. The version check runs between the
+loading of weights and the first token drawn from them, so its probes must run while all requests are paused. vLLM's own pause
+stops probes too.
 
 Invariants
-1. While paused a step schedules requests of priority `PROBE` only; every other one keeps its place, its KV and its state.
-2. Not paused, this is vLLM's scheduler.
-3. The engine process does not outlive the process that started it, however that died.
+1. While paused, a step schedules requests of priority `PROBE` only; every other request keeps its place, its KV and its
+   state.
+2. When not paused, it behaves as vLLM's scheduler.
+3. The engine process does not outlive the process that started it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 from typing import Any
 
@@ -21,13 +23,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from libra.rollout.vllm_settings import PROBE
+from libra.rollout.vllm_settings import PARENT, PROBE
 
 _PR_SET_PDEATHSIG = 1
 
 
 class _Probing:
-    """What `ProbeScheduler` adds to a scheduler of vLLM, whose attributes these are."""
+    """The additions of `ProbeScheduler` to a scheduler of vLLM, which has these attributes."""
 
     running: list[Any]
     waiting: Any
@@ -44,7 +46,7 @@ class _Probing:
         return any(request.priority == PROBE for request in (*self.running, *self.waiting))
 
     def get_num_unfinished_requests(self) -> int:
-        """What keeps the engine stepping: while paused, the probes."""
+        """The requests that keep the engine stepping: only the probes while paused."""
         if self._pause_state is PauseState.PAUSED_ALL:
             return sum(request.priority == PROBE for request in (*self.running, *self.waiting))
         return super().get_num_unfinished_requests()  # type: ignore[misc]
@@ -78,9 +80,12 @@ class AsyncProbeScheduler(_Probing, AsyncScheduler):
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this process when the thread that started it is gone (Linux; elsewhere nothing)."""
+    """Make the kernel end this process when the thread that started it ends (Linux only)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     except (OSError, AttributeError):
         return
+    # The kernel sends no signal for a parent that died before this call, e.g. while this process was loading the model.
+    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)

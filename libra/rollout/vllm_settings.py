@@ -1,4 +1,4 @@
-"""How a vLLM engine is set up: arguments, environment, room for KV, and what is said where vLLM is missing.
+"""The setup of a vLLM engine: arguments, environment, KV memory, and the error if vLLM is missing.
 
 vLLM is imported inside functions only: Libra works without it.
 """
@@ -16,85 +16,73 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import EngineError, ModelError
+from libra.rollout.engine import EngineSettings
+from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes
 
 INSTALL = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
 PROBE = -1
 """vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
 CPU_BATCHED_TOKENS = 4096
-"""Context tokens that one step of an engine on a CPU computes at most, or one whole context."""
+"""Maximum context tokens that one step of an engine on a CPU computes; at least one whole context."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens per KV block on a CPU. vLLM's own choice there, 128, would reuse nothing of a context shorter than that; its kernels
-want a multiple of 32."""
+"""Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
+PARENT = "LIBRA_ENGINE_PARENT"
+"""Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
+ended."""
 BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
-"""Environment variables that say which cores and which GPUs an engine may use."""
-GIB = 2**30
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Environment variables with the cores and the GPUs that an engine may use."""
 
 
 @dataclass(frozen=True, slots=True)
-class VLLMSettings:
-    """What a `VLLMEngine` is made of.
+class VLLMSettings(EngineSettings):
+    """Settings of a `VLLMEngine`.
+
+    ``threads`` and ``kv_cache_gib`` are per tensor-parallel rank; None: the cores this process may use, divided among the ranks;
+    and what all slots need at full length on a CPU, what `gpu_memory_frac` leaves on a GPU.
 
     Attributes
     ----------
-    model_dir : Path
-        Directory in Hugging Face layout.
-    slots, max_context_tokens : int
-        Requests that generate at once, and context plus generated tokens of each, at most.
-    dtype : {"float32", "bfloat16"}
     tp : int
         Tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank.
-    threads : int or None
-        Torch threads per rank on a CPU; None: the cores this process may use, divided among the ranks.
     keep_kv : bool
         Whether an update in flight keeps the KV that older weights computed.
-    kv_cache_gib : float or None
-        KV cache per rank. None: on a CPU what all slots need at full length, on a GPU what `gpu_memory_frac` leaves.
     gpu_memory_frac : float
         Share of a GPU's memory that the engine may take.
     eager : bool or None
         Whether the model runs as written, without compilation. None: on a CPU, where compiling takes minutes.
     cores, devices : str or None
-        What its processes have of the machine: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: what the
-        environment says (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
+        Cores and GPUs of its processes: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: as in the
+        environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
     """
 
-    model_dir: Path
-    slots: int
-    max_context_tokens: int
-    dtype: str = "float32"
     tp: int = 1
-    threads: int | None = None
     keep_kv: bool = False
-    kv_cache_gib: float | None = None
     gpu_memory_frac: float = 0.9
     eager: bool | None = None
     cores: str | None = None
     devices: str | None = None
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.max_context_tokens < 2 or self.tp < 1:
-            raise EngineError(
-                f"engine: got slots={self.slots}, max_context_tokens={self.max_context_tokens}, tp={self.tp}; "
-                "allowed: at least 1, 2 and 1"
-            )
-        if self.dtype not in _DTYPE_BYTES:
-            raise ModelError(f"dtype: got {self.dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
+        EngineSettings.__post_init__(self)
+        if self.tp < 1:
+            raise EngineError(f"engine: got tp={self.tp}; allowed: at least 1")
+        if self.dtype not in DTYPE_BYTES:
+            raise ModelError(f"dtype: got {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
 
 
 def is_installed() -> bool:
-    """Whether vLLM can be imported, told without importing it."""
+    """Whether vLLM can be imported; does not import it."""
     return find_spec("vllm") is not None
 
 
 def check_installed() -> None:
-    """EngineError with the line to type where vLLM is missing."""
+    """EngineError with the line to type if vLLM is missing."""
     if not is_installed():
         raise EngineError(f"rollout.engine: vllm is not installed here; {INSTALL}; or type rollout.engine=transformers")
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a model directory, text part only; ModelError where there is none."""
+    """``config.json`` of a model directory, text part only; ModelError if there is none."""
     path = Path(model_dir) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -107,16 +95,15 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """KV cache of one rank in which every slot and one probe has room at full length, so that nobody is ever preempted."""
-    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-    per_token = 2 * int(config["num_hidden_layers"]) * math.ceil(heads / settings.tp) * head_dim
+    """KV cache of one rank with room for every slot and one probe at full length, so that no request is ever preempted."""
+    per_token = kv_token_bytes(config, settings.dtype, settings.tp) // settings.tp
     blocks = (settings.slots + 1) * (math.ceil((settings.max_context_tokens + 1) / CPU_BLOCK_TOKENS) + 1) + 2
-    return per_token * _DTYPE_BYTES[settings.dtype] * blocks * CPU_BLOCK_TOKENS
+    return per_token * blocks * CPU_BLOCK_TOKENS
 
 
 def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """vLLM's ``max_model_len``: one above the longest context, because scoring one takes a token more, where the model has it."""
+    """vLLM's ``max_model_len``: one above the longest context, because scoring one takes one more token, if the model
+    allows it."""
     limit = config.get("max_position_embeddings")
     wanted = settings.max_context_tokens + 1
     return settings.max_context_tokens if limit is not None and wanted > int(limit) else wanted
@@ -134,8 +121,8 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         given["kv_cache_memory_bytes"] = kv_bytes(config, settings)
     if on_cpu:
         given |= {"block_size": CPU_BLOCK_TOKENS, "distributed_executor_backend": "mp"}
-        # A context computed in parts has tokens drawn and thrown away, for which vLLM 0.32 turns the request's own generator
-        # back; one on a CPU cannot be, and the engine process dies of it.
+        # With a context computed in parts, vLLM 0.32 draws tokens, discards them and rewinds the request's generator; one on a CPU
+        # cannot be rewound, and the engine process dies.
         given |= {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_tokens(config, settings)),
@@ -165,11 +152,10 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
 
 @contextmanager
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
-    """The environment an engine process is started with; that of this process is as before afterwards.
+    """The environment in which an engine process starts; afterwards that of this process is as before.
 
-    A binding of threads to cores that somebody set (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept,
-    unless the settings have another one.
-    Otherwise threads are not bound: two engines of one machine would be bound to the same cores.
+    A binding of threads to cores in the environment (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept,
+    unless the settings have another one. Without one threads are not bound: two engines of one machine would share the cores.
     """
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -182,7 +168,8 @@ def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
             "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            # In eager mode nothing but a count of likelier tokens would be compiled, for 20 s and a compiler that must be there.
+            PARENT: str(os.getpid()),
+            # In eager mode only a count of likelier tokens would be compiled, which takes 20 s and needs a compiler.
             **({"TORCHDYNAMO_DISABLE": "1"} if settings.eager is not False and on_cpu else {}),
         }
     )

@@ -1,13 +1,13 @@
-"""What Libra adds to vLLM's worker processes: loading a version as it must be, and answering what the weights really do.
+"""Libra's methods in vLLM's worker processes: loading a version, and projections and columns of the layers as used.
 
-vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on every rank. vLLM's classes are
-looked up where they are needed; importing this module needs torch only.
+vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on every rank. vLLM is imported
+inside functions; importing this module needs torch only.
 
 Invariants
-1. After `libra_load` every module computes with the file's weights: those that keep a packed copy have packed it anew.
-   vLLM 0.32 on a CPU does not do that for an output head tied to the embedding, and serves the old head silently.
+1. After `libra_load` every module computes with the file's weights: those that keep a packed copy have packed it again.
+   vLLM 0.32 on a CPU does not do that for an output head tied to the embedding, and silently serves the old head.
 2. `libra_outputs` goes through the modules' own ``apply``, packed or not, and never reads a matrix from a parameter.
-3. The parts that all ranks give back add up to the output of the whole layer.
+3. The parts that all ranks return add up to the output of the whole layer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from libra.projections import draw_input, draw_rows, generator_of
-
-HEAD = "lm_head.weight"
+from libra.rollout.weight_loading import HEAD
 
 
 class Part(NamedTuple):
     """Rows of a layer's output that one rank computed; msgpack-able.
 
     ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with ``whole`` entries. ``inputs`` is
-    the layer's whole number of inputs, or of rows where it is an embedding.
+    the layer's total number of inputs, or of rows for an embedding.
     """
 
     num_rows: int
@@ -52,13 +51,13 @@ class LibraWorker:
         worker: Any = self
         worker.reload_weights(weights_iterator=_tensors(Path(path), tied_to), is_checkpoint_format=True)
         with torch.no_grad():
-            _pack_embeddings_anew(worker.model_runner.get_model())
+            _pack_embeddings_again(worker.model_runner.get_model())
 
     def libra_outputs(self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None) -> dict[str, Part]:
-        """This rank's parts of what layers make of inputs, by the Hugging Face name of their weight.
+        """This rank's parts of the outputs of layers, by the Hugging Face name of their weight.
 
-        Where ``seed`` is given, of the inputs of `libra.projections`, for every layer. Else of one-hot inputs: the ``wanted``
-        columns of each named matrix, rows of an embedding, and norms and biases whole.
+        With ``seed`` for the inputs of `libra.projections`, every layer. Else for one-hot inputs: the ``wanted`` columns of each
+        named matrix, rows of an embedding, and norms and biases whole.
         """
         worker: Any = self
         with torch.no_grad():
@@ -79,8 +78,8 @@ def _tensors(path: Path, tied_to: str | None) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _pack_embeddings_anew(model: torch.nn.Module) -> None:
-    """Have embeddings and heads make their packed copies again, those of a tied head included."""
+def _pack_embeddings_again(model: torch.nn.Module) -> None:
+    """Pack the embeddings and heads again, a tied head included."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     for module in model.modules():
@@ -104,7 +103,7 @@ def _outputs(model: Any, seed: int | None, wanted: Mapping[str, Sequence[int]]) 
                 yield name, _part(y, start, module.org_vocab_size, module.embedding_dim)
         elif isinstance(module, VocabParallelEmbedding):
             ids = _ids(name, seed, wanted, module.org_vocab_size)
-            if ids is not None:  # the module gathers over all ranks by itself, so one of them speaks
+            if ids is not None:  # the module gathers over all ranks itself, so only one of them returns the result
                 y = module(ids.to(module.weight.device)).float().cpu()
                 yield name, _part(y if module.tp_rank == 0 else y * 0, 0, y.shape[1], module.org_vocab_size)
         elif isinstance(module, LinearBase):
@@ -119,7 +118,7 @@ def _outputs(model: Any, seed: int | None, wanted: Mapping[str, Sequence[int]]) 
 def _linear(
     module: Any, names: list[str], seed: int | None, wanted: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Part]]:
-    """Of the layers that a module holds, one or several packed."""
+    """For each layer that a module holds (one, or several packed together): its name and its rows."""
     begin = 0
     for name, (count, offset, whole, mine) in zip(names, _shares(module), strict=True):
         x = _inputs(f"{name}.weight", seed, wanted, module.input_size)
@@ -134,7 +133,7 @@ def _linear(
 
 
 def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
-    """(outputs here, first of them in the whole, outputs of the whole, whether this rank speaks for them) of each layer."""
+    """(outputs here, first of them in the whole, outputs of the whole, whether this rank answers for them) of each layer."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = module.tp_rank, module.tp_size
@@ -163,7 +162,7 @@ def _own_columns(module: Any, x: Tensor) -> Tensor:
 
 
 def _inputs(name: str, seed: int | None, wanted: Mapping[str, Sequence[int]], width: int) -> Tensor | None:
-    """What a matrix is asked (N, width), None where nothing."""
+    """The inputs of a matrix (N, width), None if there are none."""
     if seed is not None:
         return torch.from_numpy(draw_input(generator_of(seed, name), width))[None]
     if name in wanted:
@@ -178,7 +177,7 @@ def _ids(name: str, seed: int | None, wanted: Mapping[str, Sequence[int]], rows:
 
 
 def _apply(module: Any, x: Tensor) -> Tensor:
-    """Rows through a matrix as it computes in service, without bias; (N, outputs here) float32."""
+    """Rows multiplied by a matrix as in serving, without bias; (N, outputs here) float32."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     given = x.to(device=device, dtype=module.params_dtype).contiguous()
     result: Tensor = module.quant_method.apply(module, given, None).float().cpu()

@@ -1,28 +1,99 @@
-"""Weights on disk and the module they belong to: loading a model, and copying a version into it in place.
+"""Weights on disk and the model they belong to: loading a model, checking a version's file, and copying it into place.
 
 Invariants
-1. ``copy_weights`` changes nothing where it raises: names and shapes are checked before the first byte is copied.
-2. Tensors that share storage (a head tied to the embedding) need one of their names in the file.
+1. `ExpectedWeights.check` reads names, shapes and tied tensors only: a file that does not fit is refused before anything changes.
+   vLLM changes its modules tensor by tensor as it reads, and ignores tensors that it does not know.
+2. Of tensors that are tied (a head to the embedding) a file needs one; if it has several they are equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from libra.errors import ModelError, WeightsError
+from libra.projections import EMBEDDING_ENDINGS
+from libra.tensors import untied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS_FILE = "model.safetensors"
+HEAD = "lm_head.weight"
 
 
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and saved buffer under every name it has, tied ones included."""
-    return dict(model.state_dict(keep_vars=True))
+@dataclass(frozen=True, slots=True)
+class ExpectedWeights:
+    """Names and shapes of a model's tensors.
+
+    Attributes
+    ----------
+    shapes : mapping of str to tuple of int
+        Tied tensors under every name they have.
+    tied : mapping of str to str
+        Aliases of tied tensors: alias to name.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> ExpectedWeights:
+        """Those of a loaded model: every parameter and saved buffer."""
+        state = model.state_dict()
+        return cls({name: tuple(tensor.shape) for name, tensor in state.items()}, untied(state)[1])
+
+    @classmethod
+    def of_directory(cls, model_dir: Path, *, tied: bool) -> ExpectedWeights:
+        """Those of a model directory, whose head is ``tied`` to its embedding; ModelError if it has no readable safetensors."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            for path in sorted(Path(model_dir).glob("*.safetensors")):
+                with safe_open(path, framework="pt") as file:
+                    shapes |= _shapes(file)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{model_dir}: its weights cannot be read as safetensors: {error}") from error
+        if not shapes:
+            raise ModelError(
+                f"{model_dir}: no *.safetensors there; the vllm engine takes new versions in that format only"
+            )
+        embedding = next((name for name in shapes if name.endswith(EMBEDDING_ENDINGS)), None)
+        if not tied or embedding is None:
+            return cls(shapes, {})
+        return cls(shapes | {HEAD: shapes[embedding]}, {HEAD: embedding})
+
+    def check(self, directory: Path) -> Path:
+        """The weights file of a version; WeightsError if it is unreadable or not this model's."""
+        path = Path(directory) / WEIGHTS_FILE
+        with _opened(path) as file:
+            self._check(file, path)
+        return path
+
+    def _check(self, file: Any, path: Path) -> None:
+        found = _shapes(file)
+        unknown = sorted(found.keys() - self.shapes.keys())
+        there = {self.tied.get(name, name) for name in found}
+        missing = sorted(name for name in self.shapes if name not in self.tied and name not in there)
+        if missing or unknown:
+            raise WeightsError(
+                f"{path}: not this model's weights: {len(missing)} missing ({_first(missing)}), "
+                f"{len(unknown)} unknown ({_first(unknown)})"
+            )
+        wrong = [
+            f"{name}: file {shape}, model {self.shapes[name]}"
+            for name, shape in sorted(found.items())
+            if shape != self.shapes[name]
+        ]
+        if wrong:
+            raise WeightsError(f"{path}: {len(wrong)} tensors of another shape: {_first(wrong)}")
+        for name, twin in self.tied.items():
+            if {name, twin} <= found.keys() and not torch.equal(file.get_tensor(name), file.get_tensor(twin)):
+                raise WeightsError(f"{path}: {twin} and {name} differ, but this model ties them into one tensor")
 
 
 def copy_weights(model: nn.Module, directory: Path) -> None:
@@ -31,42 +102,27 @@ def copy_weights(model: nn.Module, directory: Path) -> None:
     Raises
     ------
     WeightsError
-        The file is missing or unreadable, or its names or shapes are not the model's.
+        The file is missing or unreadable, or its names or shapes are not the model's; then nothing was copied.
     """
-    path = Path(directory) / WEIGHTS_FILE
-    own = named_weights(model)
+    expected, own, path = ExpectedWeights.of_model(model), model.state_dict(), Path(directory) / WEIGHTS_FILE
+    with _opened(path) as file, torch.no_grad():  # once: a version may be dropped at any time, an open file stays
+        expected._check(file, path)
+        for name in file.keys():  # noqa: SIM118  a safetensors file is not a mapping
+            own[name].copy_(file.get_tensor(name))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors; WeightsError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            _check_names(own, names, path)
-            wrong = [
-                f"{name}: file {tuple(file.get_slice(name).get_shape())}, model {tuple(own[name].shape)}"
-                for name in sorted(names)
-                if tuple(file.get_slice(name).get_shape()) != tuple(own[name].shape)
-            ]
-            if wrong:
-                raise WeightsError(f"{path}: {len(wrong)} tensors of another shape: {_first(wrong)}")
-            sources: dict[int, str] = {}
-            for name in sorted(names):
-                twin = sources.setdefault(own[name].data_ptr(), name)
-                if twin != name and not torch.equal(file.get_tensor(twin), file.get_tensor(name)):
-                    raise WeightsError(f"{path}: {name} and {twin} differ, but this model ties them into one tensor")
-            with torch.no_grad():
-                for name in sources.values():
-                    own[name].copy_(file.get_tensor(name))
-    except (SafetensorError, OSError) as error:
+            yield file
+    except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
-def _check_names(own: dict[str, Tensor], names: set[str], path: Path) -> None:
-    unknown = sorted(names - own.keys())
-    tied = {own[name].data_ptr() for name in names & own.keys()}
-    missing = sorted(name for name, tensor in own.items() if name not in names and tensor.data_ptr() not in tied)
-    if missing or unknown:
-        raise WeightsError(
-            f"{path}: not this model's weights: {len(missing)} missing ({_first(missing)}), "
-            f"{len(unknown)} unknown ({_first(unknown)})"
-        )
+def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _first(items: list[str], count: int = 4) -> str:
@@ -74,7 +130,7 @@ def _first(items: list[str], count: int = 4) -> str:
 
 
 def load_causal_lm(model_dir: Path, dtype: str, attention: str) -> Any:
-    """A Hugging Face causal LM in evaluation mode, with the named attention; ModelError where it cannot be served."""
+    """A Hugging Face causal LM in evaluation mode, with the named attention; ModelError if it cannot be served."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

@@ -1,7 +1,8 @@
-"""The part of Libra that lives in the Dask scheduler: parked tasks, their order, and the gates of a run."""
+"""Libra's plugins in the Dask scheduler: parked tasks and their order, gates and batches, gangs, roles."""
 
 from __future__ import annotations
 
 from libra.scheduler.plugin import LibraPlugin
+from libra.scheduler.run_state import RunRegistration
 
-__all__ = ["LibraPlugin"]
+__all__ = ["LibraPlugin", "RunRegistration"]

@@ -1,71 +1,88 @@
-"""What the scheduler tells rollout workers, on the stream that also brings their tasks, and what their engines tell it.
+"""Messages between the scheduler and rollout workers about versions, engines and contention.
 
-Only workers whose host has said that it is there are told anything: elsewhere an unknown message would close the worker.
+They go on the stream that also carries tasks, and only to workers whose host has reported: an unknown message would close a
+worker without one.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
+from libra import events
+from libra.events.reports import (
+    AsleepReport,
+    AwakeReport,
+    EngineReport,
+    JoinedReport,
+    PublishedReport,
+    QuarantinedReport,
+    ServedReport,
+)
+from libra.scheduler.run_state import RunState
+
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
 
-    from libra.scheduler.run_state import RunState
-
 
 def announce_version(scheduler: Scheduler, state: RunState, version: int) -> None:
-    """Tell every rollout worker that a version can be pulled, so that running requests need not wait for a new quantum."""
+    """Announce a version to every rollout worker, so that running requests need not wait for a new quantum."""
     message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
-    message |= {"digest": state.holders.digest(version)}
-    for worker, address in list(state.engines.items()):
+    message |= {"digest": state.workers.holders.digest(version)}
+    for worker, address in list(state.workers.engines.items()):
         if address in scheduler.workers:
-            scheduler.worker_send(address, message | {"holders": state.holders.nearest(version, address)})
+            scheduler.worker_send(address, message | {"holders": state.workers.holders.nearest(version, address)})
         else:
-            del state.engines[worker]
-            state.served.pop(worker, None)
+            del state.workers.engines[worker]
+            state.workers.served.pop(worker, None)
 
 
-def tell_contention(scheduler: Scheduler, address: str, contended: bool) -> None:
-    """Let a rollout worker know whether a trajectory that could go on at once must park instead."""
+def send_contention(scheduler: Scheduler, address: str, contended: bool) -> None:
+    """Notify a rollout worker whether a trajectory that could continue in its slot must park instead."""
     if address in scheduler.workers:
         scheduler.worker_send(address, {"op": "libra-contended", "contended": contended})
 
 
-def published(state: RunState, msg: dict[str, Any]) -> None:
+def version_published(state: RunState, report: PublishedReport) -> None:
     """A version is in the registry of the worker that trains."""
-    state.emit("version_published", **{name: msg[name] for name in ("version", "digest", "num_bytes")})
-    if msg.get("weights") is not None:
-        state.holders.offers(msg["address"], msg["weights"], trains=True)
-        state.holders.has(msg["address"], msg["version"], msg["digest"])
+    state.log.emit(events.VersionPublished, version=report.version, digest=report.digest, num_bytes=report.num_bytes)
+    if report.weights is not None:
+        state.workers.holders.offers(report.address, report.weights, trains=True)
+        state.workers.holders.has(report.address, report.version, report.digest)
 
 
 def newest_version(state: RunState, worker: str) -> dict[str, Any]:
-    """The newest version as ``worker`` should fetch it; version -1 where none is published."""
+    """The newest version and where ``worker`` should fetch it; version -1 if none is published."""
     version = state.admission.version
     return {
         "version": version,
-        "digest": state.holders.digest(version),
-        "holders": state.holders.nearest(version, worker),
+        "digest": state.workers.holders.digest(version),
+        "holders": state.workers.holders.nearest(version, worker),
     }
 
 
-def engine_reported(state: RunState, msg: dict[str, Any]) -> None:
-    """An engine is there, serves a version that it has shown to hold, was found not to hold it, sleeps, or is awake again."""
-    name, address = msg["name"], msg["address"]
-    state.engines[name] = address
-    state.holders.offers(address, msg.get("weights"))
-    if msg["kind"] == "served":
-        state.quarantined.discard(address)
-        state.served[name] = msg["version"]
-        state.holders.has(address, msg["version"])
-        served = {field: msg[field] for field in ("version", "load_s", "tp", "bucket", "stats")}
-        state.emit("version_served", worker=name, **served)
-        state.emit("version_checked", version=msg["version"], worker=name, **msg["check"])
-    elif msg["kind"] == "asleep":
-        state.asleep.add(address)
-    elif msg["kind"] == "awake":
-        state.asleep.discard(address)
-    elif msg["kind"] == "quarantined":
-        state.quarantined.add(address)
-        fields = ("version", "layer", "method", "gap", "tolerance", "detail", "out")
-        state.emit("engine_quarantined", worker=name, **{field: msg[field] for field in fields})
+def engine_reported(state: RunState, report: EngineReport) -> None:
+    """An engine reports: it joined, serves a checked version, failed the check, sleeps, or is awake again."""
+    workers, name, address = state.workers, report.name, report.address
+    workers.engines[name] = address
+    match report:
+        case JoinedReport(weights=weights):
+            workers.holders.offers(address, weights)
+        case ServedReport(version=version):
+            workers.quarantined.discard(address)
+            workers.served[name] = version
+            workers.holders.has(address, version)
+            engine: dict[str, Any] = {"tp": report.tp, "bucket": report.bucket, "stats": report.stats}
+            state.log.emit(events.VersionServed, worker=name, version=version, load_s=report.load_s, **engine)
+            state.log.emit(events.VersionChecked, version=version, worker=name, **asdict(report.check))
+        case AsleepReport():
+            workers.asleep.add(address)
+        case AwakeReport():
+            workers.asleep.discard(address)
+        case QuarantinedReport():
+            workers.quarantined.add(address)
+            fields: dict[str, Any] = {
+                key: value for key, value in asdict(report).items() if key not in ("name", "address")
+            }
+            state.log.emit(events.EngineQuarantined, worker=name, **fields)

@@ -1,9 +1,9 @@
-"""The command applier: what policy objects answer becomes priorities, restrictions and opened tasks here, and nowhere else.
+"""The command applier: the only place where commands of policy objects become priorities, restrictions and released tasks.
 
 Invariants
 ----------
 1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its run's event log.
-2. A task that is not waiting keeps what it has: it is given its place anew when it parks.
+2. A task that is not waiting keeps its priority; it gets a new one when it parks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from libra import keys
+from libra import events, keys
 from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, Prefer, SetPriority
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
@@ -24,32 +24,33 @@ task_logger = logging.getLogger("libra.scheduler.tasks")
 
 
 class Applier:
-    """Carries out commands for all runs on a scheduler; ``kick`` is called where a dispatch may be due."""
+    """Carries out commands for all runs on a scheduler; calls ``kick`` when a dispatch may be due."""
 
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
 
     def apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
-        """Carry out and log; every command gets a line, but ``on_the_line``, which is on that of its event already."""
+        """Carry out and log; every command gets a line, except ``on_the_line``, which is on the line of its event
+        already."""
         if not commands:
             return
-        tasks, kicks, said = self._scheduler.tasks, False, task_logger.isEnabledFor(logging.DEBUG)
+        tasks, kicks, debug = self._scheduler.tasks, False, task_logger.isEnabledFor(logging.DEBUG)
         for command in commands:
             if type(command) is SetPriority:  # by far the most
                 key, priority = command.key, command.priority
                 if command is not on_the_line:
-                    state.note(state.lines.priority_set, key, priority, command.reason)
+                    state.log.emit(events.PrioritySet, key, priority, command.reason)
                 ts = tasks.get(key)
                 if ts is not None:
-                    if said:
+                    if debug:
                         task_logger.debug("%s: %s: priority %s", command.reason, key, priority)
                     dask_internals.set_priority(ts, priority)
                     kicks = kicks or ts.state == "no-worker"
                 continue
             match command:
                 case Prefer():
-                    state.note(
-                        state.lines.buckets_preferred,
+                    state.log.emit(
+                        events.BucketsPreferred,
                         command.key,
                         command.buckets,
                         command.reason,
@@ -59,26 +60,26 @@ class Applier:
                     )
                     kicks = True
                 case OpenGate(iteration=iteration, reason=reason):
-                    state.iteration = max(state.iteration, iteration)
-                    state.emit("gate_opened", iteration=iteration, reason=reason)
+                    state.counts.iteration = max(state.counts.iteration, iteration)
+                    state.log.emit(events.GateOpened, iteration=iteration, reason=reason)
                     logging.getLogger("libra.scheduler").info(
                         "%s: iteration %d of %s begins", reason, iteration, state.run
                     )
-                    self.open(state, state.gates.pop(iteration), keys.GRADE)
+                    self.open(state, state.parked.gates.pop(iteration), keys.GRADE)
                 case OpenBatch(batch=batch, members=members, reason=reason):
-                    state.emit("batch_opened", batch=batch, members=[list(m) for m in members], reason=reason)
+                    state.log.emit(events.BatchOpened, batch=batch, members=members, reason=reason)
                     logging.getLogger("libra.scheduler").info("%s: batch %d of %s opens", reason, batch, state.run)
-                    self.open(state, state.batches.pop(batch), keys.COMMIT)
+                    self.open(state, state.parked.batches.pop(batch), keys.COMMIT)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
 
     def open(self, state: RunState, key: str, resource: str) -> None:
-        """Release a gate or a batch, outside of the transition that brought us here."""
+        """Release a gate or a batch, outside of the current transition."""
         task_logger.debug("%s: %s opens", state.run, key)
         release = dask_internals.Release(key, {resource: 1}, None)
         self._scheduler.loop.add_callback(dask_internals.release, self._scheduler, [release], f"libra-open-{key}")
 
     def release(self, releases: Iterable[dask_internals.Release], stimulus_id: str) -> None:
-        """Send trajectories to the workers that were chosen for them."""
+        """Send trajectories to the workers chosen for them."""
         dask_internals.release(self._scheduler, releases, stimulus_id)

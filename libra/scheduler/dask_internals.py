@@ -1,11 +1,11 @@
-"""Everything Libra uses of the Dask scheduler that Dask does not promise to keep (distributed 2026.8), in one place.
+"""Everything Libra uses of the Dask scheduler that is not public API (distributed 2026.8).
 
-``tests/scheduler/test_private.py`` is its contract: when Dask changes one of these, that file fails and this one mends it.
+When Dask changes one of these, ``tests/scheduler/test_dask_internals.py`` fails, and only this module has to change.
 
-* A task whose ``resource_restrictions`` name a resource that nobody supplies waits in state ``no-worker``: it is *parked*.
+* A task whose ``resource_restrictions`` name a resource that no worker supplies waits in state ``no-worker``: it is *parked*.
 * Setting restrictions and ``priority`` and recommending ``processing`` through ``Scheduler.transitions`` releases it.
-* Restrictions must be put back on **every** exit from ``processing``, or a result lost with its worker stays pinned to
-  a dead address.
+* Restrictions must be restored on **every** exit from ``processing``, or a result lost with its worker stays pinned to a
+  dead address.
 * ``suspicious`` counts worker deaths over a task's whole life and is never reset by Dask.
 """
 
@@ -25,42 +25,41 @@ _GC_DEFAULT = (700, 10, 10)
 
 
 class Release(NamedTuple):
-    """One parked task to be let go: the resources it takes, and the only worker it may run on (None: any that fits)."""
+    """A parked task to be released: the resources it takes, and the only worker it may run on (None: any that fits)."""
 
     key: str
     resources: Mapping[str, float]
     address: str | None
 
 
-def collect_seldom() -> None:
-    """Have Python look for unreachable cycles as seldom as ``dask scheduler`` and ``dask worker`` do, also in a process that
-    neither of them started.
+def collect_rarely() -> None:
+    """Set the thresholds of Python's cyclic garbage collector as ``dask scheduler`` and ``dask worker`` do, in any process.
 
-    Looking through all that a scheduler with 10,000 tasks holds takes a tenth of a second, and nearly nothing is found.
-    Thresholds that somebody has chosen are left alone.
+    A pass over a scheduler with 10,000 tasks takes a tenth of a second and frees almost nothing. Thresholds that are not the
+    defaults are kept.
     """
     if gc.get_threshold() == _GC_DEFAULT:
         gc.set_threshold(*(3 * count for count in _GC_DEFAULT))
 
 
 def is_parked(ts: TaskState) -> bool:
-    """Whether the task asks for the resource that nobody supplies."""
+    """Whether the task requests the resource that no worker supplies."""
     return bool(ts.resource_restrictions == _PARKED)
 
 
 def park(ts: TaskState, resource: str = PARK) -> None:
-    """Make the task wait the next time it is scheduled, for a resource that nobody supplies."""
+    """Make the task wait for a resource that no worker supplies, from the next time it is scheduled."""
     ts.resource_restrictions = {resource: 1}
     ts.worker_restrictions = None
 
 
 def waits_for(ts: TaskState, resource: str) -> bool:
-    """Whether the task asks for this resource and nothing else."""
+    """Whether the task requests this resource and nothing else."""
     return bool(ts.resource_restrictions == {resource: 1})
 
 
 def tell_worker(scheduler: Scheduler, address: str, message: dict[str, Any]) -> None:
-    """Send a message on a worker's stream, where a plugin has put a handler for its ``op``; nothing where it is gone."""
+    """Send a message on a worker's stream, where a plugin has a handler for its ``op``; no effect if the worker is gone."""
     if address in scheduler.workers:
         scheduler.worker_send(address, message)
 
@@ -91,12 +90,14 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
 
 
 def installs(scheduler: Scheduler, plugin: str) -> bool:
-    """Whether a worker that joins now sets up a WorkerPlugin of this name; Dask calls it running before that is done."""
+    """Whether a worker that joins now sets up a WorkerPlugin of this name; Dask reports it as running before the setup has
+    ended."""
     return plugin in scheduler.worker_plugins
 
 
 def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) -> None:
-    """Have a worker supply so many slots from now on. 0 withdraws it: a key that is deleted breaks what still runs there."""
+    """Set how many slots a worker supplies. 0 withdraws the resource; deleting the key instead would break the tasks that
+    still run there."""
     ws = scheduler.workers[address]
     ws.resources[resource] = count
     ws.used_resources.setdefault(resource, 0)
@@ -104,9 +105,9 @@ def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) ->
 
 
 def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> dict[str, int]:
-    """Have a worker supply none of these, not even to a task that asks for 0 of one; what it supplied of each.
+    """Remove these resources from a worker, also for tasks that request 0 of one; returns what it supplied of each.
 
-    Only in a plugin's ``add_worker``: nothing has been sent to it, so no task that runs there misses the key.
+    Only in a plugin's ``add_worker``, when no task can be running there and miss the key.
     """
     ws, held = scheduler.workers[address], {}
     for resource in resources:
@@ -117,8 +118,8 @@ def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> d
     return held
 
 
-def supply_again(scheduler: Scheduler, address: str, held: Mapping[str, int], stimulus_id: str) -> None:
-    """Undo `hold_back`; tasks that waited for one of these are sent. Nothing where the worker is gone."""
+def restore_supply(scheduler: Scheduler, address: str, held: Mapping[str, int], stimulus_id: str) -> None:
+    """Undo `hold_back` and send the tasks that waited for one of these; no effect if the worker is gone."""
     ws = scheduler.workers.get(address)
     if ws is None or not held:
         return
@@ -129,31 +130,32 @@ def supply_again(scheduler: Scheduler, address: str, held: Mapping[str, int], st
 
 
 def worker_name(scheduler: Scheduler, address: str) -> str:
-    """Name of a worker, its address where it is gone."""
+    """Name of a worker; its address if it is gone."""
     ws = scheduler.workers.get(address)
     return str(ws.name) if ws is not None else address
 
 
 def bucket(scheduler: Scheduler, address: str) -> str:
-    """Rollout capacity class of a worker: what it says of its engine (TP, THREADS, PASS_US); empty where it says nothing."""
+    """Rollout capacity class of a worker by the resources TP, THREADS and PASS_US; empty if it has none of them."""
     ws = scheduler.workers.get(address)
-    said = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)} if ws is not None else {}
-    return "-".join(f"{name.lower()}{count}" for name, count in said.items() if count)
+    given = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)} if ws is not None else {}
+    return "-".join(f"{name.lower()}{count}" for name, count in given.items() if count)
 
 
 def forgive(ts: TaskState | None) -> None:
-    """Forget that workers died under this task: it has committed something since. None: it is gone."""
+    """Reset the count of workers that died under this task, because it has committed a quantum since. None: the task was
+    forgotten."""
     if ts is not None:
         ts.suspicious = 0
 
 
 def set_priority(ts: TaskState, priority: tuple[int, ...]) -> None:
-    """Write the order of a task that is not in a scheduler or worker heap (parked, waiting, released)."""
+    """Set the priority of a task that is in no heap of the scheduler or a worker (parked, waiting, released)."""
     ts.priority = tuple(priority)
 
 
 async def restart_worker(scheduler: Scheduler, address: str, stimulus_id: str) -> str:
-    """Have a worker's nanny kill and start it again; one without a nanny is only removed. Returns what became of it."""
+    """Restart a worker through its nanny; one without a nanny is only removed. Returns the outcome that Dask reports."""
     answers: Mapping[str, str] = await scheduler.restart_workers(
         [address], timeout=30, wait_for_workers=False, on_error="return", stimulus_id=stimulus_id
     )

@@ -3,21 +3,22 @@
 ::
 
     waiting --enough replicas--> forming --all joined--> ready --a member leaves--> waiting
-    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S are over--> waiting
+    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S have passed--> waiting
 
-A group has a number, its *gang epoch*. To form one, rank 0 is told to open a rendezvous, then all are told to join it; each
-answers when the state of the furthest is everybody's (`libra.worker.gang_member`). Tasks of the group wait under a resource
-that nobody supplies (`libra.keys.GANG`), one per rank.
+A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join it; each reports when
+all have the state of the rank with most steps (`libra.worker.gang_member`). Tasks of the group wait for a resource that no
+worker supplies (`libra.keys.GANG`), one per rank.
 
 Invariants
 ----------
-1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank, once the group is ready and
-   every rank's is here or done; or none is. Two gangs never run at once: ranks would meet in different collectives.
-2. A member that leaves ends the group at once: the worker is named in the event log and by a warning, nobody asks anybody. What
-   was placed comes back here by itself, and is released to the next group.
-3. Whatever ends a task of a gang puts it back under the resource, or a result lost with its worker would be tied to it.
-4. What workers say of another gang epoch or run epoch is not listened to.
-5. Ranks stay with worker names where these come back; workers beyond the size of the group stand by.
+1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank, once the group is ready
+   and the task of every rank is here or done; otherwise none is released. Two gangs never run at once: ranks would meet in
+   different collectives.
+2. A member that leaves ends the group at once, named in the event log and by a warning. Placed tasks return here, and are
+   released to the next group.
+3. However a task of a gang ends, it is parked again, or a result lost with its worker would stay pinned to it.
+4. Reports of another gang epoch or run epoch are ignored.
+5. A rank stays with its worker's name if that returns; workers beyond the size of the group are spares.
 """
 
 from __future__ import annotations
@@ -28,8 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from libra import keys
+from libra import events, keys
+from libra.events.reports import (
+    GangFailedReport,
+    GangJoinedReport,
+    GangMemberReport,
+    GangOpenReport,
+    GangReport,
+    TrainerReport,
+    decode,
+)
 from libra.scheduler import dask_internals
+from libra.scheduler.run_log import run_log
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -37,8 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""How long it is waited for the news that a member left, when another cannot reach it; then all of them form a new group."""
-_TELLS = frozenset({"trainer", "gang_open", "gang_joined", "gang_failed"})
+"""Seconds to wait for Dask to report a lost member that another cannot reach; then all form a new group."""
 
 
 @dataclass(slots=True)
@@ -48,7 +58,7 @@ class _Gang:
     size: int
     number: int = -1
     status: str = "waiting"
-    replicas: dict[str, str] = field(default_factory=dict)  # address by name of every worker that has one
+    replicas: dict[str, str] = field(default_factory=dict)  # address of every worker with a replica, by name
     names: list[str] = field(default_factory=list)  # by rank
     joined: dict[int, int] = field(default_factory=dict)  # steps taken, by rank
     parked: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)  # keys by node and iteration
@@ -68,17 +78,15 @@ class GangPlugin(SchedulerPlugin):
 
     def __init__(self) -> None:
         self._gangs: dict[str, _Gang] = {}
-        self._on_worker: dict[str, _Gang] = {}  # tasks that were placed and have not come back, by key
+        self._on_worker: dict[str, _Gang] = {}  # placed tasks that have not returned, by key
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the calls of the driver."""
         self._scheduler = scheduler
-        dask_internals.add_handlers(
-            scheduler, {"libra_register_gang": self.register_gang, "libra_end_gang": self.end_gang}
-        )
+        dask_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
-        """From now on form groups of ``size`` for a run; one of an older epoch is forgotten.
+        """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
 
         A process can be in one torch.distributed group, so only one run at a time trains on several replicas here.
         """
@@ -89,14 +97,14 @@ class GangPlugin(SchedulerPlugin):
         return {}
 
     def end_gang(self, run: str) -> None:
-        """Forget a run."""
+        """Remove a run."""
         self._gangs.pop(run, None)
         self._on_worker = {key: gang for key, gang in self._on_worker.items() if gang.run != run}
 
     # ---------------------------------------------------------------- scheduler hooks
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Follow the tasks of gangs; of others nothing but a look-up."""
+        """Follow the tasks of gangs; others cost one look-up."""
         if start == "processing" and (gang := self._on_worker.pop(key, None)) is not None:
             if (ts := self._scheduler.tasks.get(key)) is not None:
                 dask_internals.park(ts, keys.GANG)
@@ -109,7 +117,7 @@ class GangPlugin(SchedulerPlugin):
             self._gone(key)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """A member that leaves is named, and the next group is formed if there are enough without it."""
+        """Log a member that leaves, and form the next group if enough replicas remain."""
         for gang in self._gangs.values():
             for name in [name for name, address in gang.replicas.items() if address == worker]:
                 is_member = name in gang.names
@@ -119,51 +127,53 @@ class GangPlugin(SchedulerPlugin):
                     self._form(gang)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """A worker says where it is with its group."""
-        if topic != "libra" or not isinstance(msg, dict) or msg.get("kind") not in _TELLS:
+        """A worker reports on its group."""
+        if (received := decode(topic, msg, GangReport)) is None:
             return
-        gang = self._gangs.get(msg["run"])
-        if gang is None or gang.run_epoch != msg["epoch"]:
+        gang, report = self._gangs.get(received.run), received.report
+        if gang is None or gang.run_epoch != received.epoch:
             return
-        if msg["kind"] == "trainer":
-            gang.replicas[msg["name"]] = msg["address"]
+        if isinstance(report, TrainerReport):
+            gang.replicas[report.name] = report.address
             self._form(gang)
             return
-        if msg["gang"] != gang.number or gang.status == "waiting":
+        if not isinstance(report, GangMemberReport) or report.gang != gang.number or gang.status == "waiting":
             return
-        match msg["kind"]:
-            case "gang_open":
-                self._tell(gang, "join", host=msg["host"], port=msg["port"])
-            case "gang_joined":
-                gang.joined[msg["rank"]] = msg["steps"]
+        match report:
+            case GangOpenReport():
+                self._send(gang, "join", host=report.host, port=report.port)
+            case GangJoinedReport():
+                gang.joined[report.rank] = report.steps
                 if len(gang.joined) == gang.size and gang.status == "forming":
                     gang.status = "ready"
-                    self._emit(gang, "gang_formed", members=list(gang.names), steps=max(gang.joined.values()))
+                    steps = max(gang.joined.values())
+                    log = run_log(self._scheduler, gang.run)
+                    log.emit(events.GangFormed, gang=gang.number, members=tuple(gang.names), steps=steps)
                     self._soon(gang)
-            case "gang_failed" if gang.status != "doubtful":
-                # Who says so is not who is to blame: most often that one's leaving is told a moment later.
+            case GangFailedReport() if gang.status != "doubtful":
+                # The reporting worker is not to blame: Dask usually reports the lost one a moment later.
                 gang.status = "doubtful"
                 self._scheduler.loop.call_later(
-                    RETRY_S, self._unexplained, gang, gang.number, msg["rank"], msg["detail"]
+                    RETRY_S, self._unexplained, gang, gang.number, report.rank, report.detail
                 )
 
     # ---------------------------------------------------------------- the group
 
     def _form(self, gang: _Gang) -> None:
-        """Begin a new group where there is none and enough replicas are there."""
+        """Begin a new group if there is none and enough replicas are present."""
         if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gangs.get(gang.run) is not gang:
             return
-        # Those that stay keep their rank: their tasks' results and rank 0's unwritten checkpoints are where they were.
+        # Those that stay keep their rank: their results and rank 0's unwritten checkpoints stay where they are.
         free = iter(sorted(name for name in gang.replicas if name not in gang.names))
         names: list[str | None] = [name if name in gang.replicas else None for name in gang.names] or [None] * gang.size
         gang.names = [name or next(free) for name in names]
         gang.number += 1
         gang.status, gang.joined = "forming", {}
         logger.info("run %s: group %d of training replicas is formed of %s", gang.run, gang.number, gang.names)
-        self._tell(gang, "open", ranks=[0])
+        self._send(gang, "open", ranks=[0])
 
     def _unexplained(self, gang: _Gang, number: int, rank: int, detail: str) -> None:
-        """A member could not reach the others, and none of them has left: all of them try again."""
+        """A member could not reach the others and none has left: all of them try again."""
         if gang.status == "doubtful" and gang.number == number:
             self._lost(gang, gang.names[rank], detail)
             self._form(gang)
@@ -173,20 +183,14 @@ class GangPlugin(SchedulerPlugin):
             return
         gang.status = "waiting"
         logger.warning("run %s: training group %d lost %s: %s", gang.run, gang.number, name, detail)
-        self._emit(gang, "gang_lost", worker=name, detail=detail)
+        run_log(self._scheduler, gang.run).emit(events.GangLost, gang=gang.number, worker=name, detail=detail)
 
-    def _tell(self, gang: _Gang, do: str, *, ranks: list[int] | None = None, **fields: Any) -> None:
+    def _send(self, gang: _Gang, do: str, *, ranks: list[int] | None = None, **fields: Any) -> None:
         for rank in range(gang.size) if ranks is None else ranks:
             message = {"op": "libra-gang", "run": gang.run, "epoch": gang.run_epoch, "do": do, "gang": gang.number}
             dask_internals.tell_worker(
                 self._scheduler, gang.addresses[rank], {**message, "rank": rank, "size": gang.size, **fields}
             )
-
-    def _emit(self, gang: _Gang, event: str, **fields: Any) -> None:
-        libra: Any = self._scheduler.plugins.get("libra")
-        state = libra.runs.get(gang.run) if libra is not None else None
-        if state is not None:
-            state.emit(event, gang=gang.number, **fields)
 
     # ---------------------------------------------------------------- its tasks
 
@@ -200,25 +204,25 @@ class GangPlugin(SchedulerPlugin):
         self._soon(gang)
 
     def _gone(self, key: str) -> None:
-        """It waits no more, and nobody here released it: it was cancelled."""
+        """The task no longer waits and was not released here: it was cancelled."""
         for gang in self._gangs.values():
             for waiting in gang.parked.values():
                 waiting.discard(key)
 
     def _soon(self, gang: _Gang) -> None:
-        """Place what can be placed, outside of the transition that brought us here."""
+        """Place the gangs that are complete, outside of the current transition."""
         self._scheduler.loop.add_callback(self._place, gang)
 
     def _place(self, gang: _Gang) -> None:
         if self._gangs.get(gang.run) is not gang or gang.status != "ready":
             return
         for (node, indices), waiting in list(gang.parked.items()):
-            whole = node != "checkpoint"  # which is rank 0's alone, and takes part in nothing
+            whole = node != "checkpoint"  # which is rank 0's alone, without collectives
             if not waiting:
                 del gang.parked[node, indices]
             elif not (whole and gang.placed) and (releases := self._releases(gang, node, indices, waiting)):
                 del gang.parked[node, indices]
-                # Before they are released: a transition may come back from there.
+                # Before the release, whose transitions may call back.
                 self._on_worker |= {release.key: gang for release in releases}
                 if whole:
                     gang.placed |= {release.key for release in releases}
@@ -231,7 +235,7 @@ class GangPlugin(SchedulerPlugin):
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
     ) -> list[dask_internals.Release]:
-        """Every rank's task that is to run, or nothing where one that has to run is not here yet."""
+        """The task of every rank that has to run; empty if one of them is not here yet."""
         if node == "checkpoint":
             return [dask_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
         releases = []

@@ -1,9 +1,10 @@
-"""What the scheduler writes where no worker is left to: the failure of a trajectory whose quantum killed its workers."""
+"""The failure record of a trajectory whose quantum killed its workers, written by the scheduler because no worker can."""
 
 from __future__ import annotations
 
 import logging
 
+from libra import events
 from libra.errors import RecordExists, StoreError
 from libra.scheduler.run_state import Tracked
 from libra.store.trajectory_journal import Journal
@@ -14,7 +15,8 @@ task_logger = logging.getLogger(__name__ + ".tasks")
 
 
 def record_worker_failure(tracked: Tracked, address: str) -> bool:
-    """Write the record that ends an attempt as a ``worker`` failure; whether one is there now, this or one written after all."""
+    """Write the record that ends an attempt as a ``worker`` failure; returns whether a record exists now, this or an
+    earlier one."""
     state = tracked.run
     detail = f"quantum {tracked.quanta} was lost {tracked.lost} times, the last time with {address}"
     record = {
@@ -36,9 +38,9 @@ def record_worker_failure(tracked: Tracked, address: str) -> bool:
         logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
         return False
     else:
-        state.failures[str(FailureClass.WORKER)] += 1
-        state.emit("failure_classified", key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
+        state.counts.failures[str(FailureClass.WORKER)] += 1
+        state.log.emit(events.FailureClassified, key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
     tracked.quanta += 1
-    # Another attempt begins with a generation. Where the trajectory stands elsewhere, or is over, its next report says so.
+    # Another attempt begins with a generation. If the trajectory has advanced or ended, its next report corrects this.
     tracked.lost, tracked.phase = 0, Phase.ROLLOUT
     return True

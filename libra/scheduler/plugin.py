@@ -1,11 +1,11 @@
 """LibraPlugin: parked trajectories, gates and batches of every run on this scheduler.
 
-A trajectory is one Dask task that runs in quanta. Between quanta it waits *parked*; the plugin gives it a slot of the
-phase it needs, in the order of ``ts.priority``, on the worker that holds its KV cache if that has room. At the end of a
+A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives it a slot of the phase it
+needs, in the order of ``ts.priority``, on the worker that holds its KV cache if that has a free slot. At the end of a
 quantum the task reports (``log_event``, topic ``libra``) and raises ``Reschedule``; the report arrives first.
 
-The plugin is the hooks: it finds out which run and which part something concerns. `Trajectories` tells policy objects what
-happens to trajectories, `Applier` carries out what they answer.
+The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns. `Trajectories` passes events of
+trajectories to the policy objects, `Applier` carries out their commands.
 
 Invariants
 ----------
@@ -25,27 +25,58 @@ from typing import TYPE_CHECKING, Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from libra import keys
+from libra import events, keys
+from libra.cluster.key_cache import bound_key_cache
+from libra.cluster.page_names import check_names
+from libra.events.reports import (
+    BoundariesReport,
+    DeclaredReport,
+    DriverReport,
+    EngineReport,
+    GroupReport,
+    IterationReport,
+    JoinedReport,
+    NotReadyReport,
+    PlanReport,
+    PromptsReport,
+    PublishedReport,
+    QuantumReport,
+    ReadyReport,
+    StepReport,
+    TrajectoryReport,
+    decode,
+)
 from libra.observe.page import attach_page
 from libra.policy import (
     Admission,
     BoundariesSet,
     Command,
     CommittedGroup,
-    Fifo,
     Inspectable,
     VersionPublished,
     boundaries_of,
     groups_named,
     make_ordering,
 )
+from libra.policy.step_lengths import FixedLimit, StepLengths
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_version, engine_reported, newest_version, published, tell_contention
-from libra.scheduler.run_state import RunState
+from libra.scheduler.announcements import (
+    announce_version,
+    engine_reported,
+    newest_version,
+    send_contention,
+    version_published,
+)
+from libra.scheduler.lost_workers import LostWorkers
+from libra.scheduler.missing_roles import MissingRoles
+from libra.scheduler.notices import process_name
+from libra.scheduler.run_log import RunLog
+from libra.scheduler.run_state import RunRegistration, RunState
 from libra.scheduler.slot_limits import Concurrency
 from libra.scheduler.stall_watchdog import StallGuard
 from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.unready_workers import NotReady
+from libra.store.batch_membership import read_batch
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
@@ -55,7 +86,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 task_logger = logging.getLogger(__name__ + ".tasks")
 
-TOPIC = "libra"
 SAMPLE_MS = 500
 
 
@@ -67,111 +97,117 @@ class LibraPlugin(SchedulerPlugin):
 
     def __init__(self) -> None:
         self.runs: dict[str, RunState] = {}
-        self._signs: dict[Any, float] = {}  # monotonic seconds when a task on a worker was sent there, or last reported
+        self.guards: dict[str, StallGuard] = {}  # of runs with a watchdog
+        self._signs: dict[Any, float] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
 
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
         self._scheduler = scheduler
-        dask_internals.collect_seldom()
+        dask_internals.collect_rarely()
         dask_internals.add_handlers(
             scheduler,
             {
-                "libra_register_run": self.register_run,
+                "libra_register_run": lambda registration: self.register_run(
+                    RunRegistration.from_message(registration)
+                ),
                 "libra_members": self.members,
-                "libra_blocks": lambda run, groups: [self.runs[run].blocks.get(tuple(group)) for group in groups],
+                "libra_blocks": lambda run, groups: [
+                    self.runs[run].workers.blocks.get(tuple(group)) for group in groups
+                ],
                 "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
                 "libra_forecast_trust": self.forecast_trust,
                 "libra_set_slots": self.set_slots,
                 "libra_engines": self.engines,
+                "libra_notices": self.notices,
                 "libra_end_run": self.end_run,
             },
         )
         attach_page(scheduler, self.snapshots)
-        self.not_ready = NotReady(scheduler)
+        check_names(scheduler.http_application)
+        self.not_ready, self.lost_workers = NotReady(scheduler), LostWorkers(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._signs)
+        self.missing_roles = MissingRoles(scheduler, self.not_ready, self.lost_workers, self.trajectories.phase_of)
         self.concurrency = Concurrency(scheduler, self.trajectories.kick)
         sampler = scheduler.periodic_callbacks["libra-sample"] = PeriodicCallback(self._sample, SAMPLE_MS)
         sampler.start()
 
     # ---------------------------------------------------------------- calls from the driver and from workers
 
-    def register_run(
-        self,
-        run: str,
-        epoch: int,
-        directory: str,
-        eta: int,
-        iterations: int,
-        groups_per_batch: int,
-        event_log: bool,
-        restored: dict[str, Any] | None = None,
-        watchdog_s: float | None = None,
-        watchdog_restart: bool = False,
-        policy: dict[str, Any] | None = None,
-        family: str = "",
-        learned: str | None = None,
-    ) -> dict[str, Any]:
-        """Make a run known; a run of the same name and a newer epoch replaces the older one.
-
-        ``restored`` is the `Admission.snapshot` that a run which is resumed goes on from. ``watchdog_s`` is
-        ``watchdog.timeout_s``, None where nobody looks for stalls. ``policy`` is what `libra.policy.make_ordering` takes, None
-        for first come, first served; ``family`` the name of the environment. ``learned`` is a snapshot of it as JSON, from which
-        that of a run which is resumed goes on.
-        """
-        old = self.runs.get(run)
-        if old is not None and old.epoch >= epoch:
-            return {"error": f"run {run!r} is already on this scheduler with epoch {old.epoch}"}
-        if old is not None:
-            self.end_run(run)
-        log = EventLog(Path(directory) / "events.jsonl") if event_log else None
-        admission, policy = Admission(eta, groups_per_batch), dict(policy or {"name": Fifo.name})
+    def register_run(self, new: RunRegistration) -> dict[str, Any]:
+        """Register a run; a run of the same name and a newer epoch replaces the older one."""
+        old = self.runs.get(new.run)
+        if old is not None and old.epoch >= new.epoch:
+            return {"error": f"run {new.run!r} is already on this scheduler with epoch {old.epoch}"}
+        self.end_run(new.run)
+        file = EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None
+        admission, policy = Admission(new.eta, new.groups_per_batch), dict(new.policy)
         boundaries = boundaries_of(policy.pop("boundaries_tokens", {}))
-        if restored is not None:
-            admission.restore(restored)
+        if new.restored is not None:
+            admission.restore(new.restored)
         ordering = make_ordering(**policy)
-        if learned is not None:
-            ordering.restore(json.loads(learned))
-        state = RunState(run, epoch, Path(directory), eta, iterations, admission, ordering, log, family)
-        self.runs[run] = state
-        state.emit(
-            "run_started",
-            epoch=epoch,
-            eta=eta,
-            iterations=iterations,
-            groups_per_batch=groups_per_batch,
-            policy=state.policy.name,
-            family=family,
+        if new.learned is not None:
+            ordering.restore(json.loads(new.learned))
+        state = self.runs[new.run] = RunState(new, admission, ordering, RunLog(new.run, file))
+        state.log.emit(
+            events.RunStarted,
+            epoch=new.epoch,
+            eta=new.eta,
+            iterations=new.iterations,
+            groups_per_batch=new.groups_per_batch,
+            policy=ordering.name,
+            family=new.family,
         )
         state.emit_snapshot()
         self.trajectories.register_run(state)
         if boundaries:
             self._set_boundaries(state, boundaries, "policy.boundaries_tokens")
-        if watchdog_s is not None:
-            state.guard = StallGuard(
-                self._scheduler, state, self._signs, self.trajectories.phase_of, watchdog_s, watchdog_restart
+        if new.watchdog_s is not None:
+            fixed = None if new.watchdog_s == "auto" else FixedLimit(new.watchdog_s)
+            limits = fixed or StepLengths(new.watchdog_floors_s)
+            guard = self.guards[new.run] = StallGuard(
+                self._scheduler, state, self._signs, self.trajectories.phase_of, limits, new.watchdog_restart
             )
-            state.guard.start()
-        return {"started_s": state.started_s}
+            guard.start()
+        return {"started_s": state.log.started_s, "process": process_name()}
 
     def forecast_trust(self, run: str) -> dict[str, float]:
-        """Metrics of a run's ordering: its skill, and the weight of each signal; empty where it judges no forecasts."""
+        """Metrics of a run's ordering: its skill, and the weight of each signal; empty if it does not score its forecasts."""
         state = self.runs.get(run)
         if state is None or not isinstance(state.policy, Inspectable):
             return {}
-        shown = state.policy.shown()
-        if shown["skill"] is None:
+        row = state.policy.dashboard_row()
+        if row["skill"] is None:
             return {}
-        weights = {f"forecast_weight_{signal}": weight for signal, weight in shown["weights"].items()}
-        return {"forecast_skill": shown["skill"], **weights}
+        weights = {f"forecast_weight_{signal}": weight for signal, weight in row["weights"].items()}
+        return {"forecast_skill": row["skill"], **weights}
 
-    def end_run(self, run: str) -> None:
-        """Close a run's event log, stop its watchdog, forget the run."""
-        state = self.runs.pop(run, None)
-        if state is not None:
-            self.not_ready.ended(run)
-            self.concurrency.ended(run)
-            state.close()
+    def end_run(self, run: str, epoch: int | None = None) -> None:
+        """Close a run's event log, stop its watchdog, forget the run, with its training group and roles; only this epoch of it.
+
+        All at once: a run that starts next never finds a part of it.
+        """
+        state = self.runs.get(run)
+        if state is None or epoch not in (None, state.epoch):
+            return
+        del self.runs[run]
+        self.not_ready.ended(run)
+        self.missing_roles.ended(run)
+        self.concurrency.ended(run)
+        if guard := self.guards.pop(run, None):
+            guard.stop()
+        gangs: Any = self._scheduler.plugins.get("libra-gang")
+        roles: Any = self._scheduler.plugins.get("libra-roles")
+        if gangs is not None:
+            gangs.end_gang(run)
+        if roles is not None:
+            roles.end_roles(run)
+        state.log.close()
+
+    def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
+        """The notices of a run from number ``first`` on; see `Notices.since`."""
+        state = self.runs.get(run)
+        return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
@@ -183,26 +219,31 @@ class LibraPlugin(SchedulerPlugin):
         return self.concurrency.set(state, slots, reason)
 
     def engines(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """What engines of a run are, may use and have declared (`Concurrency.rows`); ``residents``: trajectories at home."""
+        """Rows of `Concurrency.rows`, with ``residents``: trajectories at home on the engine."""
         state = self.runs.get(run)
         rows = [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
         return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
 
     def members(self, run: str, batch: int) -> list[list[int]]:
         """Groups of a batch that was opened, as [iteration, group]."""
-        return [list(member) for member in self.runs[run].admission.opened[batch]]
+        state = self.runs[run]
+        members = state.admission.opened.get(batch)
+        if members is None:  # opened long before: it is committed
+            ids = read_batch(state.directory / "batches", batch)
+            members = tuple(dict.fromkeys((each.iteration, each.group) for each in ids))
+        return [list(member) for member in members]
 
     # ---------------------------------------------------------------- scheduler hooks
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Follow parked tasks through Dask's states; the hot path of the plugin."""
+        """Follow parked tasks through Dask's states. This is the plugin's hot path."""
         if start == "processing":
-            self._signs.pop(key, None)
+            since_s = self._signs.pop(key, None)
             tracked = self.trajectories.tracked.get(key)
             if tracked is not None:
                 self.trajectories.left_worker(tracked)
-            elif finish == "memory":
-                self._progressed(key)
+            elif finish == "memory" and self.guards and (parsed := keys.parse(key)) is not None:
+                self._progressed(parsed.run, key, since_s)
         elif finish == "processing":
             self._signs[key] = time.monotonic()
         if finish == "no-worker":
@@ -213,70 +254,83 @@ class LibraPlugin(SchedulerPlugin):
             self.trajectories.forgotten(key)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """A worker reports; see ``libra.worker.reports`` for the messages."""
-        if topic != TOPIC or not isinstance(msg, dict):
+        """A worker or the driver reports; see `libra.events.reports`."""
+        if (received := decode(topic, msg)) is None:
             return
-        state = self.runs.get(msg.get("run", ""))
-        if state is None or msg.get("epoch") != state.epoch:
-            logger.debug("a report of an unknown run or an older epoch is ignored: %s", msg)
+        state, report = self.runs.get(received.run), received.report
+        if state is None or received.epoch != state.epoch:
+            logger.debug("ignored: a report of an unknown run or an older epoch: %s", msg)
             return
-        state.progressed()
-        match msg["kind"]:
-            case "quantum" | "ended" | "given_back":
-                self.trajectories.reported(state, msg)
-            case "group":
-                self._group_reported(state, msg)
-            case "published":
-                published(state, msg)
-                self._apply(state, state.policy.handle(VersionPublished(msg["version"])))
-                self._apply(state, state.admission.version_published(msg["version"]))
-                for version in [v for v in state.eval_gates if v <= state.admission.version]:
-                    for gate in state.eval_gates.pop(version):
-                        self.trajectories.applier.open(state, gate, keys.GRADE)
-                announce_version(self._scheduler, state, msg["version"])
-            case "joined" | "served" | "quarantined" | "asleep" | "awake":
-                self._engine_reported(state, msg)
-            case "declared" | "ready" | "not_ready":
-                self._set_up(state, msg)
-            case "plan" | "prompts" | "boundaries":
-                self._driver_reported(state, msg)
-            case "step":
-                state.emit("step_finished", step=msg["step"], loss=msg["loss"], train_s=msg["train_s"])
-            case "iteration":
-                self._iteration_reported(state, msg)
+        key = report.key if isinstance(report, QuantumReport) else None
+        self._progressed(state.run, key, self._signs.get(key))
+        match report:
+            case TrajectoryReport():
+                self.trajectories.reported(state, report)
+            case GroupReport():
+                self._group_reported(state, report)
+            case PublishedReport():
+                self._version_published(state, report)
+            case EngineReport():
+                self._engine_reported(state, report)
+            case DeclaredReport():
+                self.trajectories.workers.declared(state, report)
+                self.concurrency.declared(state.run, report)
+                self.trajectories.kick()
+            case ReadyReport():
+                self._ready(state, report)
+            case NotReadyReport():
+                self.not_ready.failed(state, report)
+            case DriverReport():
+                self._driver_reported(state, report)
+            case StepReport(step=step, loss=loss, train_s=train_s):
+                state.log.emit(events.StepFinished, step=step, loss=loss, train_s=train_s)
+            case IterationReport():
+                self._iteration_reported(state, report)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """New slots may be free."""
+        """A worker joins: new slots may be free."""
+        self.lost_workers.joined(dask_internals.worker_name(scheduler, worker), worker)
+        for guard in self.guards.values():
+            guard.granted()
         for state in self.runs.values():
-            if state.guard is not None:
-                state.guard.granted()
             if dask_internals.installs(scheduler, keys.host_name(state.run)):
-                state.joining.add(worker)
+                state.workers.joining.add(worker)
                 self.not_ready.joined(state.run, worker)
-            state.emit("worker_joined", worker=dask_internals.worker_name(scheduler, worker), address=worker)
+            name = dask_internals.worker_name(scheduler, worker)
+            state.log.emit(events.WorkerJoined, worker=name, address=worker)
         self.trajectories.kick()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Its slots are gone; its tasks have already left ``processing``."""
+        """A worker leaves: its slots are gone, and its tasks have already left ``processing``."""
         self.not_ready.left(worker)
+        self.lost_workers.left(worker)
         for state in self.runs.values():
-            state.holders.lost(worker)
-            state.joining.discard(worker)
-            state.asleep.discard(worker)
-            state.emit("worker_lost", address=worker)
+            state.workers.lost(worker)
+            state.log.emit(events.WorkerLost, address=worker)
         self.trajectories.worker_gone(worker)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """A client has left: if it was a driver's that did not end its run, the run is over, and makes room for the next."""
+        for state in [state for state in self.runs.values() if state.registration.client == client]:
+            logger.warning(
+                "run %s: its driver has left; type libra resume %s to continue the run", state.run, state.directory
+            )
+            self.end_run(state.run)
 
     async def close(self) -> None:
         """The scheduler stops."""
         for run in list(self.runs):
             self.end_run(run)
 
-    def _progressed(self, key: Any) -> None:
-        """A task that is no trajectory was completed."""
-        parsed = keys.parse(key)
-        state = self.runs.get(parsed.run) if parsed is not None else None
-        if state is not None:
-            state.progressed()
+    def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
+        """A run made progress: its watchdog, if it has one, starts counting again.
+
+        ``key``: the task that ended or reported, and was sent to its worker, or had reported before, at ``since_s``.
+        """
+        if guard := self.guards.get(run):
+            if key is not None and since_s is not None:
+                guard.took(key, time.monotonic() - since_s)
+            guard.progressed()
 
     # ---------------------------------------------------------------- parked tasks
 
@@ -291,23 +345,23 @@ class LibraPlugin(SchedulerPlugin):
         elif parsed.node == "gate":
             self._gate_parked(state, parsed, key)
         elif parsed.node == "batch":
-            state.batches[parsed.indices[0]] = key
-            state.emit("batch_parked", batch=parsed.indices[0])
+            state.parked.batches[parsed.indices[0]] = key
+            state.log.emit(events.BatchParked, batch=parsed.indices[0])
             self._apply(state, state.admission.batch_parked(parsed.indices[0]))
         else:
             self.trajectories.parked(key, state, parsed)
 
     def _gate_parked(self, state: RunState, parsed: keys.Key, key: str) -> None:
-        state.progressed()  # the driver asks for more
+        self._progressed(state.run)  # the driver requests more
         index = parsed.indices[0]
         if parsed.split == "eval":
             if index <= state.admission.version:
                 self.trajectories.applier.open(state, key, keys.GRADE)
             else:
-                state.eval_gates.setdefault(index, []).append(key)
+                state.parked.eval_gates.setdefault(index, []).append(key)
             return
-        state.gates[index] = key
-        state.emit("gate_parked", iteration=index)
+        state.parked.gates[index] = key
+        state.log.emit(events.GateParked, iteration=index)
         self._apply(state, state.admission.gate_parked(index))
 
     def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
@@ -315,75 +369,78 @@ class LibraPlugin(SchedulerPlugin):
 
     # ---------------------------------------------------------------- reports
 
-    def _driver_reported(self, state: RunState, msg: dict[str, Any]) -> None:
-        if msg["kind"] == "plan":
-            state.emit(msg["event"], **msg["fields"])
-            return
-        if msg["kind"] == "boundaries":
-            self._set_boundaries(state, boundaries_of(msg["tokens"]), msg["reason"])
-            return
-        state.emit("prompts_named", iteration=msg["iteration"], prompts=msg["prompts"])
-        self._apply(state, state.policy.handle(groups_named("train", msg["iteration"], msg["prompts"])))
+    def _version_published(self, state: RunState, report: PublishedReport) -> None:
+        version_published(state, report)
+        self._apply(state, state.policy.handle(VersionPublished(report.version)))
+        self._apply(state, state.admission.version_published(report.version))
+        for version in [v for v in state.parked.eval_gates if v <= state.admission.version]:
+            for gate in state.parked.eval_gates.pop(version):
+                self.trajectories.applier.open(state, gate, keys.GRADE)
+        announce_version(self._scheduler, state, report.version)
+
+    def _driver_reported(self, state: RunState, report: DriverReport) -> None:
+        match report:
+            case PlanReport(event=event, fields=fields):
+                state.log.emit(events.EVENTS[event], **fields)
+            case BoundariesReport(tokens=tokens, reason=reason):
+                self._set_boundaries(state, boundaries_of(tokens), reason)
+            case PromptsReport(iteration=iteration, prompts=prompts):
+                state.log.emit(events.PromptsNamed, iteration=iteration, prompts=tuple(prompts))
+                self._apply(state, state.policy.handle(groups_named("train", iteration, prompts)))
 
     def _set_boundaries(self, state: RunState, boundaries: tuple[tuple[int, float], ...], reason: str) -> None:
-        logger.info("%s: trajectories of %s begin by their length: %s", reason, state.run, boundaries)
-        state.emit("boundaries_set", boundaries=boundaries, reason=reason)
+        logger.info("%s: trajectories of %s are placed by length: %s", reason, state.run, boundaries)
+        state.log.emit(events.BoundariesSet, boundaries=boundaries, reason=reason)
         self._apply(state, state.policy.handle(BoundariesSet(boundaries)))
 
-    def _engine_reported(self, state: RunState, msg: dict[str, Any]) -> None:
-        engine_reported(state, msg)
-        if msg["kind"] == "joined" and "engine" in msg:
-            self.concurrency.joined(state.run, msg["name"], msg["engine"])
-            self.concurrency.apply(state.run, msg["address"])
+    def _engine_reported(self, state: RunState, report: EngineReport) -> None:
+        engine_reported(state, report)
+        if isinstance(report, JoinedReport) and report.engine is not None:
+            self.concurrency.joined(state.run, report.name, report.engine)
+            self.concurrency.apply(state.run, report.address)
         if self.trajectories.contended:
-            tell_contention(self._scheduler, msg["address"], True)
+            send_contention(self._scheduler, report.address, True)
         self.trajectories.kick()
 
-    def _set_up(self, state: RunState, msg: dict[str, Any]) -> None:
-        """What a worker needs for a run is there, or could not be made; then it goes on counting as one that joins. Or its engine
-        says what it is."""
-        if msg["kind"] == "not_ready":
-            self.not_ready.failed(state, msg)
-            return
-        if msg["kind"] == "declared":
-            self.trajectories.workers.declared(state, msg)
-            self.concurrency.declared(state.run, msg)
-            self.trajectories.kick()
-            return
-        state.joining.discard(msg["address"])
-        self.not_ready.ready(state.run, msg["address"])
-        self.concurrency.apply(state.run, msg["address"])
+    def _ready(self, state: RunState, report: ReadyReport) -> None:
+        """A worker's setup for the run has ended. If it failed, the worker still counts as joining."""
+        state.workers.joining.discard(report.address)
+        state.workers.ready.add(report.address)
+        self.not_ready.ready(state.run, report.address)
+        self.concurrency.apply(state.run, report.address)
         self.trajectories.kick()
 
-    def _group_reported(self, state: RunState, msg: dict[str, Any]) -> None:
-        if msg["split"] == "train":
-            state.groups += 1
-            state.holds(msg["iteration"], msg["group"], msg.get("block"))
-        for failure, count in msg["failures"].items():
-            state.failures[failure] += count
-        said = ("split", "iteration", "group", "oldest_version", "reward", "failures")
-        state.emit("group_committed", **{name: msg[name] for name in said})
-        if msg["split"] == "train":
-            done = CommittedGroup(msg["iteration"], msg["group"], msg["oldest_version"])
+    def _group_reported(self, state: RunState, report: GroupReport) -> None:
+        if report.split == "train":
+            state.counts.groups += 1
+            state.workers.keeps_rows(report.iteration, report.group, report.block)
+        for failure, count in report.failures.items():
+            state.counts.failures[failure] += count
+        fields = ("split", "iteration", "group", "oldest_version", "reward", "failures")
+        state.log.emit(events.GroupCommitted, **{name: getattr(report, name) for name in fields})
+        if report.split == "train":
+            done = CommittedGroup(report.iteration, report.group, report.oldest_version)
             self._apply(state, state.admission.group_committed(done))
 
-    def _iteration_reported(self, state: RunState, msg: dict[str, Any]) -> None:
-        if msg["reward"] is not None:
-            state.rewards.append((msg["iteration"], msg["reward"]))
-        state.lags.append((msg["iteration"], msg["lag"]))
-        state.emit("iteration_finished", iteration=msg["iteration"], reward=msg["reward"], lag=msg["lag"])
+    def _iteration_reported(self, state: RunState, report: IterationReport) -> None:
+        if report.reward is not None:
+            state.counts.rewards.append((report.iteration, report.reward))
+        state.counts.lags.append((report.iteration, report.lag))
+        state.log.emit(events.IterationFinished, iteration=report.iteration, reward=report.reward, lag=report.lag)
 
-    # ---------------------------------------------------------------- seeing it
+    # ---------------------------------------------------------------- for the dashboard
 
     def _sample(self) -> None:
         if not self.runs:
             return
-        self.trajectories.kick()  # a worker that has just joined takes tasks a moment after the hook that told us
+        bound_key_cache()
+        self.trajectories.kick()  # a worker takes tasks a moment after the hook `add_worker`
         dispatcher = self.trajectories.dispatcher
         waiting = {phase: dispatcher.num_waiting(phase) for phase in Phase}
         used = {phase: dispatcher.slots(phase)[0] for phase in Phase}
         for state in self.runs.values():
             state.sample(waiting, used)
+            self.missing_roles.look(state)
 
     def snapshots(self) -> list[dict[str, Any]]:
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
@@ -391,7 +448,7 @@ class LibraPlugin(SchedulerPlugin):
         buckets = self.trajectories.dispatcher.buckets()
         roles: Any = self._scheduler.plugins.get("libra-roles")
         return [
-            state.shown(slots, self.trajectories.levels(state.run), buckets)
+            state.dashboard_row(slots, self.trajectories.levels(state.run), buckets)
             | {"roles": roles.roles(state.run, state.epoch) if roles is not None else []}
             | {"not_ready": self.not_ready.rows(state.run)}
             for state in self.runs.values()

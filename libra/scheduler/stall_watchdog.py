@@ -1,7 +1,7 @@
-"""The watchdog of a run in the scheduler: looks for a stall, names the culprit, writes down its stacks, restarts its worker.
+"""The watchdog of a run: detects a stall, names the task to blame, writes its worker's stacks, restarts the worker.
 
-`libra.policy.stall` decides; this module brings time and picture, and acts. A restart is safe for quanta: what was
-committed is in the journal, the quantum in flight is dispatched again, and after three such losses its trajectory ends.
+`libra.policy.stall` decides; this module provides the time and the tasks, and acts. A restart is safe for quanta: committed
+ones are in the journal, the one in flight is dispatched again, and after three such losses its trajectory ends.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from tornado.ioloop import PeriodicCallback
 
-from libra import keys
+from libra import events, keys
 from libra.cluster.readiness import NEEDED
 from libra.cluster.worker_stacks import stacks_of
 from libra.policy.stall import Picture, RunningTask, Stall, Waiting, Watchdog
+from libra.policy.step_lengths import Limits, StepLengths
 from libra.scheduler import dask_internals
+from libra.scheduler.run_state import RunState
 from libra.types import Phase
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
-
-    from libra.scheduler.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,14 @@ MIN_CHECK_S = 1.0
 
 
 class StallGuard:
-    """One per run that has ``watchdog.timeout_s``.
+    """The watchdog of one run with ``watchdog.timeout_s``.
 
     Parameters
     ----------
+    limits : Limits
+        When a task without a sign of activity is suspicious; limits that follow measured lengths are updated here.
     since : mapping
-        Time of the last sign of each task that is on a worker, by key; ``time.monotonic`` seconds, kept by the plugin.
+        ``time.monotonic`` of the last sign of life of each task on a worker, by key; the plugin updates it.
     phase_of : callable
         Phase a trajectory needs next or is in, by key.
     """
@@ -49,36 +51,42 @@ class StallGuard:
         state: RunState,
         since: Mapping[str, float],
         phase_of: Callable[[str], Phase],
-        timeout_s: float,
+        limits: Limits,
         restart: bool,
     ) -> None:
         self._scheduler, self._state, self._since, self._phase_of = scheduler, state, since, phase_of
         self._restart = restart
         self._stalls = 0
         self._acting: set[asyncio.Task[None]] = set()
-        self.watchdog = Watchdog(timeout_s, time.monotonic())
-        every_s = max(MIN_CHECK_S, timeout_s / CHECKS_PER_TIMEOUT)
+        self._limits = limits
+        self.watchdog = Watchdog(limits, time.monotonic())
+        every_s = max(MIN_CHECK_S, limits.floor_s / CHECKS_PER_TIMEOUT)
         self._checks = PeriodicCallback(self._check, every_s * 1000)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Begin the periodic checks."""
         self._checks.start()
 
     def stop(self) -> None:
-        """Look no more; what is under way is left off."""
+        """End the checks, and cancel the actions against a stall."""
         self._checks.stop()
         for task in self._acting:
             task.cancel()
 
     def progressed(self) -> None:
-        """Something of the run went on."""
+        """The run made progress."""
         self.watchdog.progressed(time.monotonic())
 
+    def took(self, key: str, seconds: float) -> None:
+        """A task took this long on a worker since its last sign of activity, until the next one or its end."""
+        if isinstance(self._limits, StepLengths):
+            self._limits.took(self._stage(key), seconds)
+
     def granted(self) -> None:
-        """Something was done that may end a stall, but is no progress yet: a worker joined."""
+        """Something happened that may end a stall, but is not progress yet: a worker joined."""
         self.watchdog.granted(time.monotonic())
 
-    # ---------------------------------------------------------------- what it sees
+    # ---------------------------------------------------------------- checks
 
     def _check(self) -> None:
         if self._acting:
@@ -86,7 +94,7 @@ class StallGuard:
         now_s = time.monotonic()
         stall = self.watchdog.check(now_s, self._picture)
         if stall is not None:
-            self._tell(stall, now_s)
+            self._report(stall, now_s)
 
     def _picture(self) -> Picture:
         running: list[RunningTask] = []
@@ -118,23 +126,23 @@ class StallGuard:
             return Waiting(key, f"a unit of {resource}" if resource else "any worker", resource)
         index, published = parsed.indices[0], state.admission.version
         if parsed.node == "gate":
-            version = index if parsed.split == "eval" else index - state.eta
+            version = index if parsed.split == "eval" else index - state.registration.eta
             return Waiting(key, f"version {version} (published is {published})", "")
         if parsed.node == "batch":
             return Waiting(key, f"the groups of batch {index} (published is version {published})", "")
         phase = str(self._phase_of(key))
         return Waiting(key, f"a slot of {phase}", phase)
 
-    # ---------------------------------------------------------------- what it does
+    # ---------------------------------------------------------------- actions
 
-    def _tell(self, stall: Stall, now_s: float) -> None:
+    def _report(self, stall: Stall, now_s: float) -> None:
         self._stalls += 1
         state, culprit = self._state, stall.culprit
         restart = self._restart and culprit is not None
         file = f"stacks/{self._stalls:04d}-{culprit.worker.replace('/', '_')}.txt" if culprit is not None else ""
-        last = state.last_event_text()
-        state.emit(
-            "stall_detected",
+        last = state.log.newest()
+        state.log.emit(
+            events.StallDetected,
             key=culprit.key if culprit else "",
             worker=culprit.worker if culprit else "",
             address=culprit.address if culprit else "",
@@ -146,10 +154,9 @@ class StallGuard:
             stacks=file,
             restarts=restart,
         )
-        logger.warning(
-            "run %s: no progress for %.0f s: %s; last event: %s; %s",
-            state.run, stall.idle_s, stall.detail, last, self._advice(stall, file, restart),
-        )  # fmt: skip
+        advice = self._advice(stall, file, restart)
+        text = f"run {state.run}: no progress for {stall.idle_s:.0f} s: {stall.detail}; last event: {last}; {advice}"
+        state.notices.warn(logger, text)
         if culprit is not None:
             task = asyncio.ensure_future(self._act(culprit, stall, file, now_s))
             self._acting.add(task)
@@ -167,27 +174,29 @@ class StallGuard:
         by_hand = (
             f"type kill -9 {ws.pid} on {ws.host} to have its nanny restart it" if ws is not None and ws.nanny else ""
         )
-        return "; ".join(filter(None, (written, by_hand, "watchdog.restart=true would do so by itself")))
+        return "; ".join(filter(None, (written, by_hand, "watchdog.restart=true does so automatically")))
 
-    async def _act(self, culprit: RunningTask, stall: Stall, file: str, told_s: float) -> None:
+    async def _act(self, culprit: RunningTask, stall: Stall, file: str, reported_s: float) -> None:
         ws = self._scheduler.workers.get(culprit.address)
         if ws is None:
             return
         try:
             text = await stacks_of(self._scheduler, ws)
-        except OSError as error:  # the process ends while it is asked
-            text = f"(its stacks could not be had: {type(error).__name__}: {error})\n"
+        except OSError as error:  # the process ended in the meantime
+            text = f"(its stacks could not be read: {type(error).__name__}: {error})\n"
         self._write(file, f"{stall.detail}\nworker {ws.name}, process {ws.pid} on {ws.host}\n{text}")
         if not self._restart:
             return
-        if self.watchdog.moved_since(told_s):
-            logger.warning("run %s: it goes on, so worker %s is not restarted", self._state.run, culprit.worker)
+        if self.watchdog.moved_since(reported_s):
+            self._state.notices.warn(
+                logger, f"run {self._state.run}: progress resumed, so worker {culprit.worker} is not restarted"
+            )
             return
         answer = await dask_internals.restart_worker(
             self._scheduler, culprit.address, f"libra-watchdog-{self._state.run}"
         )
         self.granted()
-        logger.warning("run %s: worker %s was restarted: %s", self._state.run, culprit.worker, answer)
+        self._state.notices.warn(logger, f"run {self._state.run}: worker {culprit.worker} was restarted: {answer}")
 
     def _write(self, file: str, text: str) -> None:
         path = self._state.directory / file

@@ -1,16 +1,16 @@
-"""Trajectories of all runs on a scheduler: parked, placed, reported, lost, over.
+"""Trajectories of all runs on a scheduler: parked, placed, reported, lost, ended.
 
-The dispatcher says who goes where, the orderings of the runs say in which order; this tells them what happens, in order, and
-has the applier carry out what they answer.
+The dispatcher chooses workers, the orderings of the runs choose the order. This module passes them the events in order, and
+their commands to the applier.
 
 Invariants
 ----------
-1. ``ts.priority`` is the order: a free slot goes to the first of those that may have it (`libra.policy.dispatcher`).
-2. A worker never holds more quanta of a phase than it declares slots for. A trajectory may run its next generation in
-   the slot it has, without parking, while no trajectory waits for one; when one does, rollout workers are told, and a
-   slot comes free when a turn ends.
-3. Whatever ends a quantum (report, worker loss, cancel), its slot is given back and its restrictions are parked again.
-4. Everything that policy objects are told is in the event log of the run first, in the same order.
+1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it (`libra.policy.dispatcher`).
+2. A worker never holds more quanta of a phase than it declares slots for. A trajectory may run its next generation in its
+   slot without parking while no other waits for one; when one does, rollout workers are notified, and a slot comes free when
+   a turn ends.
+3. However a quantum ends (report, worker loss, cancel), its slot is free again and its task has the parked restrictions.
+4. Every event that policy objects receive is in the event log of the run first, in the same order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from libra import keys
+import msgspec
+
+from libra import events, keys
+from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport, TrajectoryReport
 from libra.observe.task_stream import QuantumStream
 from libra.policy import (
     Dispatcher,
@@ -35,7 +37,7 @@ from libra.policy import (
     WorkerLeft,
 )
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import tell_contention
+from libra.scheduler.announcements import send_contention
 from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
@@ -48,14 +50,15 @@ if TYPE_CHECKING:
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
 MAX_LOST_QUANTA = 3
-"""A quantum whose worker died this often in a row ends its trajectory as a ``worker`` failure."""
+"""Consecutive times that a quantum's worker may die before the trajectory ends as a ``worker`` failure."""
 
 
 _SEVERAL = object()
 
 
 class Trajectories:
-    """One per scheduler. ``runs`` is the plugin's own; ``signs`` has when a task was last seen to live, by key."""
+    """One per scheduler. ``runs`` is the plugin's own; ``signs`` has the time of each task's last sign of activity, by
+    key."""
 
     def __init__(self, scheduler: Scheduler, runs: dict[str, RunState], signs: dict[Any, float]) -> None:
         self._scheduler, self._runs, self._signs = scheduler, runs, signs
@@ -65,42 +68,44 @@ class Trajectories:
         self.stream = QuantumStream(scheduler)
         self.tracked: dict[str, Tracked] = {}
         self.contended = False
-        self._only: RunState | object | None = None  # the one run that this dispatcher has ever been told of
+        self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
         self.kicked = False
         self._dispatches = 0
 
-    # ---------------------------------------------------------------- telling the policy objects
+    # ---------------------------------------------------------------- events for policy objects
 
-    def _tell(self, state: RunState, event: Event) -> None:
-        """Tell the dispatcher and the run's ordering, and carry out what it answers."""
+    def _handle(self, state: RunState, event: Event) -> None:
+        """Pass an event to the dispatcher and the run's ordering, and carry out its commands."""
         self.dispatcher.handle(event)
         self.applier.apply(state, state.policy.handle(event))
 
     def register_run(self, state: RunState) -> None:
-        """Tell a run that is new here which workers there are."""
+        """Notify a new run of the present workers."""
         self._only = state if self._only is None and not self.tracked else _SEVERAL
-        self._meet_workers(new=state)
-        for joined in self.workers.told.values():
-            self._tell_run(state, joined)
+        self._update_workers(new=state)
+        for joined in self.workers.known.values():
+            self._notify_run(state, joined)
 
-    def _meet_workers(self, new: RunState | None = None) -> None:
-        """Tell everybody which workers came, left or changed since the last time; ``new`` is told of all afterwards."""
-        silent = {address for state in self._runs.values() for address in state.quarantined | state.asleep}
-        joining = {address for state in self._runs.values() for address in state.joining}
+    def _update_workers(self, new: RunState | None = None) -> None:
+        """Notify all runs but ``new`` of workers that joined, left or changed since the last call."""
+        silent = {
+            address for state in self._runs.values() for address in state.workers.quarantined | state.workers.asleep
+        }
+        joining = {address for state in self._runs.values() for address in state.workers.joining}
         for event in self.workers.changes(silent, joining):
-            self._tell_all(event, new)
+            self._notify_all(event, new)
 
-    def _tell_all(self, event: WorkerJoined | WorkerLeft, but: RunState | None = None) -> None:
+    def _notify_all(self, event: WorkerJoined | WorkerLeft, but: RunState | None = None) -> None:
         self.dispatcher.handle(event)
         for state in self._runs.values():
             if state is not but:
-                self._tell_run(state, event)
+                self._notify_run(state, event)
 
-    def _tell_run(self, state: RunState, event: WorkerJoined | WorkerLeft) -> None:
+    def _notify_run(self, state: RunState, event: WorkerJoined | WorkerLeft) -> None:
         if isinstance(event, WorkerJoined):
-            state.emit("worker_capacity", **asdict(event))
+            state.log.emit(events.WorkerCapacity, **msgspec.structs.asdict(event))
         else:
-            state.emit("worker_withdrawn", worker=event.worker)
+            state.log.emit(events.WorkerWithdrawn, worker=event.worker)
         self.applier.apply(state, state.policy.handle(event))
 
     # ---------------------------------------------------------------- workers
@@ -108,28 +113,34 @@ class Trajectories:
     def worker_gone(self, address: str) -> None:
         """Its slots are gone; its tasks have already left ``processing``."""
         for event in self.workers.left(address):
-            self._tell_all(event)
+            self._notify_all(event)
         self.kick()
 
     # ---------------------------------------------------------------- parked
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
-        """A trajectory's task waits for the resource that nobody has; ``state`` and ``parsed`` where it is a new one."""
+        """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new one."""
         tracked = self.tracked.get(key)
         if tracked is None:
             assert state is not None
             assert parsed is not None
             tracked = self.tracked[key] = Tracked(key, parsed, state)
         state, indices = tracked.run, tracked.parsed.indices
-        tracked.told_ended = False
+        tracked.policy_ended = False
         event = TrajectoryParked(
-            key, indices[0], tracked.phase, tracked.quanta, tracked.group, state.family, tracked.context_tokens
+            key,
+            indices[0],
+            tracked.phase,
+            tracked.quanta,
+            tracked.group,
+            state.registration.family,
+            tracked.context_tokens,
         )
         self.dispatcher.handle(event)
         commands = state.policy.handle(event)
         own = commands[0] if commands and commands[0].key == key else None
-        state.note(
-            state.lines.trajectory_parked,
+        state.log.emit(
+            events.TrajectoryParked,
             key,
             tracked.phase,
             tracked.quanta,
@@ -143,25 +154,24 @@ class Trajectories:
         """The scheduler has forgotten the task."""
         tracked = self.tracked.pop(key, None)
         if tracked is not None:
-            self._over(tracked, completed=False)
+            self._ended(tracked, completed=False)
 
-    def _over(self, tracked: Tracked, *, completed: bool) -> None:
-        """The trajectory has no more to do, which its run is told once for each time that it parked first."""
-        if not tracked.told_ended:
-            tracked.told_ended = True
-            completed = (
-                completed and not tracked.told_completed
-            )  # a lost result is computed again, and teaches nothing new
-            tracked.told_completed |= completed
+    def _ended(self, tracked: Tracked, *, completed: bool) -> None:
+        """The trajectory has ended; its run is notified once for each first parking."""
+        if not tracked.policy_ended:
+            tracked.policy_ended = True
+            # A lost result is computed again, and gives the policy no new information.
+            completed = completed and not tracked.policy_completed
+            tracked.policy_completed |= completed
             tracked.run.num_ended += 1
-            tracked.run.emit("trajectory_ended", key=tracked.key, completed=completed)
-            self._tell(tracked.run, TrajectoryEnded(tracked.key, completed))
-            self._scheduler.loop.add_callback(tracked.run.learn)  # after what is going on now
+            tracked.run.log.emit(events.TrajectoryEnded, key=tracked.key, completed=completed)
+            self._handle(tracked.run, TrajectoryEnded(tracked.key, completed))
+            self._scheduler.loop.add_callback(tracked.run.learn)  # after the current callback
 
     # ---------------------------------------------------------------- dispatch
 
     def kick(self) -> None:
-        """Dispatch once, after what is going on now."""
+        """Dispatch once, after the current callback."""
         if not self.kicked:
             self.kicked = True
             self._scheduler.loop.add_callback(self._dispatch)
@@ -170,7 +180,7 @@ class Trajectories:
         """Give free slots to parked trajectories, phase by phase."""
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        self._meet_workers()
+        self._update_workers()
         releases: list[dask_internals.Release] = []
         alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         for phase in Phase:
@@ -178,11 +188,11 @@ class Trajectories:
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
-                        tracked.run.emit("placement_void", key=place.key, phase=phase)
-                    dispatcher.stopped(place.key)  # cancelled; it parks again if it is wanted
+                        tracked.run.log.emit(events.PlacementVoid, key=place.key, phase=phase)
+                    dispatcher.stopped(place.key)  # cancelled; it parks again if it is still needed
                     continue
                 address = self.workers.address[place.worker]
-                self._given(tracked, phase, place.worker, address, place.reason, alone)
+                self._dispatched(tracked, phase, place.worker, address, place.reason, alone)
                 releases.append(dask_internals.Release(place.key, {str(phase): 1}, address))
         if releases:
             self._dispatches += 1
@@ -190,32 +200,31 @@ class Trajectories:
         contended = dispatcher.num_waiting(Phase.ROLLOUT) > 0 or dispatcher.overfull()
         if contended != self.contended:
             self.contended = contended
-            for address in {address for state in self._runs.values() for address in state.engines.values()}:
-                tell_contention(scheduler, address, contended)
+            for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
+                send_contention(scheduler, address, contended)
 
-    def _given(self, tracked: Tracked, phase: Phase, worker: str, address: str, reason: str, alone: bool) -> None:
+    def _dispatched(self, tracked: Tracked, phase: Phase, worker: str, address: str, reason: str, alone: bool) -> None:
         state = tracked.run
         tracked.at, tracked.worker = (phase, address), worker
         tracked.reported = tracked.given_back = False
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
             iteration, group, _ = tracked.parsed.indices
             state.admission.generation_started(iteration, group, state.admission.version)
-        priority = self._scheduler.tasks[tracked.key].priority or ()
+        priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())  # as the applier set it
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
-        state.note(state.lines.quantum_dispatched, tracked.key, phase, tracked.quanta, worker, priority, reason, alone)
+        quantum = tracked.quanta
+        state.log.emit(events.QuantumDispatched, tracked.key, phase, quantum, worker, priority, reason, alone)
         self.applier.apply(state, state.policy.handle(QuantumStarted(tracked.key, phase, worker)))
 
     def left_worker(self, tracked: Tracked) -> None:
-        """The quantum is over, one way or another."""
+        """The quantum has ended, with or without a report."""
         if tracked.at is not None:
             phase, address = tracked.at
             tracked.at = None
             self.dispatcher.stopped(tracked.key)
             self.kick()
             if tracked.given_back:
-                tracked.run.emit(
-                    "quantum_given_back", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address
-                )
+                tracked.run.log.emit(events.QuantumGivenBack, tracked.key, phase, tracked.quanta, address)
                 self._forget_home(tracked)
             elif not tracked.reported and not tracked.ended:
                 self._lost(tracked, phase, address)
@@ -225,88 +234,92 @@ class Trajectories:
             dask_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report: its worker died, or was cancelled. The third time the attempt is over."""
+        """A quantum ended without a report: its worker died, or it was cancelled. The third time ends the attempt."""
         tracked.lost += 1
         state = tracked.run
-        state.emit(
-            "quantum_lost", key=tracked.key, phase=phase, quantum=tracked.quanta, address=address, times=tracked.lost
-        )
+        state.log.emit(events.QuantumLost, tracked.key, phase, tracked.quanta, address, tracked.lost)
         if tracked.lost >= MAX_LOST_QUANTA and record_worker_failure(tracked, address):
             dask_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
 
     def _forget_home(self, tracked: Tracked) -> None:
-        """Another attempt goes where there is room, not where this one failed."""
-        tracked.run.emit("home_forgotten", key=tracked.key)
-        self._tell(tracked.run, HomeForgotten(tracked.key))
+        """Clear the home, so that the next attempt goes to any worker with a free slot, not to the one where this attempt
+        failed."""
+        tracked.run.log.emit(events.HomeForgotten, key=tracked.key)
+        self._handle(tracked.run, HomeForgotten(tracked.key))
 
     # ---------------------------------------------------------------- reports
 
-    def reported(self, state: RunState, msg: dict[str, Any]) -> None:
-        """A worker says what a quantum did, before its task leaves it."""
-        tracked = self.tracked.get(msg["key"])
+    def reported(self, state: RunState, report: TrajectoryReport) -> None:
+        """A worker reports a quantum, before its task leaves it."""
+        tracked = self.tracked.get(report.key)
         if tracked is None or tracked.at is None:
-            task_logger.debug("late report ignored: %s", msg)
+            task_logger.debug("late report ignored: %s", report)
             return
-        phase, address = tracked.at
-        if msg["kind"] == "given_back":
-            tracked.given_back = True
-            dask_internals.forgive(self._scheduler.tasks.get(msg["key"]))
-            return
-        if msg["kind"] == "ended":
-            tracked.found_ended(msg["quanta"], tracked.worker, msg["end"])
-            self._over(tracked, completed=False)  # it was counted when it ended
-            return
+        match report:
+            case GivenBackReport(key=key):
+                tracked.given_back = True
+                dask_internals.forgive(self._scheduler.tasks.get(key))
+            case FoundEndedReport(quanta=quanta, end=end):
+                tracked.found_ended(quanta, tracked.worker, end)
+                self._ended(tracked, completed=False)  # it was counted when it ended
+            case QuantumReport():
+                self._quantum_finished(state, tracked, tracked.at, report)
+
+    def _quantum_finished(
+        self, state: RunState, tracked: Tracked, at: tuple[Phase, str], report: QuantumReport
+    ) -> None:
+        key, (phase, address) = report.key, at
         tracked.reported, tracked.lost = True, 0
-        tracked.quanta = msg["quantum"] + 1
-        tracked.context_tokens = msg["context_tokens"]
-        tracked.end = msg["end"]
-        if msg["next"]:
-            tracked.phase = Phase(msg["next"])
+        tracked.quanta = report.quantum + 1
+        tracked.context_tokens = report.context_tokens
+        tracked.end = report.end
+        if report.next:
+            tracked.phase = Phase(report.next)
         else:
             tracked.ended, tracked.phase = True, Phase.ROLLOUT
-        dask_internals.forgive(self._scheduler.tasks.get(msg["key"]))
-        if msg["goes_on"]:
+        dask_internals.forgive(self._scheduler.tasks.get(key))
+        if report.goes_on:
             tracked.reported = False
-            self._signs[msg["key"]] = time.monotonic()
-        state.quanta[phase] += 1
-        state.tokens += msg["tokens"]
-        latency_s = round(msg["stop_s"] - msg["start_s"], 6)
-        name = msg["tool"] if phase is Phase.TOOL else "generate"
-        self.stream.add(msg["key"], address, phase, msg["start_s"], msg["stop_s"], name)
-        tokens, tool, payload = msg["tokens"], msg["tool"], msg["payload_tokens"]
-        status = tool_outcome(msg["status"])
-        state.note(
-            state.lines.quantum_finished,
-            msg["key"],
+            self._signs[key] = time.monotonic()
+        state.counts.quanta[phase] += 1
+        state.counts.tokens += report.tokens
+        latency_s = round(report.stop_s - report.start_s, 6)
+        name = report.tool if phase is Phase.TOOL else "generate"
+        self.stream.add(key, address, phase, report.start_s, report.stop_s, name)
+        tokens, tool, payload = report.tokens, report.tool, report.payload_tokens
+        status = tool_outcome(report.status)
+        state.log.emit(
+            events.QuantumFinished,
+            key,
             phase,
-            msg["quantum"],
+            report.quantum,
             tokens,
             tool,
             status,
             payload,
             latency_s,
             tracked.worker,
-            msg["version"],
-            msg["end"],
+            report.version,
+            report.end,
         )
-        done = QuantumFinished(msg["key"], phase, tokens, tool, status, latency_s, payload)
-        self._tell(state, done)
-        if msg["goes_on"]:
-            state.emit("quantum_continued", key=msg["key"], phase=phase, quantum=tracked.quanta, worker=tracked.worker)
-            self._tell(state, QuantumStarted(msg["key"], phase, tracked.worker))
+        done = QuantumFinished(key, phase, tokens, tool, status, latency_s, payload)
+        self._handle(state, done)
+        if report.goes_on:
+            state.log.emit(events.QuantumContinued, key, phase, tracked.quanta, tracked.worker)
+            self._handle(state, QuantumStarted(key, phase, tracked.worker))
         if tracked.ended:
-            self._over(tracked, completed=tracked.completed)
-        if msg["failure"] != "none":
-            state.failures[msg["failure"]] += 1
-            state.emit("failure_classified", key=msg["key"], failure=msg["failure"], detail=msg["detail"])
-            if msg["next"]:
+            self._ended(tracked, completed=tracked.completed)
+        if report.failure != "none":
+            state.counts.failures[report.failure] += 1
+            state.log.emit(events.FailureClassified, key, report.failure, report.detail)
+            if report.next:
                 self._forget_home(tracked)
 
-    # ---------------------------------------------------------------- seeing it
+    # ---------------------------------------------------------------- for the dashboard
 
     def slots(self) -> dict[str, dict[str, int]]:
-        """Slots by phase, taken and in all."""
+        """Slots by phase: taken, and in total."""
         return {str(phase): dict(zip(("used", "total"), self.dispatcher.slots(phase), strict=True)) for phase in Phase}
 
     def levels(self, run: str) -> dict[str, dict[int, int]]:
@@ -323,7 +336,7 @@ class Trajectories:
         return tracked is not None and tracked.run.run == run
 
     def phase_of(self, key: str) -> Phase:
-        """The phase that a task of ours runs, or waits for."""
+        """The phase that a task runs, or waits for."""
         tracked = self.tracked.get(key)
         if tracked is None:
             return Phase.ROLLOUT

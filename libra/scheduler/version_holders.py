@@ -1,9 +1,9 @@
-"""Who holds which version of a run's weights, and in which order a worker should ask them. Pure bookkeeping.
+"""The workers that hold each version of a run's weights, and the order in which another worker should query them. Pure.
 
 Invariants
-1. A holder is named only for versions it said it has, and no longer once it has left.
-2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which must not be slowed by everybody.
-   Among equals those that were named least often come first, so that a version spreads as a tree.
+1. A holder is named only for versions that it reported, and no longer once it has left.
+2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which many requests would slow down.
+   Among equals the least often named come first, so that a version spreads as a tree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Holders:
             self._digests[version] = digest
 
     def digest(self, version: int) -> str | None:
-        """Digest a version was published with, None where nobody said."""
+        """Digest of a version; None if it was not reported."""
         return self._digests.get(version)
 
     def lost(self, worker: str) -> None:
@@ -50,7 +50,7 @@ class Holders:
             holders.discard(worker)
 
     def nearest(self, version: int, worker: str) -> list[Address]:
-        """Whom ``worker`` should ask for ``version``, nearest first."""
+        """Servers from which ``worker`` should fetch ``version``, nearest first."""
         here = urlsplit(worker).hostname
         found = [other for other in self._versions.get(version, ()) if other != worker and other in self._at]
         found.sort(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from libra.hardware.virtual_engine import EngineTables, VirtualEngine
 from libra.sim.engines import EngineSpec, fleet, slots_of, typical_context
-from libra.sim.outcome import Dispatched, SimulationResult
-from libra.sim.simulator import Loss, SimulationOptions, Simulator
+from libra.sim.simulation_options import Loss, SimulationOptions
+from libra.sim.simulation_result import Dispatched, SimulationResult
+from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_workload, synthetic
 
 __all__ = [

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from libra.config.model_paths import resolve_model
-from libra.config.models import RunConfig, SimulationSection
+from libra.config.models import PolicyName, SimulationSection
+from libra.config.run_config import RunConfig
 from libra.hardware import engine_seconds
 from libra.hardware.run_calibration import RunCalibration, read_calibration
 from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor, boundaries_of
-from libra.sim.engines import Between, EngineSpec, fleet, slots_of
+from libra.policy import CMLFQ, Oracle, Ordering, Predictor, boundaries_of
+from libra.policy.cmlfq import Objective
+from libra.policy.ordering import make_ordering
+from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.recorded_agents import load_traces
 from libra.sim.run_record import digest_of
-from libra.sim.simulator import SimulationOptions, Simulator
+from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulator import Simulator
 from libra.sim.workload import Workload, draw, synthetic
 
 CALIBRATION = "simulation.calibration"
 
 
 def drawn_workload(config: RunConfig) -> Workload:
-    """Trajectories as ``config`` asks for them: drawn from its traces, or made up; the same seed draws the same."""
+    """The workload of ``config``: drawn from its traces, or synthetic; the same seed draws the same."""
     section, trainer = config.simulation, config.trainer
     if section.traces is None:
         return synthetic(
@@ -44,43 +49,99 @@ def drawn_workload(config: RunConfig) -> Workload:
     )
 
 
-def layout_of(section: SimulationSection) -> dict[int, int]:
-    """Engines by TP degree."""
-    return {int(name.removeprefix("tp")): count for name, count in section.layout.items()}
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The choices of a simulation: section `simulation` of ``config``, and the run's own sections for what it leaves
+    out."""
+
+    config: RunConfig
+
+    @property
+    def policy(self) -> PolicyName:
+        """Name of the ordering."""
+        return self.config.simulation.policy or self.config.policy.name
+
+    @property
+    def objective(self) -> Objective:
+        """Objective of orderings with forecasts."""
+        return self.config.simulation.objective or self.config.policy.objective
+
+    @property
+    def calibration(self) -> Path | None:
+        """File of measured seconds; None: the GPU's tables."""
+        section = self.config.simulation
+        if section.calibration is None and section.gpu is None and section.model is None:
+            return self.config.planner.calibration
+        return section.calibration
+
+    @property
+    def gpu(self) -> str:
+        """GPU of the engines, without a calibration."""
+        return self.config.simulation.gpu or self.config.planner.gpu or "A800-80G"
+
+    @property
+    def model(self) -> str:
+        """Name or directory of the model, without a calibration."""
+        return self.config.simulation.model or str(resolve_model(self.config.model.path))
+
+    @property
+    def layout(self) -> dict[int, int]:
+        """Engines by TP degree."""
+        named, cluster = self.config.simulation.layout, self.config.cluster
+        if named is not None:
+            return {int(name.removeprefix("tp")): count for name, count in named.items()}
+        if not cluster.engines:
+            return {self.config.rollout.tp: cluster.rollout_workers}
+        counts: Counter[int] = Counter()
+        for group in cluster.engines:
+            counts[group.tp] += group.count
+        return dict(counts)
+
+    def ordering(self, workload: Workload, seed: int) -> Ordering:
+        """A new object of the policy; an oracle gets the workload's lengths, a predictor noisy ones."""
+        match self.policy:
+            case "cmlfq":
+                return CMLFQ(objective=self.objective, patience=self.config.policy.patience)
+            case "predictor":
+                accuracy = self.config.simulation.accuracy
+                return Predictor(workload.totals(), accuracy=accuracy, seed=seed, objective=self.objective)
+            case "oracle":
+                return Oracle(workload.totals(), objective=self.objective)
+            case "mlfq" | "completed_calls":
+                return make_ordering(self.policy, patience=self.config.policy.patience)
+        return make_ordering(self.policy)
+
+    def as_settings(self) -> dict[str, Any]:
+        """The choices as values of section `simulation`, for JSON."""
+        return {
+            "policy": self.policy,
+            "objective": self.objective,
+            "gpu": self.gpu,
+            "model": self.model,
+            "calibration": None if self.calibration is None else str(self.calibration),
+            "layout": {f"tp{tp}": count for tp, count in self.layout.items()},
+        }
 
 
-def engines_of(section: SimulationSection, workload: Workload) -> tuple[EngineSpec, ...]:
-    """The engines of ``section.layout``, with the seconds of its GPU, and their slots."""
-    layout = layout_of(section)
-    tables = {tp: EngineTables(engine_seconds(section.gpu, section.model, tp)) for tp in layout}
+def engines_of(
+    choices: Simulated, layout: Mapping[int, int], slots: int | None, workload: Workload
+) -> tuple[EngineSpec, ...]:
+    """Engines of a layout with the seconds of a GPU's tables; ``slots`` None: as many as fit at mean length."""
+    tables = {tp: EngineTables(engine_seconds(choices.gpu, choices.model, tp)) for tp in layout}
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // max(1, len(plans))
-    slots = {tp: section.slots or slots_of(tables[tp], mean) for tp in layout}
-    return fleet(layout, tables, slots)
+    return fleet(dict(layout), tables, {tp: slots or slots_of(tables[tp], mean) for tp in layout})
 
 
 def measured_engines(
-    section: SimulationSection, calibration: RunCalibration, layout: dict[int, int]
+    calibration: RunCalibration, layout: Mapping[int, int], slots: int | None
 ) -> tuple[EngineSpec, ...]:
-    """Engines of a layout as ``calibration`` measured them; ConfigError for a degree that it does not know."""
+    """Engines of a layout as ``calibration`` measured them; ConfigError for a degree that it lacks."""
     return tuple(
-        engine_spec(calibration.of_tp(tp, "simulation.layout"), f"tp{tp}-{index}", slots=section.slots)
+        engine_spec(calibration.of_tp(tp, "simulation.layout"), f"tp{tp}-{index}", slots=slots)
         for tp in sorted(layout)
         for index in range(layout[tp])
     )
-
-
-def ordering_of(section: SimulationSection, workload: Workload, seed: int) -> Ordering:
-    """The policy that ``section`` names; those that know lengths are told the workload's."""
-    match section.policy:
-        case "cmlfq":
-            return CMLFQ(objective=section.objective)
-        case "predictor":
-            totals = workload.totals()
-            return Predictor(totals, accuracy=section.accuracy, seed=seed, objective=section.objective)
-        case "oracle":
-            return Oracle(workload.totals(), objective=section.objective)
-    return ORDERINGS[section.policy]()
 
 
 def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulator:
@@ -89,42 +150,43 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
     Raises
     ------
     ConfigError
-        Among others where the calibration is of another model than ``model.path``.
+        Among others, if the calibration is of another model than ``model.path``.
     """
-    section = config.simulation
+    section, choices = config.simulation, Simulated(config)
     workload = drawn_workload(config) if workload is None else workload
-    measured = None
-    if section.calibration is not None:
-        measured = read_calibration(section.calibration, CALIBRATION)
+    measured, path = None, choices.calibration
+    if path is not None:
+        measured = read_calibration(path, CALIBRATION)
         measured.check_model(config.model.path, digest_of(config.model.path), CALIBRATION)
-    around = SimulationOptions(
+    options = SimulationOptions(
         eta=config.run.eta,
         train_s=section.train_s or 0.0,
         load_s=section.load_s or 0.0,
         tool_slots=section.tool_slots,
         residuals=shipped_residuals() if section.noise else None,
         boundaries=(
-            boundaries_of(config.policy.boundaries_tokens) if section.policy in ("cmlfq", "predictor", "oracle") else ()
+            boundaries_of(config.policy.boundaries_tokens) if choices.policy in ("cmlfq", "predictor", "oracle") else ()
         ),
     )
     if measured is None:
-        engines = engines_of(section, workload)
+        engines = engines_of(choices, choices.layout, section.slots, workload)
     else:
-        engines = measured_engines(section, measured, layout_of(section))
-        around = replace(
-            around,
+        engines = measured_engines(measured, choices.layout, section.slots)
+        options = replace(
+            options,
             train_s=measured_step_s(measured, workload) if section.train_s is None else section.train_s,
             load_s=measured.load_s if section.load_s is None else section.load_s,
-            tool_between=Between(measured.tool_transport_s, measured.tool_worker_s),
+            tool_overhead=QuantumOverhead(measured.tool_transport_s, measured.tool_worker_s),
             gate_s=measured.gate_s,
             commit_s=measured.commit_s,
         )
-    ordering = ordering_of(section, workload, config.run.seed)
-    return Simulator(workload, engines, ordering, seed=config.run.seed, surroundings=around)
+    ordering = choices.ordering(workload, config.run.seed)
+    return Simulator(workload, engines, ordering, seed=config.run.seed, options=options)
 
 
 def measured_step_s(calibration: RunCalibration, workload: Workload) -> float:
-    """Seconds of a step over an iteration's trajectories, with its weight update; the latter alone where no trainer was fitted."""
+    """Seconds of a step over an iteration's trajectories, with its weight update; the latter alone if no trainer was
+    fitted."""
     if calibration.trainer is None:
         return calibration.update_s
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
@@ -132,8 +194,8 @@ def measured_step_s(calibration: RunCalibration, workload: Workload) -> float:
     return calibration.trainer.step_s(tokens) + calibration.update_s
 
 
-class OfRun(NamedTuple):
-    """A simulation of a run; ``given`` names the settings that somebody typed instead of what the run says."""
+class RunSimulation(NamedTuple):
+    """A simulation of a run; ``given`` are the settings of the command line that replace the run's."""
 
     simulator: Simulator
     given: tuple[str, ...]
@@ -141,50 +203,49 @@ class OfRun(NamedTuple):
 
 
 INSTEAD = ("gpu", "model", "calibration")
-"""Keys of section `simulation` that say whose engines are simulated, if not the run's."""
+"""Keys of section `simulation` that replace the run's engines."""
 
 
-def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]) -> OfRun:
-    """The simulation of a run, with what was typed for it instead of what the run says.
+def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]) -> RunSimulation:
+    """The simulation of a run, with settings of the command line in place of the run's.
 
     Parameters
     ----------
     typed : set of str
-        Dotted names that were given on the command line. What stands in a file describes other simulations than this run's.
+        Dotted names that were given on the command line. Section `simulation` of a file is not this run's.
     """
-    section, around = config.simulation, setting.surroundings
+    section, options = config.simulation, setting.options
     given = {name.removeprefix("simulation.") for name in typed if name.startswith("simulation.")}
     tables = bool(given & set(INSTEAD))
-    if "layout" not in given:  # as many of each degree as the run had
-        degrees = Counter(f"tp{engine.tp}" for engine in setting.calibration.engines)
-        section = section.model_copy(update={"layout": dict(degrees)})
-    if "gpu" in given and "model" not in given:  # the run's own model on that GPU
-        section = section.model_copy(update={"model": str(resolve_model(setting.record.config.model.path))})
-    if section.calibration is not None and "calibration" in given:
+    own = setting.record.config
+    # What was not typed is the run's: section `simulation` of a file is not.
+    typed_only = SimulationSection(**{name: getattr(section, name) for name in given})
+    choices = Simulated(own.model_copy(update={"simulation": typed_only}))
+    layout = choices.layout if "layout" in given else dict(Counter(engine.tp for engine in setting.calibration.engines))
+    if "calibration" in given and section.calibration is not None:
         measured = read_calibration(section.calibration, CALIBRATION)
-        path = setting.record.config.model.path
-        measured.check_model(path, digest_of(path), CALIBRATION)
-        engines = measured_engines(section, measured, layout_of(section))
+        measured.check_model(own.model.path, digest_of(own.model.path), CALIBRATION)
+        engines = measured_engines(measured, layout, typed_only.slots)
     elif tables:
-        engines = engines_of(section, setting.workload)
+        engines = engines_of(choices, layout, typed_only.slots, setting.workload)
     elif "layout" in given:
-        engines = measured_engines(section, setting.calibration, layout_of(section))
+        engines = measured_engines(setting.calibration, layout, typed_only.slots)
     else:
         engines = tuple(
-            spec._replace(slots=section.slots, told=()) if "slots" in given and section.slots else spec
+            spec._replace(slots=typed_only.slots, announced=()) if typed_only.slots else spec
             for spec in setting.engines
         )
     if "train_s" in given:
-        around = replace(around, train_s=section.train_s or 0.0, steps_s=())
+        options = replace(options, train_s=section.train_s or 0.0, steps_s=())
     if "load_s" in given:
-        around = replace(around, load_s=section.load_s or 0.0)
+        options = replace(options, load_s=section.load_s or 0.0)
     if "tool_slots" in given:
-        around = replace(around, tool_slots=section.tool_slots)
+        options = replace(options, tool_slots=section.tool_slots)
     if "run.eta" in typed:
-        around = replace(around, eta=config.run.eta)
+        options = replace(options, eta=config.run.eta)
     if section.noise and "noise" in given:
-        around = replace(around, residuals=shipped_residuals())
+        options = replace(options, residuals=shipped_residuals())
     seed = config.run.seed if "run.seed" in typed else setting.record.config.run.seed
-    ordering = ordering_of(section, setting.workload, seed) if given & {"policy", "objective"} else setting.ordering()
-    simulator = Simulator(setting.workload, engines, ordering, seed=seed, surroundings=around)
-    return OfRun(simulator, tuple(sorted(typed)), not tables)
+    ordering = choices.ordering(setting.workload, seed)
+    simulator = Simulator(setting.workload, engines, ordering, seed=seed, options=options)
+    return RunSimulation(simulator, tuple(sorted(typed)), not tables)

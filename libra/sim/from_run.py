@@ -1,4 +1,4 @@
-"""The simulation of a run that was: its trajectories as its store holds them, turn by turn, on its own engines."""
+"""The simulation of a past run: its trajectories as its store holds them, turn by turn, on its own engines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from libra.errors import RunDirectoryError, StoreError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import Ordering, boundaries_of, make_ordering
-from libra.sim.engines import Between, EngineSpec
+from libra.sim.engines import EngineSpec, QuantumOverhead
 from libra.sim.run_record import RealisedRun, RunRecord
-from libra.sim.simulator import SimulationOptions, Simulator
+from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
 from libra.types import Phase, ToolOutcome, tool_outcome
 
 
 def _outcome(path: Path, row: int, word: str) -> ToolOutcome:
-    """How the tools of a stored turn came back; StoreError where its status is no outcome."""
+    """The tool outcome of a stored turn; StoreError if its status is not an outcome."""
     try:
         return tool_outcome(word)
     except ValueError as error:
@@ -34,7 +35,7 @@ def _outcome(path: Path, row: int, word: str) -> ToolOutcome:
 
 @dataclass(frozen=True, eq=False)
 class RunSetting:
-    """A run as the simulator needs it.
+    """The simulator's input from a run.
 
     Attributes
     ----------
@@ -43,41 +44,39 @@ class RunSetting:
     calibration : RunCalibration
     engines : tuple of EngineSpec
         Its own, by the names of their workers.
-    surroundings : SimulationOptions
+    options : SimulationOptions
         Its trainer, tools and staleness bound.
     realised : Realised or None
-        What it came to; None where it was resumed.
+        Its own seconds and moves; None if it was resumed.
     """
 
     record: RunRecord
     workload: Workload
     calibration: RunCalibration
     engines: tuple[EngineSpec, ...]
-    surroundings: SimulationOptions
+    options: SimulationOptions
     realised: RealisedRun | None
 
     def ordering(self) -> Ordering:
-        """The policy of the run, as new."""
+        """A new object of the run's policy."""
         policy = self.record.config.policy
         return make_ordering(policy.name, objective=policy.objective, patience=policy.patience)
 
     def simulator(self) -> Simulator:
         """The run, in virtual time."""
         config = self.record.config
-        return Simulator(
-            self.workload, self.engines, self.ordering(), seed=config.run.seed, surroundings=self.surroundings
-        )
+        return Simulator(self.workload, self.engines, self.ordering(), seed=config.run.seed, options=self.options)
 
 
 def simulator_of_run(run_dir: Path) -> Simulator:
-    """The simulation of a run on its own engines, under its own policy; `run_setting` also has what the run came to.
+    """The simulation of a run on its own engines, under its own policy; `run_setting` also has the run's own seconds.
 
     Raises
     ------
     RunDirectoryError
         There is no run, or one that stored nothing.
     ConfigError
-        Its engines generated too little to say how fast they are.
+        Its engines generated too little to measure their speed.
     """
     return run_setting(run_dir).simulator()
 
@@ -93,7 +92,7 @@ def run_setting(run_dir: Path) -> RunSetting:
         workload,
         calibration,
         tuple(engine_spec(engine, engine.worker, record) for engine in calibration.engines),
-        run_surroundings(record, calibration),
+        run_options(record, calibration),
         record.realised(iterations),
     )
 
@@ -101,15 +100,16 @@ def run_setting(run_dir: Path) -> RunSetting:
 def engine_spec(
     engine: EngineOfRun, name: str, record: RunRecord | None = None, slots: int | None = None
 ) -> EngineSpec:
-    """An engine of a simulation that is as fast as ``engine``; with ``record`` the policy hears of it what it heard in the run."""
+    """An engine of a simulation as fast as ``engine``; with ``record`` the policy receives the same events about it as in
+    the run."""
     tables = EngineTables(engine.seconds, grain_tokens=1, max_contexts=engine.max_contexts)
     return EngineSpec(
-        name, engine.tp, slots or engine.slots, tables, engine.bucket, Between(engine.transport_s, engine.worker_s),
-        () if record is None else record.told(engine.worker),
+        name, engine.tp, slots or engine.slots, tables, engine.bucket, QuantumOverhead(engine.transport_s, engine.worker_s),
+        () if record is None else record.announced(engine.worker),
     )  # fmt: skip
 
 
-def run_surroundings(record: RunRecord, calibration: RunCalibration) -> SimulationOptions:
+def run_options(record: RunRecord, calibration: RunCalibration) -> SimulationOptions:
     """Trainer, tools and staleness bound of a run."""
     steps_s, rollout = record.steps_s(), record.config.rollout
     acted = any(quantum.phase == Phase.TOOL for quantum in record.quanta)
@@ -121,7 +121,7 @@ def run_surroundings(record: RunRecord, calibration: RunCalibration) -> Simulati
         load_s=calibration.load_s,
         tool_slots=record.tool_slots if acted and record.tool_slots else None,
         inline_tools=record.inline_tools,
-        tool_between=Between(calibration.tool_transport_s, calibration.tool_worker_s),
+        tool_overhead=QuantumOverhead(calibration.tool_transport_s, calibration.tool_worker_s),
         gate_s=calibration.gate_s,
         commit_s=calibration.commit_s,
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
@@ -136,13 +136,14 @@ def _digest(tokens: NDArray[np.int32]) -> bytes:
 def workload_of_run(
     run_dir: Path, *, name: str = "sim", family: str = "", arrivals: Mapping[tuple[int, ...], int] | None = None
 ) -> Workload:
-    """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError where it has none.
+    """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError if it has none.
 
     Those of one iteration stand, and begin, in the order of ``arrivals`` ((iteration, group, sample) of the run -> place; None:
-    by group and sample). All of an iteration arrive in the same instant, and with long tails it matters which one is first.
+    by group and sample). All trajectories of an iteration arrive at the same instant, and with long tails their order
+    affects the result.
 
-    Iterations and groups are numbered anew, so that all iterations have equally many groups: as many as the first one. Groups
-    of a last, incomplete iteration are left out. Prompts that were asked more than once keep their names.
+    Iterations and groups are renumbered so that all iterations have equally many groups: as many as the first one. Groups
+    of a last, incomplete iteration are left out. Prompts that came more than once keep their names.
     """
     path = run_dir / "trajectories.zarr"
     if not path.is_dir():
@@ -161,7 +162,7 @@ def workload_of_run(
     plans: list[tuple[tuple[int, float], TrajectoryPlan]] = []
     numbers: dict[bytes, int] = {}
     names = whole["prompt_id"].tolist()
-    asked = Counter(names[members[0][1]] for members in groups.values())
+    repeats = Counter(names[members[0][1]] for members in groups.values())
     for index, (place, members) in enumerate(sorted(groups.items())):
         iteration, group = divmod(index, per_iteration)
         if iteration and iteration == len(groups) // per_iteration:
@@ -172,14 +173,14 @@ def workload_of_run(
             steps = tuple(
                 TurnPlan(
                     max(1, int(turns["generated_tokens"][i])),
-                    str(turns["tool"][i]) if turns["status"][i] else "",  # a last turn's call was not made any more
+                    str(turns["tool"][i]) if turns["status"][i] else "",  # a last turn's call was not run
                     _outcome(path, i, str(turns["status"][i])),
                     max(0, int(turns["observation_tokens"][i])),
                     max(0.0, float(turns["tool_s"][i])) if turns["status"][i] else 0.0,
                 )
                 for i in rows
             )
-            prompt = str(names[row]) if asked[names[row]] > 1 else ""
+            prompt = str(names[row]) if repeats[names[row]] > 1 else ""
             first_token = int(whole["offset"][row])
             contexts = tuple(
                 numbers.setdefault(
@@ -191,5 +192,5 @@ def workload_of_run(
             arrived = (arrivals or {}).get((*place, sample), math.inf)
             plan = TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts)
             plans.append(((iteration, arrived), plan))
-    plans.sort(key=lambda each: each[0])  # stable: by group and sample where nothing is known
+    plans.sort(key=lambda each: each[0])  # stable: by group and sample without recorded arrivals
     return checked(Workload(name, tuple(plan for _, plan in plans)), str(path))

@@ -1,7 +1,7 @@
-"""Recorded trajectories (`libra.traces.agent_turns`) as traces to draw workloads from.
+"""Recorded trajectories (`libra.traces.agent_turns`) as traces that workloads are drawn from.
 
-Source and model separate trajectories and name the family. Where tools were not timed, their seconds are drawn from a
-distribution (`tool_seconds`), with a seed, and are no measurement.
+Trajectories of one source and model form a family. If tools were not timed, their seconds are drawn from a distribution
+(`tool_seconds`), with a seed, and are not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
-    """Trajectories of one file, in its order; ConfigError where columns are missing, or a number or a status is none."""
+    """Trajectories of one file, in its order; ConfigError if columns are missing, or a field is not a number or not a
+    status."""
     rng = np.random.default_rng([seed, 0x7001])
     return [
         _trace(f"{one.model}/{one.task}" if one.model else one.task, one.source, one.turns, rng)
@@ -47,7 +48,7 @@ def _trace(task: str, source: str, recorded: tuple[AgentTurn, ...], rng: np.rand
         tool_s = float(drawn[i]) if turn.tool_s is None else turn.tool_s
         turns.append(
             TurnPlan(new[i], "", NO_TOOL, 0, 0.0)
-            if last  # whatever came back then, nobody read it
+            if last  # no turn reads what its tool returned
             else TurnPlan(new[i], turn.tool or "tool", turn.status, payload, tool_s)
         )
     return Trace(task, next((prompt for prompt in prompts if prompt), 1), tuple(turns), source)

@@ -1,4 +1,5 @@
-"""What lies in a run directory, read once: configuration, event log, metrics and the turns of its training trajectories."""
+"""The content of a run directory, read once: configuration, event log, metrics and the turns of its training
+trajectories."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from libra.errors import ConfigError, ModelError, RunDirectoryError
 from libra.hardware import load_shape
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
-from libra.hardware.run_step_fit import fit_run, fit_trainer
+from libra.hardware.run_step_fit import fit_engines, fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.policy import WorkerJoined
@@ -28,10 +29,10 @@ from libra.types import Phase, StepSeconds
 
 
 class RealisedRun(NamedTuple):
-    """What a run came to, to be compared with its simulation.
+    """The measured times of a run, for comparison with its simulation.
 
     ``rollout_s`` are seconds of each iteration from gate to last trajectory; ``makespan_s`` is from the first gate to the last
-    trajectory, less what passed until the driver asked for an iteration that might have begun (held-out questions).
+    trajectory, less the time until the driver submitted an iteration that could have begun (held-out questions).
     """
 
     makespan_s: float
@@ -55,7 +56,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """RunDirectoryError where it is no run with an event log."""
+        """RunDirectoryError if it is not a run with an event log."""
         for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with observe.event_log=true")):
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
@@ -78,7 +79,7 @@ class RunRecord:
 
     @cached_property
     def capacities(self) -> dict[str, list[Mapping[str, Any]]]:
-        """By worker, in order, what the policy was told of it."""
+        """The events about each worker that the policy received, in order."""
         found: dict[str, list[Mapping[str, Any]]] = {}
         for event in self.named("worker_capacity"):
             found.setdefault(event["worker"], []).append(event)
@@ -96,7 +97,7 @@ class RunRecord:
 
     @property
     def family(self) -> str:
-        """Environment of its trajectories, as the policy knows it."""
+        """Environment of its trajectories: the policy's family."""
         return str(next((event["family"] for event in self.named("run_started")), ""))
 
     def gates_s(self) -> dict[int, float]:
@@ -118,7 +119,7 @@ class RunRecord:
         return found
 
     def steps_s(self) -> tuple[float, ...]:
-        """Of each batch, seconds from its opening until its weights were published."""
+        """Seconds of each batch from its opening until its weights were published."""
         published = {event["version"]: event["t_s"] for event in self.named("version_published")}
         found: list[float] = []
         for opened in sorted(self.named("batch_opened"), key=lambda event: int(event["batch"])):
@@ -128,7 +129,7 @@ class RunRecord:
         return tuple(found)
 
     def realised(self, iterations: int) -> RealisedRun | None:
-        """What its first iterations came to; None where the run was resumed, or has not ended so many."""
+        """The measured times of its first iterations; None if the run was resumed, or has finished fewer."""
         gates, ends = self.gates_s(), self.ends_s()
         last = {k: max((t_s for place, t_s in ends.items() if place[0] == k), default=None) for k in range(iterations)}
         if self.starts > 1 or any(k not in gates or last[k] is None for k in range(iterations)):
@@ -155,7 +156,7 @@ class RunRecord:
     # ---------------------------------------------------------------- calibration
 
     def calibration(self) -> RunCalibration:
-        """The run's hardware; ConfigError where no worker generated often enough to say anything."""
+        """The run's hardware; ConfigError if no worker generated often enough to fit its speed."""
         declared = self.declared()
         engines = self._declared_engines(declared) if declared else self._fitted_engines()
         tools = [quantum for quantum in self.quanta if quantum.phase == Phase.TOOL]
@@ -186,7 +187,8 @@ class RunRecord:
         )
 
     def declared(self) -> dict[str, Mapping[str, Any]]:
-        """What each engine declared last of its seconds; one that ran too few passes is as fast as its bucket's best known one."""
+        """The seconds that each engine declared last; one that ran too few passes gets those of its bucket's best measured
+        engine."""
         told = list(self.named("engine_declared"))
         measured: dict[str, Mapping[str, Any]] = {
             event["worker"]: event for event in told if event["fixed_s"] is not None
@@ -223,11 +225,11 @@ class RunRecord:
         return tuple(engines)
 
     def _fitted_engines(self) -> tuple[EngineOfRun, ...]:
-        """Engines that declared nothing, as their generations show them: a context token is free, what goes before the first token
-        is no engine's."""
+        """Engines that declared nothing, as their generations show them: a context token is free, and time before the first
+        token does not count as the engine's."""
         served = {event["worker"]: event for event in self.named("version_served")}
         train = [event for event in self.events if "-train-" in str(event.get("key", ""))]
-        fits = fit_run(train, self.metrics).engines
+        fits = fit_engines(train)
         engines = []
         for worker, fit in fits.items():
             mine = [q for q in self.quanta if q.worker == worker and q.phase == Phase.ROLLOUT]
@@ -252,10 +254,11 @@ class RunRecord:
         told = self.capacities.get(worker)
         return str(told[-1]["bucket"]) if told else otherwise
 
-    def told(self, worker: str) -> tuple[tuple[float, WorkerJoined], ...]:
-        """What the policy was told of an engine, each with the seconds after the first gate; what was told before it, once."""
+    def announced(self, worker: str) -> tuple[tuple[float, WorkerJoined], ...]:
+        """The events about an engine that the policy received, each with the seconds after the first gate; of those before
+        it, only the last."""
         gate_s = min(self.gates_s().values(), default=0.0)
-        names = WorkerJoined.__dataclass_fields__
+        names = WorkerJoined.__struct_fields__
         told = [
             (event["t_s"] - gate_s, WorkerJoined(**{name: event[name] for name in names if name in event}))
             for event in self.capacities.get(worker, ())
@@ -291,7 +294,7 @@ class RunRecord:
         return {worker: TurnsTaken.of(mine) for worker, mine in rows.items()}
 
     def _called_s(self) -> dict[tuple[int, ...], list[float]]:
-        """Tool seconds of the actions of each stored trajectory, in order; those that ran within generations left out."""
+        """Tool seconds of the actions of each stored trajectory, in order; without those that ran within generations."""
         with TrajectoryStore.open(self.directory / "trajectories.zarr") as store:
             whole, turns = store.columns(), store.columns("turn")
         inline = self.inline_tools
@@ -326,7 +329,7 @@ class RunRecord:
 
 
 def digest_of(model: str) -> str:
-    """Digest of the shape of ``model.path``; empty where its sizes are not at hand, or no dense model's."""
+    """Digest of the shape of ``model.path``; empty if its sizes are not available, or it is not a dense model."""
     try:
         return shape_digest(load_shape(resolve_model(model)))
     except (ModelError, ConfigError):

@@ -1,12 +1,12 @@
 """The whole system in virtual time: gates, trajectories, engines, tools, batches, weight updates and lost workers.
 
-The same policy objects decide as in the live plugin: `Admission` opens gates and batches, an `Ordering` gives places, the
-`Dispatcher` gives slots. The simulator only carries out, and tells them what happened.
+The same policy objects decide as in the live plugin: `Admission` opens gates and batches, an `Ordering` sets priorities, the
+`Dispatcher` gives slots. The simulator carries out their commands, and sends them the events.
 
 Invariants
 ----------
 1. Virtual time never runs backwards, and no wall clock is read.
-2. The same workload, fleet, ordering and seed give the same events: the agenda breaks ties by insertion.
+2. The same workload, engines, ordering and seed give the same events: the agenda breaks ties by insertion.
 3. Every trajectory of the workload ends exactly once; each of its turns is generated exactly once, and one that was lost with
    its engine is generated again from its beginning.
 """
@@ -14,14 +14,13 @@ Invariants
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware import Residuals
 from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.policy import (
     Admission,
@@ -43,8 +42,9 @@ from libra.policy import (
     WorkerLeft,
     learns_after,
 )
-from libra.sim.engines import NOTHING_BETWEEN, Between, EngineSpec, typical_context
-from libra.sim.outcome import Dispatched, SimulationResult
+from libra.sim.engines import EngineSpec, typical_context
+from libra.sim.simulation_options import Loss, SimulationOptions
+from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
@@ -52,67 +52,33 @@ TOOLS = "tools"
 """Name of the one worker that runs all tools."""
 
 
-class Loss(NamedTuple):
-    """A worker that dies at ``at_s`` and is back, empty, ``away_s`` later (None: never)."""
+@dataclass(slots=True)
+class Agenda:
+    """The agenda: future events by their time, and the virtual time."""
 
-    worker: str
-    at_s: float
-    away_s: float | None = None
+    now_s: float = 0.0
+    entries: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
+    added: int = 0
 
+    def at(self, at_s: float, happens: Callable[..., None], *what: object) -> None:
+        """Call ``happens`` at a time; in order of insertion if times are equal."""
+        self.added += 1
+        heapq.heappush(self.entries, (at_s, self.added, happens, what))
 
-@dataclass(frozen=True, slots=True)
-class SimulationOptions:
-    """What there is beside engines and policy.
-
-    Attributes
-    ----------
-    eta : int
-        Staleness bound in versions; 0 is synchronous.
-    train_s, load_s : float
-        Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
-    steps_s : tuple of float
-        ``train_s`` of the first steps, where they are known one by one.
-    tool_slots : int or None
-        Actions at once. None: as many as are asked for, and actions do not wait in the scheduler.
-    inline_tools : frozenset of str
-        Tools that run within the generation's slot; their trajectory goes on in it where nobody waits for one. The empty name is
-        that of calls which could not be read.
-    tool_between : Between
-        Of actions, where they have slots.
-    gate_s, commit_s : float
-        From a gate to its first trajectory, and from a group's last end to its record.
-    reserve : (int, int) or None
-        An engine holds KV free for the most that a turn may have: so many tokens, in a context of at most so many. None: for those
-        that it will have.
-    residuals : Residuals or None
-        What measured seconds leave of predicted ones, to be drawn from. None: seconds are as predicted.
-    losses : tuple of Loss
-    boundaries : tuple of (TP degree, tokens)
-        As of `libra.policy.messages.BoundariesSet`; empty: none.
-    """
-
-    eta: int = 0
-    train_s: float = 0.0
-    load_s: float = 0.0
-    steps_s: tuple[float, ...] = ()
-    tool_slots: int | None = None
-    inline_tools: frozenset[str] = frozenset()
-    tool_between: Between = NOTHING_BETWEEN
-    gate_s: float = 0.0
-    commit_s: float = 0.0
-    reserve: tuple[int, int] | None = None
-    residuals: Residuals | None = None
-    losses: tuple[Loss, ...] = ()
-    boundaries: tuple[tuple[int, float], ...] = ()
-
-    def step_s(self, batch: int) -> float:
-        """Seconds of step ``batch`` with its weight update."""
-        return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s
+    def advance(self) -> None:
+        """Call everything of the next instant."""
+        self.now_s = self.entries[0][0]
+        while self.entries and self.entries[0][0] == self.now_s:
+            _, _, happens, what = heapq.heappop(self.entries)
+            happens(*what)
 
 
 @dataclass(slots=True)
-class _Run:
-    """A trajectory on its way."""
+class SimulatedTrajectory:
+    """A trajectory that has begun and not ended.
+
+    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored.
+    """
 
     key: str
     plan: TrajectoryPlan
@@ -123,25 +89,36 @@ class _Run:
     computed_tokens: int = 0
     phase: Phase = Phase.ROLLOUT
     started_s: float = 0.0
-    attempt: int = 0  # a tool's return of an earlier one is void
+    attempt: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its iteration and group."""
+        return self.plan.iteration, self.plan.group
+
+    @property
+    def turn_plan(self) -> TurnPlan:
+        """The turn that it is at."""
+        return self.plan.turns[self.turn]
 
 
-@dataclass(slots=True)
-class _Record:
-    """What is kept for the outcome."""
+class WorkloadGroups:
+    """Groups of a workload by iteration: trajectories that have not ended, and the version that the first one began with."""
 
-    dispatched: list[Dispatched] = field(default_factory=list)
-    ended_s: dict[str, float] = field(default_factory=dict)
-    group_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    rollout_s: dict[int, float] = field(default_factory=dict)  # when the last trajectory of an iteration ended
-    iteration_s: dict[int, float] = field(default_factory=dict)
-    gate_s: dict[int, float] = field(default_factory=dict)
-    moves: int = 0
-    lost_quanta: int = 0
+    def __init__(self, workload: Workload) -> None:
+        self.plans: dict[int, list[TrajectoryPlan]] = {}
+        for plan in workload.trajectories:
+            self.plans.setdefault(plan.iteration, []).append(plan)
+        self.missing = Counter((plan.iteration, plan.group) for plan in workload.trajectories)
+        self.oldest: dict[tuple[int, int], int] = {}
+        sizes = {len({plan.group for plan in plans}) for plans in self.plans.values()}
+        if len(sizes) != 1 or sorted(self.plans) != list(range(len(self.plans))):
+            raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
+        self.per_iteration = sizes.pop()
 
 
 class Simulator:
-    """One workload on one fleet under one ordering; `run` it once."""
+    """One workload on one set of engines under one ordering; `run` it once."""
 
     def __init__(
         self,
@@ -150,46 +127,27 @@ class Simulator:
         ordering: Ordering,
         *,
         seed: int = 0,
-        surroundings: SimulationOptions | None = None,
+        options: SimulationOptions | None = None,
     ) -> None:
-        around = self._around = SimulationOptions() if surroundings is None else surroundings
+        self.options = SimulationOptions() if options is None else options
+        self.record, self.agenda = SimulationRecord(), Agenda()
         self._workload, self._ordering = workload, ordering
         self._dispatcher = Dispatcher(sure=isinstance(ordering, Oracle))
         self._specs = {spec.name: spec for spec in engines}
         if len(self._specs) != len(engines):
-            raise ConfigError("engines: two have the same name; name them apart")
+            raise ConfigError("engines: two have the same name; give each its own")
         streams = np.random.SeedSequence(seed).spawn(len(engines))
         self._streams = {spec.name: np.random.default_rng(s) for spec, s in zip(engines, streams, strict=True)}
-        self._luck = np.random.default_rng([seed, 0xBE7])
-        self._engines: dict[str, VirtualEngine] = {}
-        self._context = typical_context(workload.trajectories)
-        self._runs: dict[str, _Run] = {}
+        self._draws = np.random.default_rng([seed, 0xBE7])
+        self.running_engines: dict[str, VirtualEngine] = {}
+        self._running: dict[str, SimulatedTrajectory] = {}
         self._home: dict[str, str] = {}
-        self._members: dict[tuple[int, int], int] = {}
-        self._plans: dict[int, list[TrajectoryPlan]] = {}
-        for plan in workload.trajectories:
-            place = (plan.iteration, plan.group)
-            self._members[place] = self._members.get(place, 0) + 1
-            self._plans.setdefault(plan.iteration, []).append(plan)
-        sizes = {len({plan.group for plan in plans}) for plans in self._plans.values()}
-        if len(sizes) != 1 or sorted(self._plans) != list(range(len(self._plans))):
-            raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
-        self._admission = Admission(around.eta, sizes.pop())
-        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self._phases = tuple(Phase) if around.tool_slots is not None else (Phase.ROLLOUT,)
-        self._serial = 0
-        self._now = 0.0
-        self._oldest: dict[tuple[int, int], int] = {}
-        self._num_ended = self._learned_ended = 0
-        self._on_the_way: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
-        self._contended = False  # whether anybody waits for a slot of an engine, as workers are told
-        self._learns = ordering if isinstance(ordering, OnlineLearner) else None
-        self.record = _Record()
-
-    @property
-    def surroundings(self) -> SimulationOptions:
-        """What there is beside engines and policy."""
-        return self._around
+        self._groups = WorkloadGroups(workload)
+        self._typical_context = typical_context(workload.trajectories)
+        self._admission = Admission(self.options.eta, self._groups.per_iteration)
+        self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
+        self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
+        self._contended = False  # whether a trajectory waits for a slot of an engine, as of the last dispatch
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -198,279 +156,260 @@ class Simulator:
 
     def run(self) -> SimulationResult:
         """Everything from the first gate to the last batch."""
+        options, workload, iterations = self.options, self._workload, len(self._groups.plans)
         for spec in self._specs.values():
             self._join(spec)
-            for at_s, joined in spec.told[1:]:
-                self._at(at_s, self._retell, joined)
-        if self._around.tool_slots is not None:
-            self._tell(WorkerJoined(TOOLS, tool_slots=self._around.tool_slots))
-        if self._around.boundaries:
-            self._tell(BoundariesSet(self._around.boundaries))
-        for loss in self._around.losses:
+            for at_s, joined in spec.announced[1:]:
+                self.agenda.at(at_s, self._announce, joined)
+        if options.tool_slots is not None:
+            self.notify(WorkerJoined(TOOLS, tool_slots=options.tool_slots))
+        if options.boundaries:
+            self.notify(BoundariesSet(options.boundaries))
+        for loss in options.losses:
             if loss.worker not in self._specs:
                 raise ConfigError(f"losses: no engine is named {loss.worker!r}; there are {', '.join(self._specs)}")
-            self._at(loss.at_s, self._lose, loss)
+            self.agenda.at(loss.at_s, self._lose, loss)
         self._carry_out(self._admission.version_published(0))
-        for iteration in range(len(self._plans)):
+        for iteration in range(iterations):
             self._carry_out(self._admission.gate_parked(iteration))
             self._carry_out(self._admission.batch_parked(iteration))
         self._dispatch()
-        agenda = self._agenda
-        while agenda and not self._over():
-            now, _, happens, what = heapq.heappop(agenda)
-            self._now = now
-            happens(*what)
-            while agenda and agenda[0][0] == now:
-                _, _, happens, what = heapq.heappop(agenda)
-                happens(*what)
+        record, num = self.record, len(workload.trajectories)
+        while self.agenda.entries and not (len(record.ended_s) == num and len(record.iteration_s) == iterations):
+            self.agenda.advance()
             self._dispatch()
-        missing = len(self._workload.trajectories) - len(self.record.ended_s)
-        if missing:
+        if missing := num - len(record.ended_s):
             raise ConfigError(
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
-                f"({len(self._engines)} are there), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
+                f"({len(self.running_engines)} are running), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
             )
-        return SimulationResult.of(
-            self._workload, self.record, {n: e.counters for n, e in self._engines.items()}, self._now
-        )
+        counters = {name: engine.counters for name, engine in self.running_engines.items()}
+        return SimulationResult.of(workload, record, counters, self.agenda.now_s)
 
-    def _over(self) -> bool:
-        return len(self.record.ended_s) == len(self._workload.trajectories) and len(self.record.iteration_s) == len(
-            self._plans
-        )
-
-    # ---------------------------------------------------------------- what happens
-
-    def _at(self, at_s: float, happens: Callable[..., None], *what: object) -> None:
-        self._serial += 1
-        heapq.heappush(self._agenda, (at_s, self._serial, happens, what))
-
-    def _tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
+        """Send an event to the policy."""
         self._dispatcher.handle(event)
+        self._apply(event)
+
+    def _apply(self, event: Event) -> None:
         answers = self._ordering.handle(event)
         if answers:
             self._dispatcher.apply(answers)
 
-    def _join(self, spec: EngineSpec) -> None:
-        self._engines[spec.name] = VirtualEngine(
-            spec.name, spec.tables, residuals=self._around.residuals, rng=self._streams[spec.name]
-        )
-        self._tell(spec.joined(self._context))
+    # ---------------------------------------------------------------- workers, gates and versions
 
-    def _retell(self, joined: WorkerJoined) -> None:
-        if joined.worker in self._engines:
-            self._tell(joined)
+    def _join(self, spec: EngineSpec) -> None:
+        self.running_engines[spec.name] = VirtualEngine(
+            spec.name, spec.tables, residuals=self.options.residuals, rng=self._streams[spec.name]
+        )
+        self.notify(spec.joined(self._typical_context))
+
+    def _announce(self, joined: WorkerJoined) -> None:
+        if joined.worker in self.running_engines:
+            self.notify(joined)
 
     def _lose(self, loss: Loss) -> None:
-        engine = self._engines.pop(loss.worker, None)
+        engine = self.running_engines.pop(loss.worker, None)
         if engine is None:
             return
-        self._tell(WorkerLeft(loss.worker))
+        self.notify(WorkerLeft(loss.worker))
         for key in [key for key, home in self._home.items() if home == loss.worker]:
             del self._home[key]
-        between = [key for key, worker in self._on_the_way.items() if worker == loss.worker]
-        for key in (*engine.lost(), *between):
+        in_transit = [key for key, worker in self._in_transit.items() if worker == loss.worker]
+        for key in (*engine.lost(), *in_transit):
             self.record.lost_quanta += 1
-            self._on_the_way.pop(key, None)
-            self._runs[key].attempt += 1
-            self._park(self._runs[key])
+            self._in_transit.pop(key, None)
+            self._running[key].attempt += 1
+            self._park(self._running[key])
         if loss.away_s is not None:
-            self._at(self._now + loss.away_s, self._join, self._specs[loss.worker])
+            self.agenda.at(self.agenda.now_s + loss.away_s, self._join, self._specs[loss.worker])
 
     def _carry_out(self, commands: Sequence[object]) -> None:
         for command in commands:
             match command:
                 case OpenGate(iteration=iteration):
-                    self.record.gate_s[iteration] = self._now
-                    if self._around.gate_s:
-                        self._at(self._now + self._around.gate_s, self._begin, iteration)
-                    else:
-                        self._begin(iteration)
+                    self.record.gate_s[iteration] = self.agenda.now_s
+                    self._after(self.options.gate_s, self._begin, iteration)
                 case OpenBatch(batch=batch):
-                    self._at(self._now + self._around.step_s(batch), self._trained, batch)
+                    self.agenda.at(self.agenda.now_s + self.options.step_s(batch), self._trained, batch)
+
+    def _after(self, seconds: float, happens: Callable[..., None], *what: object) -> None:
+        """Call ``happens`` later; at once if it takes no time."""
+        if seconds:
+            self.agenda.at(self.agenda.now_s + seconds, happens, *what)
+        else:
+            happens(*what)
 
     def _begin(self, iteration: int) -> None:
-        self._ordering.handle(prompts_of(self._workload, self._plans[iteration]))
-        for plan in self._plans[iteration]:
+        plans = self._groups.plans[iteration]
+        self._ordering.handle(prompts_of(self._workload, plans))
+        for plan in plans:
             key, group = self._workload.key(plan), self._workload.group_key(plan)
-            run = self._runs[key] = _Run(key, plan, group, plan.prompt_tokens)
-            self._park(run)
+            self._running[key] = SimulatedTrajectory(key, plan, group, plan.prompt_tokens)
+            self._park(self._running[key])
 
     def _trained(self, batch: int) -> None:
-        self.record.iteration_s[batch] = self._now
+        self.record.iteration_s[batch] = self.agenda.now_s
         version = batch + 1
-        self._tell(VersionPublished(version))
-        if version < len(self._plans):
-            for engine in self._engines.values():
-                engine.load(self._now, self._around.load_s)
-                self._next_of(engine)
+        self.notify(VersionPublished(version))
+        if version < len(self._groups.plans):
+            for engine in self.running_engines.values():
+                engine.load(self.agenda.now_s, self.options.load_s)
+                self._schedule_next(engine)
         self._carry_out(self._admission.version_published(version))
 
     # ---------------------------------------------------------------- quanta
 
-    def _park(self, run: _Run) -> None:
-        # Live, nobody has counted the tokens of its prompt before an engine has.
-        context = run.context_tokens if run.quanta else 0
-        plan = run.plan
-        self._tell(TrajectoryParked(run.key, plan.iteration, run.phase, run.quanta, run.group, plan.family, context))
+    def _park(self, one: SimulatedTrajectory) -> None:
+        context = one.context_tokens if one.quanta else 0  # live, an engine counts the tokens of a prompt first
+        plan = one.plan
+        self.notify(TrajectoryParked(one.key, plan.iteration, one.phase, one.quanta, one.group, plan.family, context))
 
     def _dispatch(self) -> None:
         touched: dict[str, VirtualEngine] = {}
-        for phase in self._phases:
+        for phase in Phase if self.options.tool_slots is not None else (Phase.ROLLOUT,):
             for place in self._dispatcher.dispatch(phase):
-                key, worker = place.key, place.worker
-                run = self._runs[key]
-                self.record.dispatched.append(Dispatched(self._now, phase, key, run.quanta, worker, place.reason))
-                answers = self._ordering.handle(QuantumStarted(key, phase, worker))
-                if answers:
-                    self._dispatcher.apply(answers)
-                run.attempt += 1
+                key, worker, one = place.key, place.worker, self._running[place.key]
+                self.record.dispatched.append(
+                    Dispatched(self.agenda.now_s, phase, key, one.quanta, worker, place.reason)
+                )
+                self._apply(QuantumStarted(key, phase, worker))
+                one.attempt += 1
                 if phase is Phase.TOOL:
-                    self._call(run)
+                    self._call(one)
                     continue
-                self._settle(run, worker)
-                transport_s = self._drawn(self._specs[worker].between.transport_s)
+                self._set_home(one, worker)
+                transport_s = self._drawn(self._specs[worker].overhead.transport_s)
                 if transport_s:
-                    self._on_the_way[key] = worker
-                    self._at(self._now + transport_s, self._arrived, run, run.attempt, worker)
+                    self._in_transit[key] = worker
+                    self.agenda.at(self.agenda.now_s + transport_s, self._arrived, one, one.attempt, worker)
                 else:
-                    touched[worker] = self._generate(run, worker)
+                    touched[worker] = self.generate(one, worker)
         for engine in touched.values():
-            self._next_of(engine)
+            self._schedule_next(engine)
         self._contended = self._dispatcher.num_waiting(Phase.ROLLOUT) > 0
 
     def _drawn(self, measured_s: tuple[float, ...]) -> float:
         """One of these."""
-        return measured_s[0] if len(measured_s) == 1 else measured_s[int(self._luck.integers(len(measured_s)))]
+        return measured_s[0] if len(measured_s) == 1 else measured_s[int(self._draws.integers(len(measured_s)))]
 
-    def _settle(self, run: _Run, worker: str) -> None:
-        home = self._home.get(run.key)
+    def _set_home(self, one: SimulatedTrajectory, worker: str) -> None:
+        home = self._home.get(one.key)
         if home is not None and home != worker:
-            self._engines[home].forget(run.key)
+            self.running_engines[home].forget(one.key)
             self.record.moves += 1
-        self._home[run.key] = worker
-        place = (run.plan.iteration, run.plan.group)
-        if place not in self._oldest:
-            self._oldest[place] = self._admission.version
-            self._admission.generation_started(*place, self._admission.version)
+        self._home[one.key] = worker
+        if one.place not in self._groups.oldest:
+            version = self._groups.oldest[one.place] = self._admission.version
+            self._admission.generation_started(*one.place, version)
 
-    def _arrived(self, run: _Run, attempt: int, worker: str) -> None:
-        if run.attempt == attempt:
-            del self._on_the_way[run.key]
-            self._next_of(self._generate(run, worker))
+    def _arrived(self, one: SimulatedTrajectory, attempt: int, worker: str) -> None:
+        if one.attempt == attempt:
+            del self._in_transit[one.key]
+            self._schedule_next(self.generate(one, worker))
 
-    def _generate(self, run: _Run, worker: str) -> VirtualEngine:
-        engine, plan = self._engines[worker], run.plan
-        run.started_s = self._now
-        reserve, context = self._around.reserve, run.context_tokens
+    def generate(self, one: SimulatedTrajectory, worker: str) -> VirtualEngine:
+        """Submit a trajectory's turn to an engine."""
+        engine, plan = self.running_engines[worker], one.plan
+        one.started_s = self.agenda.now_s
+        reserve, context = self.options.reserve, one.context_tokens
         request = Request(
-            run.key, run.group, context, plan.prompt_tokens, plan.turns[run.turn].new_tokens, run.computed_tokens,
+            one.key, one.group, context, plan.prompt_tokens, one.turn_plan.new_tokens, one.computed_tokens,
             0 if reserve is None else min(reserve[0], reserve[1] - context),
-            plan.contexts[run.turn] if plan.contexts else 0,
+            plan.contexts[one.turn] if plan.contexts else 0,
         )  # fmt: skip
-        engine.submit(self._now, request, ())
+        engine.submit(self.agenda.now_s, request, ())
         return engine
 
-    def _next_of(self, engine: VirtualEngine) -> None:
+    def _schedule_next(self, engine: VirtualEngine) -> None:
+        """Schedule the end of the engine's next request."""
         at_s = engine.next_finish_s()
         if at_s is not None:
-            self._at(at_s, self._generated, engine, engine.changes)
+            self.agenda.at(at_s, self._generated, engine, engine.changes)
 
     def _generated(self, engine: VirtualEngine, changes: int) -> None:
-        if engine.changes != changes:  # what was foreseen is void, the engine's batch has changed or it is gone
+        if engine.changes != changes:  # the engine's batch has changed since, or the engine was lost
             return
-        worker_s = self._specs[engine.name].between.worker_s
-        for request in engine.finished(self._now):
-            run = self._runs[request.key]
-            turn = run.plan.turns[run.turn]
+        worker_s = self._specs[engine.name].overhead.worker_s
+        for request in engine.finished(self.agenda.now_s):
+            one = self._running[request.key]
+            turn = one.turn_plan
             held_s = self._drawn(worker_s) + (turn.tool_s if self._is_inline(turn) else 0.0)
             if held_s:
-                self._on_the_way[run.key] = engine.name
-                self._at(self._now + held_s, self._reported, run, run.attempt, engine.name)
-            else:
-                self._reported(run, run.attempt, engine.name)
-        self._next_of(engine)
+                self._in_transit[one.key] = engine.name
+            self._after(held_s, self._reported, one, one.attempt, engine.name)
+        self._schedule_next(engine)
 
-    def _reported(self, run: _Run, attempt: int, worker: str) -> None:
-        """The scheduler hears of a generation, and of the tools that ran within it."""
-        if run.attempt != attempt:
+    def _reported(self, one: SimulatedTrajectory, attempt: int, worker: str) -> None:
+        """The scheduler receives the report of a generation, and of the tools that ran within it."""
+        if one.attempt != attempt:
             return
-        self._on_the_way.pop(run.key, None)
-        turn = run.plan.turns[run.turn]
-        run.context_tokens += turn.new_tokens
-        run.computed_tokens = run.context_tokens
+        self._in_transit.pop(one.key, None)
+        turn = one.turn_plan
+        one.context_tokens += turn.new_tokens
+        one.computed_tokens = one.context_tokens
         inline = self._is_inline(turn)
         tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
-        run.quanta += 2 if inline else 1
-        run.context_tokens += payload
-        latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
-        self._tell(QuantumFinished(run.key, Phase.ROLLOUT, turn.new_tokens, tool, status, latency_s, payload))
-        if inline:
-            run.turn += 1
-        if run.turn == len(run.plan.turns) or turn.status == NO_TOOL:
-            self._end(run)
+        one.quanta += 2 if inline else 1
+        one.context_tokens += payload
+        latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
+        self.notify(QuantumFinished(one.key, Phase.ROLLOUT, turn.new_tokens, tool, status, latency_s, payload))
+        one.turn += inline
+        if one.turn == len(one.plan.turns) or turn.status == NO_TOOL:
+            self._end(one)
         elif inline and self._contended:
-            self._park(run)
-        elif inline:
-            self._goes_on(run, worker)
-        elif self._around.tool_slots is None:
-            run.attempt += 1
-            self._call(run)
+            self._park(one)
+        elif inline:  # no other trajectory waits for the slot: the next quantum begins in it at once
+            self.notify(QuantumStarted(one.key, Phase.ROLLOUT, worker))
+            if worker in self.running_engines:
+                self._schedule_next(self.generate(one, worker))
+        elif self.options.tool_slots is None:
+            one.attempt += 1
+            self._call(one)
         else:
-            run.phase = Phase.TOOL
-            self._park(run)
+            one.phase = Phase.TOOL
+            self._park(one)
 
     def _is_inline(self, turn: TurnPlan) -> bool:
-        return turn.status != NO_TOOL and turn.tool in self._around.inline_tools
+        return turn.status != NO_TOOL and turn.tool in self.options.inline_tools
 
-    def _goes_on(self, run: _Run, worker: str) -> None:
-        """Nobody waits for the slot, so the next quantum begins in it at once."""
-        self._tell(QuantumStarted(run.key, Phase.ROLLOUT, worker))
-        if worker in self._engines:
-            self._next_of(self._generate(run, worker))
+    def _call(self, one: SimulatedTrajectory) -> None:
+        overhead = self.options.tool_overhead
+        transport_s = self._drawn(overhead.transport_s)
+        one.started_s = self.agenda.now_s + transport_s
+        spent_s = transport_s + one.turn_plan.tool_s + self._drawn(overhead.worker_s)
+        self.agenda.at(self.agenda.now_s + spent_s, self._returned, one, one.attempt)
 
-    def _call(self, run: _Run) -> None:
-        between = self._around.tool_between
-        transport_s = self._drawn(between.transport_s)
-        run.started_s = self._now + transport_s
-        spent_s = transport_s + run.plan.turns[run.turn].tool_s + self._drawn(between.worker_s)
-        self._at(self._now + spent_s, self._returned, run, run.attempt)
-
-    def _returned(self, run: _Run, attempt: int) -> None:
-        if run.attempt != attempt:
+    def _returned(self, one: SimulatedTrajectory, attempt: int) -> None:
+        if one.attempt != attempt:
             return
-        turn: TurnPlan = run.plan.turns[run.turn]
-        run.context_tokens += turn.payload_tokens
-        run.quanta += 1
-        run.turn += 1
-        latency_s = round(self._now - run.started_s, 6)  # as the live log keeps it
-        self._tell(QuantumFinished(run.key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
-        if run.turn == len(run.plan.turns):
-            self._end(run)
+        turn = one.turn_plan
+        one.context_tokens += turn.payload_tokens
+        one.quanta += 1
+        one.turn += 1
+        latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
+        self.notify(QuantumFinished(one.key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
+        if one.turn == len(one.plan.turns):
+            self._end(one)
             return
-        run.phase = Phase.ROLLOUT
-        self._park(run)
+        one.phase = Phase.ROLLOUT
+        self._park(one)
 
-    def _end(self, run: _Run) -> None:
-        del self._runs[run.key]
-        home = self._home.pop(run.key, None)
+    def _end(self, one: SimulatedTrajectory) -> None:
+        del self._running[one.key]
+        home = self._home.pop(one.key, None)
         if home is not None:
-            self._engines[home].forget(run.key)
-        self._tell(TrajectoryEnded(run.key))
-        self.record.ended_s[run.key] = self._now
-        self.record.rollout_s[run.plan.iteration] = self._now
-        self._num_ended += 1
-        if self._learns is not None and self._num_ended >= self._learned_ended + learns_after(self._learned_ended):
-            self._learned_ended = self._num_ended
-            self._learns.learn()
-        place = (run.plan.iteration, run.plan.group)
-        self._members[place] -= 1
-        if not self._members[place]:
-            self.record.group_s[place] = self._now
-            if self._around.commit_s:
-                self._at(self._now + self._around.commit_s, self._commit, place)
-            else:
-                self._commit(place)
+            self.running_engines[home].forget(one.key)
+        self.notify(TrajectoryEnded(one.key))
+        self.record.ended_s[one.key] = self.record.rollout_s[one.plan.iteration] = self.agenda.now_s
+        num_ended = len(self.record.ended_s)
+        if self._learner is not None and num_ended >= self._learned_ended + learns_after(self._learned_ended):
+            self._learned_ended = num_ended
+            self._learner.learn()
+        self._groups.missing[one.place] -= 1
+        if not self._groups.missing[one.place]:
+            self.record.group_s[one.place] = self.agenda.now_s
+            self._after(self.options.commit_s, self._commit, one.place)
 
     def _commit(self, place: tuple[int, int]) -> None:
-        self._carry_out(self._admission.group_committed(CommittedGroup(*place, self._oldest[place])))
+        self._carry_out(self._admission.group_committed(CommittedGroup(*place, self._groups.oldest[place])))

@@ -1,17 +1,20 @@
-"""What is to be generated: trajectories as lists of turns with their tokens and tool seconds, drawn from traces with a seed.
+"""Workloads: trajectories as lists of turns with their tokens and tool seconds, drawn from traces with a seed.
 
-A workload is data. The simulator runs it in virtual time, emulated engines run it on a real Dask cluster, and both see the same
+The simulator runs it in virtual time, emulated engines run it on a real Dask cluster, and both see the same
 keys, so that their dispatch orders can be compared. As a file it is JSON; the same seed gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from libra import keys
 from libra.errors import ConfigError
@@ -23,12 +26,12 @@ SCHEMA = 1
 
 
 class TurnPlan(NamedTuple):
-    """One generation, and the tool that answers it."""
+    """One generation, and the tool call that follows it."""
 
     new_tokens: int  # generated, >= 1
-    tool: str  # empty where none comes back, and where a malformed call named none
-    status: ToolOutcome  # NO_TOOL: none comes back, the trajectory ends here
-    payload_tokens: int  # what the tool puts into the context
+    tool: str  # empty if none comes back, and where a malformed call named none
+    status: ToolOutcome  # NO_TOOL: no tool ran, the trajectory ends here
+    payload_tokens: int  # tokens that the tool adds to the context
     tool_s: float
 
 
@@ -41,7 +44,7 @@ class TrajectoryPlan(NamedTuple):
     prompt_tokens: int
     turns: tuple[TurnPlan, ...]
     family: str = ""
-    prompt: str = ""  # its name, where it comes in more than one iteration
+    prompt: str = ""  # its name, if it occurs in more than one iteration
     contexts: tuple[
         int, ...
     ] = ()  # before each turn; equal numbers are equal tokens. Empty: siblings share their prompt alone
@@ -58,21 +61,21 @@ class TrajectoryPlan(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """Trajectories of one or more iterations, by name of the run that they make up."""
+    """Trajectories of one or more iterations, and the name of their run."""
 
     name: str
     trajectories: tuple[TrajectoryPlan, ...]
 
     def key(self, plan: TrajectoryPlan) -> str:
-        """The key that Dask would know it by."""
+        """The Dask key it would have."""
         return keys.make("trajectory", (plan.iteration, plan.group, plan.sample), epoch=0, run=self.name)
 
     def group_key(self, plan: TrajectoryPlan) -> str:
-        """What its group is called in events."""
+        """Name of its group in events."""
         return f"{plan.iteration}-{plan.group}"
 
     def totals(self) -> dict[str, int]:
-        """Generated tokens by key: the truth that an oracle knows."""
+        """Generated tokens by key: the lengths that an oracle uses."""
         return {self.key(plan): plan.new_tokens for plan in self.trajectories}
 
     @property
@@ -96,57 +99,36 @@ class Workload(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str, where: str = "workload") -> Workload:
-        """The workload a text describes; ConfigError where it is none, or breaks a rule of `check_plan`."""
+        """The workload a text describes; ConfigError if it is none, or breaks a rule of `check_plan`."""
         try:
             values = json.loads(text)
             if values["schema"] != SCHEMA:
                 raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
-            plans = tuple(_plan_of(where, *row) for row in values["trajectories"])
+            plans = tuple(_plan_of(where, row) for row in values["trajectories"])
             return checked(cls(keys.check_run_name(values["name"]), plans), where)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{where}: no workload ({type(error).__name__}: {error}); write one with Workload.to_json, or "
+                f"{where}: not a workload ({type(error).__name__}: {error}); write one with Workload.to_json, or "
                 "libra simulate ... --save-workload FILE"
             ) from error
 
 
-def _plan_of(
-    where: str,
-    iteration: int,
-    group: int,
-    sample: int,
-    prompt_tokens: int,
-    family: str,
-    turns: Sequence[Sequence[Any]],
-    prompt: str = "",
-    contexts: Sequence[int] = (),
-) -> TrajectoryPlan:
-    """A row of a workload file."""
+def _plan_of(where: str, row: Sequence[Any]) -> TrajectoryPlan:
+    """A row of a workload file: place, prompt tokens, family, turns, and where it has them prompt and contexts."""
+    iteration, group, sample, prompt_tokens = (int(number) for number in row[:4])
+    turns, prompt, contexts = row[5], *(*row[6:], *("", ())[len(row) - 6 :])
     return TrajectoryPlan(
-        int(iteration),
-        int(group),
-        int(sample),
-        int(prompt_tokens),
-        tuple(_turn(where, (iteration, group, sample), i, *turn) for i, turn in enumerate(turns)),
-        str(family),
-        str(prompt),
-        tuple(int(number) for number in contexts),
-    )
+        iteration, group, sample, prompt_tokens,
+        tuple(_turn(where, (iteration, group, sample), index, *turn) for index, turn in enumerate(turns)),
+        str(row[4]), str(prompt), tuple(int(number) for number in contexts),
+    )  # fmt: skip
 
 
-def _turn(
-    where: str,
-    place: tuple[int, int, int],
-    index: int,
-    new_tokens: int,
-    tool: str,
-    status: str,
-    payload_tokens: int,
-    tool_s: float,
-) -> TurnPlan:
-    """A turn as a file has it; ConfigError where its status is no outcome."""
+def _turn(where: str, place: tuple[int, int, int], index: int, *fields: Any) -> TurnPlan:
+    """A turn as a file has it; ConfigError if its status is not an outcome."""
+    new_tokens, tool, status, payload_tokens, tool_s = fields
     try:
         return TurnPlan(new_tokens, tool, tool_outcome(status), payload_tokens, tool_s)
     except ValueError as error:
@@ -157,10 +139,10 @@ def _turn(
 
 
 def checked(workload: Workload, where: str) -> Workload:
-    """``workload`` itself; ConfigError where two trajectories have one place, or a turn cannot be run.
+    """``workload`` itself; ConfigError if two trajectories have one place, or a turn cannot be run.
 
-    A turn can be run where its numbers can be, and where a tool comes back from it if and only if another turn follows it; only
-    the last one may have a tool as well, whose return nobody reads.
+    A turn can be run if its numbers are possible, and if it has a tool whenever another turn follows. The last turn may
+    have a tool too, whose result no turn reads.
     """
     seen = set()
     for plan in workload.trajectories:
@@ -190,7 +172,7 @@ def checked(workload: Workload, where: str) -> Workload:
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload file; ConfigError where it is none."""
+    """Read a workload file; ConfigError if it is none."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -199,7 +181,7 @@ def load_workload(path: Path) -> Workload:
 
 
 class Trace(NamedTuple):
-    """A trajectory that was recorded somewhere: what the plans are drawn from."""
+    """A recorded trajectory that workloads are drawn from."""
 
     task: str
     prompt_tokens: int
@@ -220,56 +202,74 @@ def draw(
 ) -> Workload:
     """A workload of ``iterations`` x ``num_groups`` groups drawn from traces.
 
-    Tasks that were recorded at least ``group_size`` times make groups of their own samples. Where there is none, a group is of
-    different tasks: its samples tell nothing about each other, which is the worst case for a policy that listens to siblings.
-    ``kinship`` (then only) draws them so that the ranks of their lengths have about that intra-class correlation, as samples of
-    one prompt have (0.55 measured on tau-bench's airline trials): a stated construction, not a recording.
+    Tasks that were recorded at least ``group_size`` times make groups of their own samples. If there is none, a group has
+    different tasks: its samples are independent, the worst case for a policy that learns from siblings.
+    ``kinship`` (only in that case) draws them so that the ranks of their lengths have about that intra-class correlation,
+    as samples of one prompt have (0.55 measured on tau-bench's airline trials): a stated construction, not a recording.
 
-    ``earlier`` (with ``kinship``) draws what the same prompts came to in a pass before: other samples, and what a prompt's samples
-    have in common correlates with what they have in common in the workload that is drawn without it by this much, in [0, 1].
+    ``earlier`` (with ``kinship``) draws an earlier pass over the same prompts: other samples, whose common part per prompt has this
+    correlation, in [0, 1], with that of the workload drawn without it.
     """
-    import numpy as np
-
     if not traces:
         raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
     if earlier is not None and not (kinship and 0.0 <= earlier <= 1.0):
         raise ConfigError(
-            f"earlier: got {earlier} with kinship {kinship}; it is a correlation from 0 to 1 between what kin have in common"
+            f"earlier: got {earlier} with kinship {kinship}; it is a correlation of the two passes, from 0 to 1"
         )
     rng = np.random.default_rng([seed, 0x5EED])
     by_task: dict[str, list[Trace]] = {}
     for trace in traces:
         by_task.setdefault(trace.task, []).append(trace)
     repeated = [samples for _, samples in sorted(by_task.items()) if len(samples) >= group_size]
-    plans = []
-    order: list[int] = []
-    ranked = sorted(traces, key=lambda trace: sum(turn.new_tokens for turn in trace.turns))
-    for index in range(iterations * num_groups):
-        iteration, group = divmod(index, num_groups)
-        if repeated and group_size > 1:
-            if not order:
-                order = [int(i) for i in rng.permutation(len(repeated))]
-            samples = repeated[order.pop()]
-            chosen = [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
-        elif kinship:
-            shared, own = rng.standard_normal(), rng.standard_normal(group_size)
-            if earlier is not None:
-                before = np.random.default_rng([seed, 0xEA71, index])
-                shared = earlier * shared + sqrt(1.0 - earlier * earlier) * before.standard_normal()
-                own = before.standard_normal(group_size)
-            ranks = [NormalDist().cdf(x) for x in sqrt(kinship) * shared + sqrt(1.0 - kinship) * own]
-            chosen = [ranked[int(rank * len(ranked))] for rank in ranks]
-        else:
-            chosen = []
-            while len(chosen) < group_size:
-                if not order:
-                    order = [int(i) for i in rng.permutation(len(traces))]
-                chosen.append(traces[order.pop()])
-        plans += [
-            TrajectoryPlan(iteration, group, sample, trace.prompt_tokens, trace.turns, trace.family)
+    if repeated and group_size > 1:
+        groups = _of_one_task(repeated, group_size, rng)
+    elif kinship:
+        groups = _of_like_lengths(traces, group_size, seed, kinship, earlier, rng)
+    else:
+        groups = _of_any_tasks(traces, group_size, rng)
+    return Workload(
+        name,
+        tuple(
+            TrajectoryPlan(*divmod(index, num_groups), sample, trace.prompt_tokens, trace.turns, trace.family)
+            for index, chosen in zip(range(iterations * num_groups), groups, strict=False)
             for sample, trace in enumerate(chosen)
-        ]
-    return Workload(name, tuple(plans))
+        ),
+    )
+
+
+def _of_one_task(repeated: list[list[Trace]], group_size: int, rng: np.random.Generator) -> Iterator[list[Trace]]:
+    """Groups of samples of one task; every task once before any repeats."""
+    while True:
+        for task in rng.permutation(len(repeated))[::-1]:
+            samples = repeated[int(task)]
+            yield [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
+
+
+def _of_like_lengths(
+    traces: Sequence[Trace], group_size: int, seed: int, kinship: float, earlier: float | None, rng: np.random.Generator
+) -> Iterator[list[Trace]]:
+    """Groups whose ranks of lengths correlate by ``kinship``."""
+    ranked = sorted(traces, key=lambda trace: sum(turn.new_tokens for turn in trace.turns))
+    for index in count():
+        shared, own = rng.standard_normal(), rng.standard_normal(group_size)
+        if earlier is not None:
+            before = np.random.default_rng([seed, 0xEA71, index])
+            shared = earlier * shared + sqrt(1.0 - earlier * earlier) * before.standard_normal()
+            own = before.standard_normal(group_size)
+        ranks = [NormalDist().cdf(x) for x in sqrt(kinship) * shared + sqrt(1.0 - kinship) * own]
+        yield [ranked[int(rank * len(ranked))] for rank in ranks]
+
+
+def _of_any_tasks(traces: Sequence[Trace], group_size: int, rng: np.random.Generator) -> Iterator[list[Trace]]:
+    """Groups of different tasks; every trace once before any repeats."""
+
+    def endless() -> Iterator[Trace]:
+        while True:
+            yield from (traces[int(i)] for i in rng.permutation(len(traces))[::-1])
+
+    each = endless()
+    while True:
+        yield list(islice(each, group_size))
 
 
 def synthetic(
@@ -284,19 +284,17 @@ def synthetic(
     turns : int
         Mean number of turns of one.
     """
-    import numpy as np
-
     rng = np.random.default_rng([seed, 0xA11])
     plans = []
     for index in range(num * iterations):
         iteration, place = divmod(index, num)
-        count = int(min(20 * turns, max(1, rng.geometric(1.0 / turns))))
-        lengths = np.maximum(1, rng.lognormal(4.8, 1.1, count)).astype(int)
-        payloads = rng.lognormal(5.0, 1.2, count).astype(int)
-        seconds = np.where(rng.random(count) < 0.75, 0.04, rng.gamma(2.0, 5.0, count))
+        length = int(min(20 * turns, max(1, rng.geometric(1.0 / turns))))
+        lengths = np.maximum(1, rng.lognormal(4.8, 1.1, length)).astype(int)
+        payloads = rng.lognormal(5.0, 1.2, length).astype(int)
+        seconds = np.where(rng.random(length) < 0.75, 0.04, rng.gamma(2.0, 5.0, length))
         rows = [
             TurnPlan(int(lengths[i]), "tool", ToolStatus.OK, int(payloads[i]), float(seconds[i]))
-            for i in range(count - 1)
+            for i in range(length - 1)
         ]
         rows.append(TurnPlan(int(lengths[-1]), "", NO_TOOL, 0, float(seconds[-1])))
         plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
@@ -304,7 +302,7 @@ def synthetic(
 
 
 def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> GroupsNamed:
-    """Which prompts the groups of ``plans`` are of, where these come again."""
+    """The prompts of the groups of ``plans``, if prompts repeat."""
     return GroupsNamed(tuple({workload.group_key(plan): plan.prompt for plan in plans if plan.prompt}.items()))
 
 

@@ -1,13 +1,13 @@
 """One array of the store on a POSIX file system, appended to without reading it back.
 
-zarr's own ``resize`` and item assignment cost 1.8 ms of CPU and two renames for each array, and a store has forty. Here
-the rows of the last chunk stay in memory, numbers are written behind the committed ones in place, and the length is
-changed in place too. What results is plain zarr v3, which every test of the store reads back with zarr itself.
+zarr's own ``resize`` and item assignment cost 1.8 ms of CPU and two renames per array, and a store has forty. Here the rows of
+the last chunk stay in memory, numbers are appended to their chunk in place, and the length is changed in place. The result is
+plain zarr v3; every test of the store reads it with zarr itself.
 
-1. Bytes of committed rows are never overwritten in place: an uncompressed chunk is written behind them, a compressed one
-   is replaced as a whole by an atomic rename.
-2. The length in ``zarr.json`` is a field of fixed width, changed by one small write; it grows after the rows are there.
-3. `write` may be tried again, or be given other rows, until `accept` says that they are committed.
+1. Bytes of committed rows are never overwritten in place: an uncompressed chunk is extended behind them, a compressed one
+   is replaced by an atomic rename.
+2. The length in ``zarr.json`` is a field of fixed width, changed by one small write after the rows are written.
+3. `write` may be repeated, with the same or other rows, until `accept` commits them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
+from libra.store.exclusive_files import write_all
 
 _WIDTH = 20  # digits of the largest length
 _PLAIN = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -32,16 +33,16 @@ _TEXT = {"name": "vlen-utf8", "configuration": {}}
 
 
 class ColumnFile:
-    """The committer's hold on a one-dimensional array.
+    """A one-dimensional array that the committer appends to.
 
     Parameters
     ----------
     directory : Path
-        Where the array lies, as `libra.store.zarr_layout.create_arrays` made it.
+        Directory of the array, as `libra.store.zarr_layout.create_arrays` created it.
     committed : int
-        Rows to keep; what lies behind them is cut off.
+        Rows to keep; the file is cut behind them.
     tail : array
-        Those of them that lie in the last, unfinished chunk.
+        Those of them in the last, unfinished chunk.
 
     Raises
     ------
@@ -61,10 +62,7 @@ class ColumnFile:
         self._make_length_field(committed)
 
     def write(self, values: NDArray[Any]) -> None:
-        """Put rows behind the committed ones, in place of any that were written there and not accepted.
-
-        Raises OSError where the disk is full; the committed rows are as they were.
-        """
+        """Write rows behind the committed ones, over any that were not accepted. OSError if the disk is full."""
         rows = np.concatenate([self._tail, values])
         first = self._committed // self._rows_per_chunk
         done = len(self._tail)
@@ -80,7 +78,7 @@ class ColumnFile:
         self._set_length(self._written)
 
     def accept(self) -> None:
-        """The rows written last are committed now."""
+        """Commit the rows of the last `write`."""
         self._committed, self._tail = self._written, self._next_tail
 
     def _replace_chunk(self, number: int, rows: NDArray[Any]) -> None:
@@ -96,9 +94,9 @@ class ColumnFile:
         try:
             size = self._rows_per_chunk * rows.dtype.itemsize
             if os.fstat(descriptor).st_size != size:
-                done = 0  # a new chunk; or zarr left one out that held nothing but the fill value
+                done = 0  # a new chunk, or one that zarr skipped because it held only the fill value
                 os.ftruncate(descriptor, size)
-            _pwrite(descriptor, little[done:].tobytes(), done * rows.dtype.itemsize)
+            write_all(descriptor, little[done:].tobytes(), done * rows.dtype.itemsize)
         finally:
             os.close(descriptor)
 
@@ -112,7 +110,7 @@ class ColumnFile:
     def _set_length(self, length: int) -> None:
         descriptor = os.open(self._directory / "zarr.json", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            _pwrite(descriptor, f"{length:<{_WIDTH}}".encode(), self._length_at)
+            write_all(descriptor, f"{length:<{_WIDTH}}".encode(), self._length_at)
         finally:
             os.close(descriptor)
 
@@ -136,10 +134,3 @@ class ColumnFile:
         raise StoreError(
             f"{self._directory}: codecs {codecs}, which this Libra cannot append to; use the one that wrote it"
         )
-
-
-def _pwrite(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count

@@ -1,8 +1,8 @@
-"""The lock that makes a committer the only one.
+"""The lock of a store's one committer.
 
-1. At most one holder per store, among all processes that reach its file system. The kernel gives the lock back when its
-   holder dies, so nothing stale is left to break.
-2. Who holds it can be read from the file, for the error message.
+1. At most one holder per store, among all processes that reach its file system. The kernel releases the lock when its holder
+   dies, so there are no stale locks.
+2. The file names the holder, for the error message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libra.store.exclusive_files import write_failure
 class CommitterLock:
     """An advisory lock on ``<store>.lock``, held from creation to `release`.
 
-    Raises StoreError where somebody else holds it (the message says who), or the file system has no locks.
+    Raises StoreError if another process holds it (the message says which), or the file system has no locks.
     """
 
     def __init__(self, store: Path) -> None:
@@ -36,7 +36,8 @@ class CommitterLock:
             os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except BlockingIOError as error:
             holder = (
-                os.pread(self._descriptor, 4096, 0).decode(errors="replace") or "a process that has not said who it is"
+                os.pread(self._descriptor, 4096, 0).decode(errors="replace")
+                or "a process that has not written its name"
             )
             self.release()
             raise StoreError(
@@ -51,7 +52,7 @@ class CommitterLock:
             ) from error
 
     def release(self) -> None:
-        """Give the lock back; releasing twice is releasing once. The file stays, empty of meaning."""
+        """Release the lock; a second call does nothing. The file stays."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

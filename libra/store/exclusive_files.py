@@ -12,24 +12,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
-from libra.errors import RecordExists, StoreError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from libra.errors import RecordExists, StoreError, disk_refusal
 
 
 def write_failure(error: OSError, path: str | Path) -> StoreError:
     """``error`` met while writing ``path`` as a StoreError that says what to do."""
-    if error.errno in _FULL:
-        what = "quota exceeded" if error.errno == errno.EDQUOT else "disk full"
-        return StoreError(
-            f"{path}: {what}; nothing that was committed is lost. Make space on that file system "
-            f"(df -h {Path(path).parent}), then type libra resume RUN"
-        )
-    return StoreError(f"{path}: cannot write: {error.strerror or error}")
+    return StoreError(disk_refusal(path, error))
+
+
+def already_written(path: str | Path) -> RecordExists:
+    """The error of a writer that came second."""
+    return RecordExists(f"{path}: already written by another writer; this one must stop")
 
 
 def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> None:
@@ -44,7 +40,7 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
     Raises
     ------
     RecordExists
-        Somebody else created ``path`` first.
+        Another writer created ``path`` first.
     StoreError
         The file cannot be written; a full disk is named as such.
     """
@@ -67,12 +63,18 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
         _remove(temporary)
 
 
+def write_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
+    """Write all of ``data`` at ``offset``, or where the file stands (None); the kernel may take it in parts."""
+    view = memoryview(data)
+    while view:
+        count = os.write(descriptor, view) if offset is None else os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], None if offset is None else offset + count
+
+
 def _write(temporary: str, data: bytes, fsync: bool) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        write_all(descriptor, data)
         if fsync:
             os.fsync(descriptor)
     finally:
@@ -85,14 +87,14 @@ def _link(temporary: str, path: str | Path) -> None:
     except FileExistsError:
         if os.stat(temporary).st_nlink == 2:  # NFS: the link was made, only the first answer to us was lost
             return
-        raise RecordExists(f"{path}: already written by another writer; whoever lost this race must stop") from None
+        raise already_written(path) from None
 
 
 def _remove(temporary: str) -> None:
     try:
         os.unlink(temporary)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it was never made, and the error at hand says why
+        pass  # it was never made; the first error says why
     except OSError as error:
         raise write_failure(error, temporary) from error
 

@@ -22,7 +22,7 @@ _FIELDS = tuple(field.name for field in fields(Trajectory))
 
 
 def prompt_to_json(prompt: Prompt) -> str:
-    """Messages and facts of a prompt as one JSON object; StoreError where the facts are not JSON-able."""
+    """Messages and facts of a prompt as one JSON object; StoreError if the facts are not JSON-able."""
     try:
         return json.dumps({"messages": [dict(message) for message in prompt.messages], "facts": dict(prompt.facts)})
     except (TypeError, ValueError) as error:
@@ -36,7 +36,7 @@ def prompt_from_json(prompt_id: str, text: str) -> Prompt:
 
 
 def group_path(root: str | Path, iteration: int, group: int, split: str = "train") -> Path:
-    """Where the record of one group lies."""
+    """File of the record of one group."""
     return Path(root) / f"{split}-{iteration:06d}-{group:06d}.group"
 
 
@@ -48,7 +48,7 @@ def write_group(
     Parameters
     ----------
     trajectories
-        All samples of the group, of one split, in the order in which they shall come back.
+        All samples of the group, of one split, in the order in which they are read.
     fsync : bool
         Also survive a power failure.
 
@@ -57,7 +57,7 @@ def write_group(
     RecordExists
         The group was already committed.
     StoreError
-        A trajectory belongs elsewhere or appears twice, or the file cannot be written.
+        A trajectory is of another group or appears twice, or the file cannot be written.
     """
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     if not ids:
@@ -76,7 +76,7 @@ def write_group(
 
 
 def read_group(path: str | Path) -> list[Trajectory]:
-    """The trajectories of one group; StoreError names the file where it is missing, torn or corrupt."""
+    """The trajectories of one group; StoreError names the file if it is missing, torn or corrupt."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -85,12 +85,12 @@ def read_group(path: str | Path) -> list[Trajectory]:
 
 
 def pack_trajectory(trajectory: Trajectory) -> bytes:
-    """One trajectory as bytes of its own, to be sent somewhere."""
+    """One trajectory as bytes, to send."""
     return pack(_to_record(trajectory), source=str(trajectory.trajectory_id))
 
 
 def unpack_trajectory(data: bytes, *, source: str) -> Trajectory:
-    """The inverse of `pack_trajectory`; StoreError names ``source`` where the bytes are torn or corrupt."""
+    """The inverse of `pack_trajectory`; StoreError names ``source`` if the bytes are torn or corrupt."""
     return _from_record(unpack(data, source=source))
 
 

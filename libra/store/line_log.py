@@ -1,9 +1,9 @@
 """An append-only file of JSON objects, one a line, written by one process.
 
-1. Lines appear in the order of `write_line`, each whole: the buffer goes to the file in one append that ends with a newline.
+1. Lines appear in the order of `write_line`, each whole: the buffer is appended in one write that ends with a newline.
 2. Lines since the last `flush` may be lost with the process.
-3. A torn last line (the writer died, the disk was full) is left out and reported by the reader, and cut off by the next
-   writer; a bad line anywhere else is an error.
+3. A torn last line (the writer died, the disk was full) is skipped and reported by the reader, and cut off by the next writer; a
+   bad line anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from libra.errors import StoreError
-from libra.store.exclusive_files import write_failure
+from libra.store.exclusive_files import write_all, write_failure
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ _TAIL_BYTES = 65536
 
 
 class LineLog:
-    """A buffered appender to ``path``; its directory is made where missing.
+    """A buffered appender to ``path``; its directory is made if missing.
 
     Parameters
     ----------
     buffer_lines : int
-        A `flush` happens by itself whenever that many lines wait; 1 writes through.
+        Lines that wait before a `flush` happens by itself; 1 writes through.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class LineLog:
         self._closed = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = self._open()
             self._cut_torn_tail()
         except OSError as error:
             raise write_failure(error, self.path) from error
@@ -57,7 +57,7 @@ class LineLog:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all buffered lines to the operating system. After an error they are still buffered."""
+        """Pass all buffered lines to the operating system. After an error they are still buffered."""
         if not self._lines:
             return
         if self._closed:
@@ -65,16 +65,14 @@ class LineLog:
         data = ("\n".join(self._lines) + "\n").encode()
         end = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+            write_all(self._descriptor, data)
         except OSError as error:
             os.ftruncate(self._descriptor, end)
             raise write_failure(error, self.path) from error
         self._lines.clear()
 
     def close(self) -> None:
-        """Flush and close; closing twice is closing once."""
+        """Flush and close; a second call does nothing."""
         if self._closed:
             return
         try:
@@ -91,6 +89,14 @@ class LineLog:
     ) -> None:
         self.close()
 
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _reopen(self) -> None:
+        """Continue in the file that has the path now."""
+        os.close(self._descriptor)
+        self._descriptor = self._open()
+
     def _cut_torn_tail(self) -> None:
         end = keep = os.lseek(self._descriptor, 0, os.SEEK_END)
         while keep > 0:
@@ -101,7 +107,7 @@ class LineLog:
                 break
             keep = start
         if keep < end:
-            logger.warning("%s: cut a torn last line of %d bytes, left by a writer that died", self.path, end - keep)
+            logger.warning("%s: cut off a torn last line of %d bytes", self.path, end - keep)
             os.ftruncate(self._descriptor, keep)
 
 
@@ -110,13 +116,13 @@ class LineReader:
 
     Parameters
     ----------
-    offset, line : int
-        Where to begin: a byte at which a line starts, and that line's number.
+    line : int
+        The line to begin with; lines before it are not parsed.
 
     Attributes
     ----------
     torn : str or None
-        After the iteration: the torn last line, which was left out; the caller reports it.
+        After the iteration: the torn last line, which was skipped; the caller reports it.
 
     Raises
     ------
@@ -124,52 +130,56 @@ class LineReader:
         While iterating, with the line's number: the file is missing, or a line but the last is not a JSON object.
     """
 
-    def __init__(self, path: str | Path, *, offset: int = 0, line: int = 1) -> None:
-        self.path, self._offset, self._line = Path(path), offset, line
+    def __init__(self, path: str | Path, *, line: int = 1) -> None:
+        self.path, self.line = Path(path), line
         self.torn: str | None = None
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, _, line in self.raw():
-            yield number, _parsed(line, f"{self.path}, line {number}")
+        return self.with_any(())
 
-    def raw(self) -> Iterator[tuple[int, int, bytes]]:
-        """Line number, offset and bytes of each whole line."""
+    def with_any(self, words: Sequence[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The lines that contain one of ``words``; no other is parsed. No words: all lines."""
+        for number, line in self.raw():
+            if not words or any(word in line for word in words):
+                yield number, _parsed(line, f"{self.path}, line {number}")
+
+    def raw(self) -> Iterator[tuple[int, bytes]]:
+        """Number and bytes of each whole line."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._offset)
-                offset = self._offset
-                for number, line in enumerate(file, start=self._line):
-                    if not line.endswith(b"\n"):
-                        self.torn = line.decode(errors="replace")
-                        return
-                    yield number, offset, line
-                    offset += len(line)
+                yield from self.whole_lines(file, 1)
         except OSError as error:
             raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
 
+    def whole_lines(self, file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
+        """Those of an open file whose first line is number ``first`` of the log; notes a torn last one."""
+        self.torn = None
+        for number, line in enumerate(file, first):
+            if not line.endswith(b"\n"):
+                self.torn = line.decode(errors="replace")
+                return
+            if number >= self.line:
+                yield number, line
+
+    def warn_if_torn(self) -> None:
+        """After the iteration: log a warning where a torn last line was skipped."""
+        if self.torn is not None:
+            logger.warning("%s: the last line is torn and was skipped: %r", self.path, self.torn[:120])
+
 
 class LoggedLines(NamedTuple):
-    """What `read_lines` found: the objects, and the torn last line (None: the log ends cleanly)."""
+    """The objects of a log, and its torn last line (None: the log ends cleanly)."""
 
     objects: list[dict[str, Any]]
     torn: str | None
 
 
 def read_lines(path: str | Path) -> LoggedLines:
-    """All objects of a log in order.
-
-    A last line without its newline is torn: it is returned as ``torn`` and reported by a warning. StoreError, with the
-    line's number, where the file is missing or another line is not a JSON object.
-    """
-    try:
-        *lines, rest = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
-    objects = [_parsed(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, start=1)]
-    torn = rest.decode(errors="replace") if rest else None
-    if torn is not None:
-        logger.warning("%s: the last line is torn and was left out: %r", path, torn[:120])
-    return LoggedLines(objects, torn)
+    """All objects of a log in order; a torn last line is also reported by a warning. Raises as `LineReader`."""
+    reader = LineReader(path)
+    objects = [value for _, value in reader]
+    reader.warn_if_torn()
+    return LoggedLines(objects, reader.torn)
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """One record as bytes: a header with magic, schema number, length and crc32, then msgpack with numpy arrays.
 
-1. What `unpack` returns is what `pack` was given, up to tuples (lists) and numpy scalars (plain numbers).
+1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str is kept, lone surrogates included.
 2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the source's name.
-3. A schema number this code does not know is refused, never guessed at.
+3. An unknown schema number is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from libra.errors import StoreError
+from libra.errors import StoreError, Unstorable
 
 SCHEMA = 1
 """Layout of a record; a change that old code cannot read takes the next number."""
@@ -24,6 +24,9 @@ SCHEMA = 1
 _MAGIC = b"LBRR"
 _HEADER = struct.Struct("<4sHHII")  # magic, schema, reserved, body length, crc32 of the body
 _ARRAY = 1  # msgpack extension code of a numpy array: (dtype, shape, bytes)
+_TEXT_ERRORS = (
+    "surrogatepass"  # a lone surrogate, of a file name that is not UTF-8 for one, is no reason to lose a record
+)
 
 
 def _encode_object(value: Any) -> Any:
@@ -44,11 +47,11 @@ def _decode_extension(code: int, data: bytes) -> Any:
 
 
 def pack(record: Mapping[str, Any], *, source: str) -> bytes:
-    """``record`` as bytes; StoreError names ``source`` where a value is of a kind that cannot be stored."""
+    """``record`` as bytes; Unstorable names ``source`` if a value is of a kind that cannot be stored."""
     try:
-        body: bytes = msgpack.packb(record, default=_encode_object)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise StoreError(
+        body: bytes = msgpack.packb(record, default=_encode_object, unicode_errors=_TEXT_ERRORS)
+    except (TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise Unstorable(
             f"{source}: cannot store {error}; allowed are None, bool, int (64 bit), float, str, bytes, list, dict and "
             "numeric arrays"
         ) from error
@@ -61,7 +64,7 @@ def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
     Raises
     ------
     StoreError
-        The bytes are torn, corrupt, no record at all, or of another schema; the message names ``source``.
+        The bytes are torn, corrupt, not a record, or of another schema; the message names ``source``.
     """
     if len(data) < _HEADER.size or data[:4] != _MAGIC:
         raise StoreError(
@@ -77,4 +80,6 @@ def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
             f"{source}: torn or corrupt record, {len(body)} bytes where {length} were announced"
             f"{'' if len(body) != length else ', checksum differs'}. Delete it to go on without it"
         )
-    return msgpack.unpackb(body, ext_hook=_decode_extension, strict_map_key=False)  # type: ignore[no-any-return]
+    return msgpack.unpackb(  # type: ignore[no-any-return]
+        body, ext_hook=_decode_extension, strict_map_key=False, unicode_errors=_TEXT_ERRORS
+    )

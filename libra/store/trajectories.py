@@ -1,13 +1,13 @@
-"""The trajectories of a run in one zarr v3 group: the truth about what was generated, and which step consumed it.
+"""The store of a run: its trajectories in one zarr v3 group, with the batch that consumed each.
 
-1. One committer: a store is open for appending once at a time (a lock lies beside it, and ends with its process).
-2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename. Readers see that
-   many rows and no more; the next append, or the next opening for append, overwrites what lies behind them.
+1. One committer: a store is open for appending once at a time, under a lock that ends with its process.
+2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename. Readers see that many rows;
+   the next append, or the next opening for append, overwrites rows behind them.
 3. Conservation: each (split, iteration, group, sample) is there at most once.
-4. Committed rows never change, and never move.
+4. Committed rows never change, and never move. What was written is on record beside the store (`libra.store.row_digests`).
 
-Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. Whoever reads a store that is being
-written, or whose committer was killed, cuts the arrays at ``group.attrs["committed"]``.
+Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. While it is written, or after its committer was
+killed, such readers must cut the arrays at ``group.attrs["committed"]``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ from libra.store.column_file import ColumnFile
 from libra.store.committer_lock import CommitterLock
 from libra.store.exclusive_files import write_failure
 from libra.store.group_records import prompt_from_json
-from libra.store.zarr_layout import COLUMNS, LEVELS, SCHEMA, UPGRADES, Level, array_path, create_arrays, rows_of
+from libra.store.row_digests import ISOLATION, DigestLog, begin_record, digests_path
+from libra.store.stored_ids import StoredIds
+from libra.store.zarr_layout import COLUMNS, LEVELS, SCHEMA, UPGRADES, Level, Rows, array_path, create_arrays, rows_of
 from libra.types import EndReason, FailureClass, Trajectory, TrajectoryId
 
 logger = logging.getLogger(__name__)
 
-_COUNTS: Mapping[Level, str] = {"token": "tokens", "turn": "turns", "trajectory": "trajectories"}
+HAS_DIGESTS = "row_digests"
+"""The attribute of a store whose rows have digests."""
+COUNTS: Mapping[Level, str] = {"token": "tokens", "turn": "turns", "trajectory": "trajectories"}
 _T = TypeVar("_T")
 Arrays = dict[Level, dict[str, AsyncArray[Any]]]
 
@@ -56,16 +60,17 @@ class TrajectoryStore:
         self._cache: dict[Level, dict[str, NDArray[Any]]] = {}
         self._load()
         if lock is not None:
+            # A store of an older Libra has no digests, and gets none.
+            self._digests = DigestLog(path, self._committed) if HAS_DIGESTS in self.attributes else None
             self._files = self._hold_arrays()
-            ids = self.columns()
-            names = ("iteration", "group", "sample", "split")
-            self._seen = {TrajectoryId(*key) for key in zip(*(ids[name].tolist() for name in names), strict=True)}
+            self._seen = StoredIds()
+            self._seen.add_columns(*self._columns_of("trajectory", ("split", "iteration", "group", "sample")))
 
     @classmethod
     def create(cls, path: str | Path, attributes: Mapping[str, Any] | None = None) -> Self:
         """A new, empty store, open for appending; ``attributes`` are JSON-able facts kept in the root group.
 
-        Raises StoreError where something already lies at ``path``, or the disk is full.
+        Raises StoreError if ``path`` exists, or the disk is full.
         """
         path = Path(path)
         lock = CommitterLock(path)
@@ -73,12 +78,15 @@ class TrajectoryStore:
         try:
             if path.exists():
                 raise StoreError(
-                    f"{path}: already exists; open it with TrajectoryStore.open(path, mode='a'), or take another path"
+                    f"{path}: exists; open it with TrajectoryStore.open(path, mode='a'), or take another path"
                 )
             group = zarr.open_group(temporary, mode="w", zarr_format=3)
             create_arrays(group)
-            empty = dict.fromkeys(_COUNTS.values(), 0)
-            group.update_attributes({**(attributes or {}), "schema": SCHEMA, "committed": empty})
+            empty = dict.fromkeys(COUNTS.values(), 0)
+            facts = {**(attributes or {}), "schema": SCHEMA, HAS_DIGESTS: True}
+            group.update_attributes({**facts, "committed": empty})
+            begin_record(temporary)
+            digests_path(temporary).rename(digests_path(path))
             temporary.rename(path)
             return cls(path, lock)
         except OSError as error:
@@ -117,67 +125,108 @@ class TrajectoryStore:
         Parameters
         ----------
         batch : int or None
-            The batch whose step consumed them; None: no step did.
+            The batch whose step consumed them; None: no step.
 
         Raises
         ------
         StoreError
             The store is not open for appending, a trajectory is there already or malformed, or the disk is full.
-            Nothing was committed then; the same append may be tried again.
+            Nothing was committed then; the same append may be repeated.
         """
+        ids = [trajectory.trajectory_id for trajectory in trajectories]
+        if self._lock is not None:
+            self._check_new(ids)
+        return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch), ids)
+
+    def append_rows(self, rows: Rows) -> range:
+        """Commit rows as they stood in another store, behind the same rows; what refers to other rows stays as it is.
+
+        Raises StoreError as `append`.
+        """
+        names = ("iteration", "group", "sample", "split")
+        ids = zip(*(rows["trajectory"][name].tolist() for name in names), strict=True)
+        return self._append(rows, [TrajectoryId(*key) for key in ids])
+
+    def _append(self, rows: Rows, ids: list[TrajectoryId]) -> range:
         if self._lock is None:
             raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
-        ids = [trajectory.trajectory_id for trajectory in trajectories]
         self._check_new(ids)
-        rows = rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch)
         try:
             for level, columns in rows.items():
                 for name, values in columns.items():
                     self._files[level][name].write(values)
+            if self._digests is not None and ids:
+                self._digests.write(rows, self._committed)
             start = self._committed["trajectory"]
             self._commit({level: self._committed[level] + _num_rows(rows[level]) for level in LEVELS})
         except OSError as error:
-            raise write_failure(error, self.path) from error
-        self._seen.update(ids)
+            raise error if isinstance(error, StoreError) else write_failure(error, self.path) from error
+        self._seen.add(ids)
         return range(start, start + len(ids))
 
+    def note_isolation(self, level: str) -> None:
+        """Add ``level``, of the sandbox in which the model's programs run, to the attribute ``isolation`` unless it is there.
+
+        That attribute is the list of levels that starts of the run had on the committer's machine. StoreError where it cannot be
+        written.
+        """
+        if self._lock is None:
+            raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
+        noted = self._group.attrs.get(ISOLATION, [])
+        assert isinstance(noted, list)
+        if level not in noted:
+            try:
+                self._group.update_attributes({ISOLATION: [*noted, level]})
+            except OSError as error:
+                raise write_failure(error, self.path) from error
+
     def trajectory(self, index: int) -> Trajectory:
-        """One trajectory, with every token and turn; fields that a turn did not have come back as -1, NaN or ""."""
+        """One trajectory, with every token and turn; fields that a turn does not have are -1, NaN or ""."""
         if not 0 <= index < self.num_trajectories:
             raise StoreError(
                 f"{self.path}: got index {index}; there are {self.num_trajectories} trajectories, counted from 0"
             )
-        row = {name: values[index].item() for name, values in self.columns().items() if values.dtype.kind != "T"}
-        text = {name: str(values[index]) for name, values in self.columns().items() if values.dtype.kind == "T"}
+        row = self.row(index)
         tokens = self._slice("token", row["offset"], row["length"])
         turns = self._slice("turn", row["turn_offset"], row["num_turns"])
         del turns["trajectory"]
         return Trajectory(
-            trajectory_id=TrajectoryId(row["iteration"], row["group"], row["sample"], text["split"]),
-            prompt=prompt_from_json(text["prompt_id"], text["prompt_json"]),
+            trajectory_id=TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"]),
+            prompt=prompt_from_json(row["prompt_id"], row["prompt_json"]),
             turns=[
                 dict(zip(turns, values, strict=True))
                 for values in zip(*(v.tolist() for v in turns.values()), strict=True)
             ],
-            end_reason=EndReason(text["end_reason"]),
-            failure=FailureClass(text["failure"]),
-            failure_detail=text["failure_detail"],
+            end_reason=EndReason(row["end_reason"]),
+            failure=FailureClass(row["failure"]),
+            failure_detail=row["failure_detail"],
             reward=row["reward"],
             advantage=row["advantage"],
             epoch=row["epoch"],
-            retried=text["retried"],
+            retried=row["retried"],
             **tokens,
         )
 
+    def row(self, index: int) -> dict[str, Any]:
+        """The trajectory columns of one trajectory, as plain values."""
+        return {
+            name: str(values[index]) if values.dtype.kind == "T" else values[index].item()
+            for name, values in self.columns().items()
+        }
+
     def columns(self, level: Level = "trajectory") -> dict[str, NDArray[Any]]:
-        """Every column of one level, committed rows only; kept until the store changes, so treat it as read-only."""
+        """Every column of one level, committed rows only; cached, so treat it as read-only."""
         if level not in self._cache:
             self._cache[level] = self._slice(level, 0, self._committed[level])
         return self._cache[level]
 
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
-        """Whether this committer's store has a trajectory; of a store opened for appending."""
+        """Whether a store opened for appending has a trajectory."""
         return trajectory_id in self._seen
+
+    def among(self, ids: Iterable[TrajectoryId]) -> list[TrajectoryId]:
+        """Those of ``ids`` that a store opened for appending has; much cheaper than one by one."""
+        return self._seen.among(ids)
 
     @property
     def num_trajectories(self) -> int:
@@ -196,16 +245,16 @@ class TrajectoryStore:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What `create` was given, with ``schema`` and ``committed``."""
+        """The attributes given to `create`, with ``schema`` and ``committed``."""
         return dict(self._group.attrs)
 
     def refresh(self) -> None:
-        """See what the committer has appended since this store was opened for reading."""
+        """Read the rows that the committer has appended since; for a store opened for reading."""
         if self._lock is None:
             self._load()
 
     def close(self) -> None:
-        """Let another committer in; a reader has nothing to close."""
+        """Release the committer's lock; a reader has none."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -223,8 +272,8 @@ class TrajectoryStore:
         check_schema(self._group, self.path)
         committed = self._group.attrs["committed"]
         assert isinstance(committed, dict)
-        self._committed: dict[Level, int] = {level: int(committed[name]) for level, name in _COUNTS.items()}
-        # By name, not by listing the group: a temporary file that a crash left there would be a warning of zarr's.
+        self._committed: dict[Level, int] = {level: int(committed[name]) for level, name in COUNTS.items()}
+        # By name, not by listing the group: zarr would warn of a temporary file that a crash left.
         names = [(level, column.name) for level in LEVELS for column in COLUMNS[level]]
         opened = _run(open_array(store=self.path, path=array_path(*name), mode="r", zarr_format=3) for name in names)
         self._arrays: Arrays = {level: {} for level in LEVELS}
@@ -234,7 +283,8 @@ class TrajectoryStore:
         self._stale = False
 
     def _check_new(self, ids: Sequence[TrajectoryId]) -> None:
-        twice = [str(i) for i, count in Counter(ids).items() if count > 1 or i in self._seen]
+        twice = [str(i) for i, count in Counter(ids).items() if count > 1]
+        twice += [str(i) for i in self._seen.among(dict.fromkeys(ids)) if str(i) not in twice]
         if twice:
             raise StoreError(
                 f"{self.path}: {len(twice)} of {len(ids)} trajectories are there already ({', '.join(twice[:5])}"
@@ -248,20 +298,26 @@ class TrajectoryStore:
         arrays = self._arrays[level]
         return dict(zip(arrays, _run(_get(array, start, start + length) for array in arrays.values()), strict=True))
 
+    def _columns_of(self, level: Level, names: Sequence[str]) -> list[NDArray[Any]]:
+        """Some columns of one level, committed rows only, not cached."""
+        return _run(_get(self._arrays[level][name], 0, self._committed[level]) for name in names)
+
     def _commit(self, committed: Mapping[Level, int]) -> None:
-        self._group.update_attributes({"committed": {_COUNTS[level]: committed[level] for level in LEVELS}})
+        self._group.update_attributes({"committed": {COUNTS[level]: committed[level] for level in LEVELS}})
         for columns in self._files.values():
             for file in columns.values():
                 file.accept()
+        if self._digests is not None:
+            self._digests.accept()
         self._committed = dict(committed)
         self._cache.clear()
         self._stale = True  # the open arrays still have their old lengths
 
     def _hold_arrays(self) -> dict[Level, dict[str, ColumnFile]]:
-        """Take hold of every array; what an append that was killed left behind the committed rows is cut off."""
+        """Open every array for appending, and cut off the rows of an append that was killed."""
         lengths = [(a.shape[0], self._committed[level]) for level in LEVELS for a in self._arrays[level].values()]
         if torn := sum(length != committed for length, committed in lengths):
-            logger.warning("%s: an append was cut short; its rows are dropped from %d arrays", self.path, torn)
+            logger.warning("%s: an append was cut short; its rows were dropped from %d arrays", self.path, torn)
         for partial in self.path.rglob("*.partial"):
             partial.unlink()
         files: dict[Level, dict[str, ColumnFile]] = {}
@@ -276,30 +332,26 @@ class TrajectoryStore:
 
 
 def check_schema(group: zarr.Group, path: Path) -> None:
-    """StoreError unless the store has the schema this Libra reads; says which Libra, or which command, would."""
+    """StoreError unless this Libra reads the store's schema; the message names the Libra or the command that does."""
     schema = group.attrs.get("schema")
     if schema == SCHEMA:
         return
     if not isinstance(schema, int):
-        raise StoreError(f"{path}: a zarr group without a schema number; it is no trajectory store of Libra")
+        raise StoreError(f"{path}: a zarr group without a schema number; it is not a trajectory store of Libra")
     if schema > SCHEMA:
         raise StoreError(
             f"{path}: schema {schema}, this Libra reads up to {SCHEMA}; use the Libra that wrote it, or a newer one"
         )
-    raise StoreError(
-        f"{path}: schema {schema}, this Libra reads {SCHEMA}; "
-        + (
-            f"type libra.store.trajectories.upgrade({str(path)!r})"
-            if schema in UPGRADES
-            else "no upgrade from it is known"
-        )
+    way = (
+        f"type libra.store.trajectories.upgrade({str(path)!r})" if schema in UPGRADES else "no upgrade from it is known"
     )
+    raise StoreError(f"{path}: schema {schema}, this Libra reads {SCHEMA}; {way}")
 
 
 def upgrade(path: str | Path) -> int:
     """Bring a store of an older schema to this one, step by step, in place; returns the schema it had.
 
-    Raises StoreError where a step is not known, or a committer has the store open.
+    Raises StoreError if a step is not known, or a committer has the store open.
     """
     path = Path(path)
     lock = CommitterLock(path)
@@ -326,16 +378,10 @@ async def _get(array: AsyncArray[Any], start: int, stop: int) -> NDArray[Any]:
 
 
 def _run(calls: Iterable[Awaitable[_T]]) -> list[_T]:
-    """All calls at once, on an event loop of their own, whichever thread or loop this is called from."""
+    """All calls at once, on an event loop in another thread: the caller may be on one."""
 
-    async def gather() -> list[_T | BaseException]:
-        return await asyncio.gather(*calls, return_exceptions=True)
+    async def gather() -> list[_T]:
+        return await asyncio.gather(*calls)
 
     with ThreadPoolExecutor(1) as thread:
-        results = thread.submit(asyncio.run, gather()).result()
-    done: list[_T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        done.append(result)
-    return done
+        return thread.submit(asyncio.run, gather()).result()

@@ -1,13 +1,13 @@
-"""What a trajectory has done so far, one record per quantum, outside Dask.
+"""The journal: one record per finished quantum of a trajectory, outside Dask.
 
-1. A record is named (trajectory, quantum) and created once: of two writers one wins, the other gets RecordExists.
-2. A reader sees a whole record or none; bytes that a crash left half-written are never read.
-3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first that is missing.
-4. Any process that reaches the directory may append and read; there is no state in memory to lose.
+1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other gets RecordExists.
+2. A reader sees a whole record or none; bytes of a write that a crash cut short are never read.
+3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first missing one.
+4. Any process that reaches the directory may append and read; no record is kept only in memory.
 
-Layout: each writer appends to a log of its own, and commits a record by linking that log to the record's name. A link is an
-exclusive create that takes no inode: making and deleting a file per record costs ext4 hundreds of microseconds once some
-thousands were deleted. A reader opens the name, and finds the record in the log behind it by its own name.
+Layout: each writer appends to its own log, and commits a record by linking that log to the record's name. A link is an exclusive
+create that takes no inode: creating and deleting a file per record costs ext4 hundreds of microseconds after some thousands
+were deleted. A reader opens the name, and looks the record up in that log by its name.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libra.errors import RecordExists, StoreError
-from libra.store.exclusive_files import sync_directory, write_failure
+from libra.errors import StoreError
+from libra.store.exclusive_files import already_written, sync_directory, write_all, write_failure
 from libra.store.record_codec import pack, unpack
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
@@ -36,7 +36,10 @@ LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
 """Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log from its beginning."""
 KEPT_INDEXES = 256
-"""Logs of which a reader remembers where each record lies."""
+"""Logs whose record positions a reader keeps."""
+KEPT_LOOKUPS = 32_768
+"""Records that a reader may look up in other logs before it forgets the positions in one, a quarter of a kilobyte each: all
+trajectories of a log end at about the same time, and it is not read again."""
 
 
 @dataclass(slots=True)
@@ -50,9 +53,10 @@ class _Log:
 
 @dataclass(slots=True)
 class _Index:
-    """What a reader knows of a log: where each record lies, up to ``end``."""
+    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup."""
 
     end: int = _IDENTITY_BYTES
+    used: int = 0
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -62,17 +66,18 @@ class Journal:
     Parameters
     ----------
     root : Path
-        Directory of ``<trajectory>.<quantum>.rec``. On storage that every worker reaches, or a lost worker's trajectories
-        cannot be continued elsewhere; with hard links.
+        Directory of ``<trajectory>.<quantum>.rec``, with hard links. Only workers that reach it can continue a lost
+        worker's trajectories.
     fsync : bool
-        Flush every record to the device before `append` returns. Off, it survives its process, not a power failure.
+        Flush every record to the device before `append` returns. False: a record survives its process, not a power failure.
     """
 
     def __init__(self, root: Path, *, fsync: bool = False) -> None:
         self.root = os.fspath(root)
         self.fsync = fsync
         self._log: _Log | None = None
-        self._indexes: OrderedDict[bytes, _Index] = OrderedDict()
+        self._indexes: OrderedDict[bytes, _Index] = OrderedDict()  # the one used last is the last
+        self._lookups = 0
         self._lock = threading.Lock()
 
     def append(self, trajectory_id: str, quantum: int, record: Mapping[str, Any]) -> None:
@@ -83,9 +88,11 @@ class Journal:
         Raises
         ------
         RecordExists
-            This quantum is already there: another worker ran it, and the caller must stop.
+            Another worker ran this quantum; the caller must stop.
         StoreError
-            The record cannot be written (a full disk is named) or holds a value of another kind.
+            The record cannot be written (a full disk is named).
+        Unstorable
+            It holds a value of another kind.
         """
         path = self._path(trajectory_id, quantum)
         data, name = pack(record, source=path), os.path.basename(path).encode()
@@ -93,9 +100,7 @@ class Journal:
             try:
                 self._commit(path, name, _FRAME.pack(len(name), len(data)) + name + data)
             except FileExistsError:
-                raise RecordExists(
-                    f"{path}: already written by another writer; whoever lost this race must stop"
-                ) from None
+                raise already_written(path) from None
             except OSError as error:
                 raise write_failure(error, path) from error
 
@@ -104,15 +109,11 @@ class Journal:
         log = self._log
         if log is None or len(log.names) >= MOST_RECORDS:
             log = self._new_log()
-        descriptor = os.open(
-            log.path, os.O_WRONLY | os.O_CLOEXEC
-        )  # opened and closed each time: NFS shows it to others then
+        # Opened and closed each time: only then does NFS show the bytes to others.
+        descriptor = os.open(log.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             try:
-                view, at = memoryview(frame), log.end
-                while view:
-                    written = os.pwrite(descriptor, view, at)
-                    view, at = view[written:], at + written
+                write_all(descriptor, frame, log.end)
                 if self.fsync:
                     os.fsync(descriptor)
             except OSError:
@@ -132,7 +133,7 @@ class Journal:
             sync_directory(self.root)
 
     def _new_log(self) -> _Log:
-        """A log for the next records; the one before lives on under the names of its records."""
+        """A log for the next records; the previous one stays under the names of its records."""
         identity = os.urandom(_IDENTITY_BYTES)
         path = f"{self.root}/{LOG_PREFIX}{identity.hex()}"
         os.makedirs(self.root, exist_ok=True)
@@ -152,18 +153,33 @@ class Journal:
     def read(self, trajectory_id: str, start: int = 0) -> list[dict[str, Any]]:
         """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
 
-        Raises StoreError, naming the file, where one is torn or corrupt.
+        Raises StoreError, naming the file, if one is torn or corrupt.
         """
         records: list[dict[str, Any]] = []
         while (data := self._load(path := self._path(trajectory_id, start + len(records)))) is not None:
             records.append(unpack(data, source=path))
         return records
 
+    def read_one(self, trajectory_id: str, quantum: int) -> dict[str, Any]:
+        """One record; StoreError, naming the file, where it does not exist, or is torn or corrupt."""
+        data = self._load(path := self._path(trajectory_id, quantum))
+        if data is None:
+            raise StoreError(f"{path}: there is no such record")
+        return unpack(data, source=path)
+
+    def trajectories(self) -> set[str]:
+        """Trajectories that have a record."""
+        try:
+            names = [path.name for path in Path(self.root).iterdir()]
+        except FileNotFoundError:
+            return set()
+        return {name.rsplit(".", 2)[0] for name in names if name.endswith(".rec")}
+
     def remove(self, trajectory_id: str) -> None:
-        """Forget a trajectory; one that is not there is already forgotten."""
+        """Remove the records of a trajectory, if there are any."""
         quantum = 0
         try:
-            while True:  # quanta have no gaps; the first goes last, so that a removal cut short is seen and done again
+            while True:  # no gaps; quantum 0 is removed last, so that a removal cut short is noticed and repeated
                 os.stat(self._path(trajectory_id, quantum))
                 quantum += 1
         except FileNotFoundError:
@@ -172,7 +188,7 @@ class Journal:
             for number in reversed(range(quantum)):
                 os.unlink(self._path(trajectory_id, number))
         except FileNotFoundError:
-            return  # somebody else removes it too
+            return  # another process removes it too
         except OSError as error:
             raise StoreError(f"{self.root}: cannot remove {trajectory_id}: {error.strerror}") from error
 
@@ -202,12 +218,14 @@ class Journal:
             os.close(descriptor)
 
     def _place(self, descriptor: int, name: str) -> tuple[int, int] | None:
-        """Offset and length of a record in the log behind ``descriptor``; None where the log does not hold it."""
+        """Offset and length of a record in the log behind ``descriptor``; None if the log does not hold it."""
         identity = os.pread(descriptor, _IDENTITY_BYTES, 0)
         with self._lock:
             index = self._indexes.pop(identity, None) or _Index()
             self._indexes[identity] = index
-            if len(self._indexes) > KEPT_INDEXES:
+            self._lookups = index.used = self._lookups + 1
+            oldest = next(iter(self._indexes.values()))
+            if len(self._indexes) > KEPT_INDEXES or oldest.used < self._lookups - KEPT_LOOKUPS:
                 self._indexes.popitem(last=False)
             place = index.places.get(name)
             if place is not None:
@@ -224,14 +242,14 @@ class Journal:
                 found = data[body - name_bytes : body].decode(errors="replace")
                 seen[found] = (index.end + body, record_bytes)
                 if found == name:
-                    # It is linked, so it and all before it are committed. What follows may still be overwritten.
+                    # It is linked, so it and all before it are committed. The bytes behind it may still be overwritten.
                     index.places |= seen
                     index.end += at
                     return seen[name]
             return None
 
     def close(self) -> None:
-        """Give up the log's own name; its records keep it. The next `append` makes another."""
+        """Remove the log's own name; its records keep the file. The next `append` makes another log."""
         with self._lock:
             if self._log is not None:
                 Path(self._log.path).unlink(missing_ok=True)
@@ -239,6 +257,6 @@ class Journal:
 
 
 def sweep_logs(root: Path) -> None:
-    """Remove the own names of logs whose writers are gone; records keep their logs alive. Before a run goes on."""
+    """Remove the own names of all logs, whose writers have ended; their records keep the files. Call it before a run is resumed."""
     for path in root.glob(f"{LOG_PREFIX}*"):
         path.unlink(missing_ok=True)

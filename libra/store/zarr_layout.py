@@ -1,8 +1,7 @@
-"""Which arrays the trajectory store consists of: schema 2, as names, types and meanings.
+"""The arrays of the trajectory store, schema 2: names, types and meanings.
 
-Three levels, each a dimension of its own: ``token`` (in the root group), ``turn`` and ``trajectory`` (in groups of that
-name). Trajectory i owns the tokens from ``offset[i]``, ``length[i]`` of them, and the turns from ``turn_offset[i]``,
-``num_turns[i]`` of them.
+Three levels, each a dimension: ``token`` (in the root group), ``turn`` and ``trajectory`` (in groups of that name). Trajectory i
+has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from libra.errors import StoreError
 from libra.store.group_records import prompt_to_json
 from libra.types import NO_TOOL, Trajectory, tool_outcome
+from libra.untrusted import valid_unicode
 
 SCHEMA = 2
 """Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
@@ -39,7 +39,7 @@ _FILL: Mapping[str, int | float | str] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One array of a level. ``unknown`` is what it holds where nothing is known: -1, NaN or the empty string."""
+    """One array of a level. ``unknown`` is its value for unknown entries: -1, NaN or the empty string."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class Column:
 
     @property
     def unknown(self) -> int | float | str:
-        """Value of a row for which the writer had nothing."""
+        """Value of a row without one."""
         return _FILL[self.dtype]
 
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -58,11 +58,9 @@ class Column:
 TOKEN = (
     Column("token_ids", "int32", "prompt, generated and observed tokens in order"),
     Column("is_action", "bool", "whether the model generated this token"),
-    Column("behaviour_logprob", "float32", "nats, of the distribution sampled from; 0 where not generated"),
-    Column("weight_version", "int32", "version of the weights that generated the token; -1 where not generated"),
-    Column(
-        "kv_version", "int32", "version of the weights that made the KV cache it attended to; -1 where not generated"
-    ),
+    Column("behaviour_logprob", "float32", "nats, of the distribution sampled from; 0 if not generated"),
+    Column("weight_version", "int32", "version of the weights that generated the token; -1 if not generated"),
+    Column("kv_version", "int32", "version of the weights that made the KV cache it attended to; -1 if not generated"),
 )
 TURN = (
     Column("trajectory", "int32", "row in the trajectory level"),
@@ -71,7 +69,7 @@ TURN = (
     Column(
         "status",
         "string",
-        "how its calls came back: ok, error, timeout, malformed, truncated; empty: no call, or none was made any more",
+        "outcome of its calls: ok, error, timeout, malformed, truncated; empty: no call, or none was made any more",
     ),
     Column("num_calls", "int32", "tool calls of this turn"),
     Column("prompt_tokens", "int32", "tokens of context before the generation"),
@@ -93,7 +91,7 @@ TRAJECTORY = (
     Column("sample", "int32", "sample within the group"),
     Column("batch", "int32", "batch whose step consumed it; -1: none"),
     Column("epoch", "int32", "start of the run that wrote it"),
-    Column("reward", "float64", "NaN where the failure class does not train"),
+    Column("reward", "float64", "NaN if the failure class does not train"),
     Column("advantage", "float64", "as it entered the loss"),
     Column("end_reason", "string", "answered, length, max_turns, failure"),
     Column("failure", "string", "none, policy, tool, timeout, environment, reward, engine, worker"),
@@ -127,7 +125,7 @@ def create_arrays(group: zarr.Group) -> None:
 
 
 def _create_array(group: zarr.Group, level: Level, column: Column) -> zarr.Array[Any]:
-    """Numeric columns of turns and trajectories are left uncompressed: they are few bytes, and an append costs half."""
+    """Numeric columns of turns and trajectories are not compressed: they are small, and an append costs half."""
     return group.create_array(
         array_path(level, column.name),
         shape=(0,),
@@ -141,27 +139,27 @@ def _create_array(group: zarr.Group, level: Level, column: Column) -> zarr.Array
 
 
 def _add_attempts(group: zarr.Group) -> None:
-    """Schema 2 says how many attempts a trajectory took; before it there was one."""
+    """To schema 2, which has the number of attempts of a trajectory; before it there was one."""
     rows = group["trajectory/sample"].shape[0]  # type: ignore[union-attr]
     for name, value in (("attempt", 0), ("retried", "")):
         column = next(column for column in TRAJECTORY if column.name == name)
         if array_path("trajectory", name) in group:
-            del group[array_path("trajectory", name)]  # of an upgrade that was cut short
+            del group[array_path("trajectory", name)]  # left by an interrupted upgrade
         array = _create_array(group, "trajectory", column)
         array.append(np.full(rows, value, column.numpy_dtype()))
 
 
 UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts}
-"""For schema n, what makes schema n + 1 of a store, in place; run again, it does the same. Schema 1 is the first."""
+"""For schema n, the function that converts it to schema n + 1, in place; it may be repeated. Schema 1 is the first."""
 
 
 def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], batch: int) -> Rows:
-    """Trajectories as columns, to be put behind the ``first`` rows that each level already has.
+    """Trajectories as columns, to be appended to the ``first`` rows of each level.
 
     Raises
     ------
     StoreError
-        Arrays of a trajectory differ in length or kind, or a turn has a field that is no column.
+        Arrays of a trajectory differ in length or kind, or a turn has a field that is not a column.
     """
     tokens: dict[str, NDArray[Any]] = {
         column.name: np.concatenate([_tokens(trajectory, column) for trajectory in trajectories])
@@ -229,6 +227,8 @@ def _columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> di
     result = {}
     for column in columns:
         values = [column.unknown if (value := row.get(column.name)) is None else value for row in rows]
+        if column.dtype == "string":
+            values = [valid_unicode(value) if isinstance(value, str) else value for value in values]
         try:
             result[column.name] = np.array(values, dtype=column.numpy_dtype())
         except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""What tests and benchmarks of Libra, and of environments made for it, can share."""
+"""For tests of your own engines and environments: `libra.testing.engines.EngineContract`, and environments without a task."""
 
 from __future__ import annotations
 

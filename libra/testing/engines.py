@@ -1,14 +1,11 @@
-"""What every rollout engine has to do: checks that Libra's own engines pass, for anybody who writes another one.
+"""Contract tests of rollout engines. Libra's own engines pass them; yours does with a test file like this one:
 
     class TestMyEngine(EngineContract):
         def make_engine(self, model_dir, **options):
             return MyEngine(model_dir, **options)
 
-in a test file, and pytest does the rest. One engine is started per class, and closed by its last check; each check begins with
-weights of its own. Nothing here waits for time to pass: a check that has to act while a request runs looks at the engine's
-counters until the request is that far.
-
-The checks, and the invariants of `libra.rollout.engine` they are for, are the methods of `EngineContract`.
+Each class starts one engine, and its last test closes it; each test begins with weights of its own. No test sleeps: one that acts
+while a request runs polls the engine's counters. Invariants in comments are those of `libra.rollout.engine`.
 """
 
 from __future__ import annotations
@@ -33,47 +30,47 @@ from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 SLOTS = 4
 MAX_CONTEXT_TOKENS = 512
 LONG = 400
-"""Tokens of a request that is to be met half-way."""
+"""Tokens of a request that a test interrupts."""
 TOLERANCE = 1e-3
 """Largest gap of log-probabilities between an engine and transformers, both in float32."""
 LIMIT_S = 300.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Come back when the engine's counters say so."""
-    while not condition():  # noqa: ASYNC110  the counters belong to the engine, which tells nobody when they change
+    """Poll the engine's counters."""
+    while not condition():  # noqa: ASYNC110  engines do not announce changes of their counters
         await asyncio.sleep(0.001)
 
 
 async def all_asked(engine: RolloutEngine) -> None:
-    """Come back when the engine has everything that tasks made before were to ask of it."""
-    await asyncio.sleep(0)  # each of them runs up to its question
-    await engine.abort("nobody")  # and engines take questions in order
+    """Return when the engine has the requests of all tasks that were created before."""
+    await asyncio.sleep(0)  # each task runs up to its request
+    await engine.abort("nobody")  # engines handle requests in order
 
 
 class EngineContract:
-    """The checks. A subclass says how an engine is made, and may narrow `tolerance` or widen it."""
+    """The tests. A subclass defines `make_engine`, and may change `tolerance`."""
 
     tolerance = TOLERANCE
     keeps_kv = False
-    """Whether the engine was made to keep KV over an update in flight."""
+    """Whether the engine keeps KV over an in-flight update."""
 
     def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
-        """An engine that is not started, float32, version 0, of an architecture that has q, k, v and a tied head."""
+        """An engine that is not started: float32, version 0, an architecture with q, k, v and a tied head."""
         raise NotImplementedError
 
-    # -- the engine that the checks share ----------------------------------------------------------------------------
+    # -- the shared engine -------------------------------------------------------------------------------------------
 
     @pytest.fixture(scope="class")
     @classmethod
     def models(cls, tmp_path_factory: pytest.TempPathFactory) -> Models:
-        """The models that all checks share."""
+        """The models of all tests."""
         return Models(tmp_path_factory.mktemp("engines"))
 
     @pytest.fixture(scope="class")
     @classmethod
     def run(cls, models: Models) -> Iterator[Callable[[Callable[[RolloutEngine], Awaitable[Any]]], Any]]:
-        """``run(body)``: await ``body(engine)`` with the one engine of this class."""
+        """``run(body)``: await ``body(engine)`` with the engine of this class."""
         engine = cls().make_engine(models.first, slots=SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS)
         with asyncio.Runner() as runner:
             runner.run(asyncio.wait_for(_begin(engine), LIMIT_S))
@@ -83,19 +80,19 @@ class EngineContract:
                 runner.run(engine.close())
 
     async def serve_first(self, engine: RolloutEngine, models: Models) -> int:
-        """Serve the first model under a number of its own; what a check begins with."""
+        """Serve the first model as a new version, as every test does first."""
         await engine.load_version(engine.version + 1, models.first)
         return engine.version
 
-    # -- what it declares (invariant 7) ------------------------------------------------------------------------------
+    # -- declared capacity (invariant 7) -----------------------------------------------------------------------------
 
     def test_it_declares_what_it_holds_and_the_seconds_of_its_own_passes(self, run: Any, models: Models) -> None:
-        """Room for a whole context at least, bytes that are its tokens', and seconds that its passes took, not others'."""
+        """KV for a whole context at least, bytes that match its tokens, and the seconds of its own passes."""
 
         async def body(engine: RolloutEngine) -> tuple[EngineCapacity, EngineCapacity, float]:
             await self.serve_first(engine, models)
             before, busy_s, steps = engine.capacity(), engine.stats().busy_s, engine.stats().steps
-            for number in range(3):  # batches of different sizes, or nothing could be told apart
+            for number in range(3):  # batches of different sizes, which the fit needs
                 width = (1, SLOTS, 2)[number]
                 asked = (ask(f"d{number}-{n}", length=20 + 60 * n, new=100, seed=n) for n in range(width))
                 await asyncio.gather(*(engine.generate(request) for request in asked))
@@ -112,7 +109,7 @@ class EngineContract:
         assert steps is not None, "after 300 passes"
         assert min(steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s) >= 0.0
         assert steps.num_steps >= 32
-        # A pass of a batch in between, by what it declares, is of the size of those that were timed from outside.
+        # The declared seconds of a medium batch are near the measured ones.
         assert 0.2 * pass_s < steps.step_s(2, 2 * 150) < 5.0 * pass_s
 
     # -- tokens and log-probabilities (invariants 1 and 2) -----------------------------------------------------------
@@ -126,7 +123,7 @@ class EngineContract:
         for request, output in run(body):
             logits = self.reference(models.first, request, output, models)
             assert len(output.token_ids) == 20
-            # A token that ties with the best within rounding is as good as the best.
+            # Tokens within rounding of the best are ties.
             chosen = logits[np.arange(20), output.token_ids]
             assert (logits.max(1) - chosen <= self.tolerance).all()
             self.close_to(output.logprobs, models.logprobs(models.first, request.context_ids, output.token_ids))
@@ -336,7 +333,7 @@ class EngineContract:
                 assert (output.kv_versions == old).all()
                 continue
             after = models.logprobs(models.second, request.context_ids, output.token_ids)
-            assert np.abs(after - before).max() >= 0.05  # else the next line would say nothing
+            assert np.abs(after - before).max() >= 0.05  # else the next line would test nothing
             self.close_to(output.logprobs[changed:], after[changed:])
             assert (output.kv_versions == output.weight_versions).all()
 
@@ -400,7 +397,7 @@ class EngineContract:
             assert np.abs(np.subtract(projected[name], numbers)).max() < 1e-4, name
             assert np.abs(np.subtract(projected[name], stale[name])).max() > 1e-2, name
 
-    # -- life and death ----------------------------------------------------------------------------------------------
+    # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     def test_callers_of_several_event_loops_are_each_answered_in_their_own(self, run: Any, models: Models) -> None:
         async def body(engine: RolloutEngine) -> Any:
@@ -473,7 +470,7 @@ async def _begin(engine: RolloutEngine) -> None:
 
 
 def _projections(directory: Path, seed: int) -> dict[str, tuple[float, ...]]:
-    """What the layers of a model with a tied head should answer."""
+    """Expected projections of a model with a tied head."""
     from safetensors.torch import load_file
 
     tensors = load_file(directory / "model.safetensors")

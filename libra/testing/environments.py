@@ -1,4 +1,4 @@
-"""Environments with no task in them. Declared emulations: they exercise the machinery, and no model learns from them."""
+"""Environments without a task, which exercise the machinery; no model learns from them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from libra.types import NO_TOOL, Episode, Prompt, ToolCall, ToolStatus, Trajecto
 
 
 class FixedTurns(Environment):
-    """Every turn is answered by a tool, so that each trajectory has ``rollout.max_turns`` turns.
+    """A tool answers every turn, so that each trajectory has ``rollout.max_turns`` turns.
 
-    Reward is a number in [0, 1) drawn by the text of the last turn: it varies within a group, and means nothing.
+    The reward is a hash of the last turn's text in [0, 1): it varies within a group, and has no meaning.
 
     Parameters
     ----------
@@ -42,23 +42,23 @@ class FixedTurns(Environment):
         return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
 
     async def echo(self, text: str) -> str:
-        """Give back the text.
+        """Return the text.
 
         Args:
-            text: What to give back.
+            text: The text.
         """
         return text
 
 
 class DriftingPrompts(FixedTurns):
-    """As `FixedTurns`, with questions that are long for every second stretch of questions: training outweighs rollout then.
+    """`FixedTurns` with long questions in every second stretch: there training takes longer than rollout.
 
-    A long question should fill ``rollout.max_context_tokens`` nearly, so that little is generated after it.
+    A long question should almost fill ``rollout.max_context_tokens``, so that little is generated after it.
 
     Parameters
     ----------
     stretch : int
-        Questions in a row that are alike.
+        Consecutive questions of one length.
     long_chars : int
         Length of the long ones.
     """
@@ -76,16 +76,16 @@ class DriftingPrompts(FixedTurns):
 
 
 class GrowingPrompts(FixedTurns):
-    """As `FixedTurns`, with questions that are longer from stretch to stretch: contexts grow as a run goes on.
+    """`FixedTurns` with questions, and so contexts, that grow from stretch to stretch.
 
     Parameters
     ----------
     stretch : int
-        Questions in a row that are alike; those of one batch, for contexts that grow from iteration to iteration.
+        Consecutive questions of one length; with those of one batch, contexts grow from iteration to iteration.
     first_chars, more_chars : int
-        Length of the first ones, and by how much each stretch is longer than the one before.
+        Length in the first stretch, and growth per stretch.
     most_chars : int
-        Length at which they stop growing.
+        Maximum length.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class GrowingPrompts(FixedTurns):
 
 
 class TraceTurns(Environment):
-    """Recorded agents' trajectories, replayed turn by turn: as many tokens, tools as slow, observations as long, all scaled, and
-    tools that fail where they did (whatever their failure was, as the status ``error``).
+    """Trajectories of recorded agents, replayed turn by turn: tokens, tool seconds and observations, all scaled. Tools that failed
+    fail with the status ``error``.
 
-    Needs ``rollout.ignore_eos``. Question ``index`` is group ``index`` of those drawn from the file, again from the first after the
-    last, under its old name. Rewards mean nothing.
+    Needs ``rollout.ignore_eos``. Question ``index`` is group ``index``, modulo ``groups``, of those drawn from the file.
+    Rewards have no meaning.
 
     Parameters
     ----------
     path : str
         A file of agent turns (`libra.traces.agent_turns`).
     groups, group_size, seed : int
-        How many groups are drawn, of how many trajectories each, and with which seed.
+        Groups that are drawn, trajectories in each, and the seed.
     tokens_frac, payload_frac, tool_frac : float
-        What generated tokens, characters of observations and tool seconds are multiplied by.
+        Factors of generated tokens, characters of observations, and tool seconds.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TraceTurns(Environment):
         return f"{split}-{index % self.groups}"
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
-        """The turn as it was recorded, scaled."""
+        """The recorded turn, scaled."""
         tokens_frac, payload_frac, tool_frac = self._frac
         turns = self._plans[prompt.facts["group"], tid.sample].turns
         plan = turns[turn]
@@ -157,11 +157,11 @@ class TraceTurns(Environment):
         return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
 
     async def replay(self, chars: int, seconds: float, fails: bool = False) -> str:
-        """Take as long as the recorded tool, and give back as much, or fail as it did.
+        """Take as long as the recorded tool, and return as much, or fail as it did.
 
         Args:
             chars: Length of the observation.
-            seconds: Time to take.
+            seconds: Duration.
             fails: Whether to fail with the observation as the message.
         """
         await asyncio.sleep(seconds)

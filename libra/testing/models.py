@@ -1,4 +1,4 @@
-"""Random models for tests of engines, what plain transformers makes of them, and requests for them."""
+"""Random models for tests of engines, their outputs under plain transformers, and requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 48
 
 @dataclass
 class Models:
-    """Directories of random two-layer models in float32: two of one kind with the head tied to the embedding, and another kind."""
+    """Directories of random two-layer float32 models with a tied head: two of one shape, and one of another."""
 
     directory: Path
     _loaded: dict[Path, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Models:
             "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2, "tie_word_embeddings": True,
         }  # fmt: skip
         model = Qwen3ForCausalLM(Qwen3Config(**(shape | changed)))
-        for parameter_name, parameter in model.named_parameters():  # ones would hide a norm that is left out
+        for parameter_name, parameter in model.named_parameters():  # ones would hide a missing norm
             if "norm" in parameter_name:
                 parameter.data.uniform_(0.5, 1.5)
         model.save_pretrained(self.directory / name)

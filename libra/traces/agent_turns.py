@@ -1,28 +1,39 @@
 """Files of recorded agents, one row per turn: the one reader of planner, simulator and benchmarks.
 
 Columns: ``source, model, task, sample, turn, tool, status, payload_chars, prompt_tokens, completion_tokens, llm_s, tool_s, gap_s``;
-each reader says which it cannot do without, the others may be missing or empty. A data directory has its files in ``agent_turns``.
-Words of ``status`` become `libra.types.ToolOutcome` here, by `libra.traces.outcome_words`.
+each reader names those it requires, the others may be missing or empty. A data directory has its files in ``agent_turns``.
+Words of ``status`` become `libra.types.ToolOutcome` by `AGENT_TURNS`; an unknown word is an error: a forecaster that
+misread it would learn nothing.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
 from libra.errors import ConfigError
-from libra.traces.outcome_words import AGENT_TURNS, outcome_of
-from libra.types import NO_TOOL, ToolOutcome
+from libra.types import NO_TOOL, ToolOutcome, ToolStatus
 
 CHARS_PER_TOKEN = 4
 
+AGENT_TURNS: Mapping[str, ToolOutcome] = {
+    "success": ToolStatus.OK,  # return code 0, or a result that is not marked as an error
+    "failure": ToolStatus.ERROR,
+    "timeout": ToolStatus.TIMEOUT,
+    "format_error": ToolStatus.MALFORMED,  # mini-swe-agent: the reply held no command, or more than one
+    "end": NO_TOOL,  # the trajectory ended with this turn
+    "": NO_TOOL,
+    **{str(status): status for status in ToolStatus},
+}
+"""Words of ``status``: those of recorded agents, and of runs of Libra itself."""
+
 
 class AgentTurn(NamedTuple):
-    """One generation and what its tool returned; None: the file does not say.
+    """One generation and its tool's result; None: not in the file.
 
     Attributes
     ----------
@@ -31,11 +42,11 @@ class AgentTurn(NamedTuple):
     prompt_tokens : int or None
         Context before it.
     completion_tokens, payload_tokens : int
-        What it generated; characters that its tool returned over ``CHARS_PER_TOKEN``.
+        Generated tokens; characters that its tool returned, divided by ``CHARS_PER_TOKEN``.
     tool : str
-        The tool's name; empty where none came back, and where the file does not say.
+        The tool's name; empty if none returned, or if the file has no tools.
     status : ToolOutcome
-        How it came back; `NO_TOOL`: none did, the trajectory ended with this turn (or the file has no statuses at all).
+        Its outcome; `NO_TOOL`: no tool returned, the trajectory ended with this turn (or the file has no statuses).
     llm_s, tool_s, gap_s : float or None
         Seconds of the generation, of the tool, until the next turn began.
     """
@@ -52,7 +63,7 @@ class AgentTurn(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A trajectory: what tells it from others (empty: the file does not say), and its turns by number."""
+    """A trajectory: its identity (empty: not in the file), and its turns by number."""
 
     source: str
     model: str
@@ -62,18 +73,18 @@ class Recorded(NamedTuple):
 
 
 def agent_turn_files(data: Path, option: str = "--data") -> list[Path]:
-    """Every file of agents' turns of a data directory, by name; ConfigError where there is none."""
+    """Every file of agents' turns of a data directory, by name; ConfigError if there is none."""
     found = sorted((data / "agent_turns").glob("*.csv"))
     if not found:
-        raise ConfigError(f"{option} {data}: there is no {data / 'agent_turns'}/*.csv; give a directory that has some")
+        raise ConfigError(f"{option} {data}: no file {data / 'agent_turns'}/*.csv; give a directory that has one")
     return found
 
 
 def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces") -> list[Recorded]:
-    """The trajectories of one file, in its order; ``where`` says what it was given as.
+    """The trajectories of one file, in its order; ``where`` names the option in errors.
 
-    Raises ConfigError where it cannot be read, a required column is missing, a number is none, or a status is no word of the
-    format; where ``status`` is required, also where a turn that is not the last of its trajectory has none.
+    Raises ConfigError if it cannot be read, a required column is missing, a field is not a number, or a status is not a word of the
+    format; and, where ``status`` is required, if a turn that is not the last of its trajectory has none.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -85,7 +96,7 @@ def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces")
 
 
 def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> list[Recorded]:
-    """`read_agent_turns` of lines that are at hand."""
+    """`read_agent_turns` of lines."""
     reader = csv.DictReader(lines)
     missing = [name for name in required if name not in (reader.fieldnames or ())]
     if missing:
@@ -109,7 +120,7 @@ def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> li
 
 
 def _check_outcomes(one: Recorded, where: str) -> None:
-    """ConfigError where a trajectory goes on after a turn from which no tool came back."""
+    """ConfigError if a trajectory continues after a turn without a tool."""
     for turn, following in pairwise(one.turns):
         if turn.status == NO_TOOL:
             ends = " or ".join(repr(word) for word, outcome in AGENT_TURNS.items() if outcome == NO_TOOL)
@@ -129,11 +140,17 @@ def _turn(row: dict[str, str]) -> AgentTurn:
         except ValueError:
             value = float("nan")
         if not isfinite(value):
-            raise ValueError(f"{name} {text!r} is no number")
+            raise ValueError(f"{name} {text!r} is not a number")
         return value
 
     prompt = number("prompt_tokens")
-    status = outcome_of(row.get("status") or "", AGENT_TURNS)
+    word = row.get("status") or ""
+    if word not in AGENT_TURNS:
+        raise ValueError(
+            f"status {word!r} is not a word of this format; it has {', '.join(known or 'nothing' for known in AGENT_TURNS)}; a new "
+            "word needs a place in libra/traces/agent_turns.py"
+        )
+    status = AGENT_TURNS[word]
     ends = status == NO_TOOL and "status" in row
     return AgentTurn(
         int(number("turn") or 0),

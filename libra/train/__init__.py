@@ -9,7 +9,8 @@ from libra.train.kl import k3, kl_estimate
 from libra.train.replica import Replica
 from libra.train.replica_settings import TrainSettings
 from libra.train.row_packing import fill_rows, fill_rows_by_group, fill_rows_mffd
-from libra.train.sequence_packing import MicroBatch, Sample, pack, sample_of
+from libra.train.samples import Sample, sample_of
+from libra.train.sequence_packing import MicroBatch, pack
 from libra.train.sequences import Packed, Padded, Sequences
 from libra.train.step_report import StepReport
 

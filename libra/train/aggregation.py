@@ -1,11 +1,11 @@
-"""From one loss per token to one number: which tokens weigh how much, and what the sum is divided by.
+"""Aggregation of token losses to the loss of a minibatch: the weight of each token, and the divisor of the sum.
 
 Invariants
 ----------
 1. A mode is a weight per token and a denominator. The weight of a token depends on its own sequence alone, the denominator
    on counts of the whole minibatch alone: the sum over any split into whole sequences, divided by the minibatch's
    denominator, is the loss of one big batch, gradient included.
-2. Masked places have no part in it, whatever they hold; no token at all gives exactly 0.
+2. Masked places are ignored, whatever their value; a minibatch without a token gives exactly 0.
 3. The sum of weights is additive: over any split of a minibatch into whole sequences the weights of the parts add up,
    without rounding, to that of the whole. The denominator is a function of the whole sum, so parts are merged undivided.
 
@@ -72,21 +72,20 @@ class Aggregation:
         """Sum of weight x loss, a scalar with gradient."""
         total_S = sequences.sum(loss_N)
         if self.mode == "seq-mean-token-mean":
-            # in the dtype of the losses: a count plus 1e-8 would be rounded in float32
+            # in the dtype of the losses: in float32 a count plus 1e-8 rounds to the count
             total_S = total_S / (sequences.count_S.clamp(min=1).to(total_S.dtype) + self.token_eps)
         return total_S.sum()
 
     def weight_sum(self, *, num_tokens: float, num_sequences: float) -> float:
         """Sum of the weights of sequences with these counts: tokens for ``token-mean``, else sequences.
 
-        A whole number, so that sums over slices are exact. ``seq-mean-token-sum-norm`` and ``constant`` divide by something
-        constant per sequence or batch; their sequences are counted all the same, for no slice may be left out or be there
-        twice.
+        A whole number, so that sums over slices are exact. ``seq-mean-token-sum-norm`` and ``constant`` divide by a constant;
+        their sequences are still counted, to detect a missing or repeated slice.
         """
         return num_tokens if self.mode == "token-mean" else num_sequences
 
     def divisor_of(self, weight_sum: float) -> float:
-        """What the merged sum of weight x gradient is divided by, once; at least 1 where nothing was counted."""
+        """The divisor of the merged sum of weight x gradient; 1 in place of a count of 0."""
         if self.mode == "constant":
             assert self.divisor is not None
             return self.divisor
@@ -94,7 +93,7 @@ class Aggregation:
         return (weight_sum or 1.0) * (horizon or 1.0)
 
     def denominator(self, *, num_tokens: float, num_sequences: float) -> float:
-        """What the weighted sums of a minibatch with these counts are divided by; at least 1 where nothing was counted."""
+        """The divisor of the weighted sums of a minibatch with these counts."""
         return self.divisor_of(self.weight_sum(num_tokens=num_tokens, num_sequences=num_sequences))
 
     def __call__(

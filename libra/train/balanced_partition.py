@@ -33,7 +33,7 @@ def karmarkar_karp(weights: Sequence[int], num_parts: int, *, equal_size: bool =
     Raises
     ------
     TrainError
-        Where ``num_parts`` is below 1 or above the number of weights, or does not divide it with ``equal_size``.
+        If ``num_parts`` is below 1 or above the number of weights, or does not divide it with ``equal_size``.
     """
     _check(len(weights), num_parts, equal_size)
     # Each entry: (-spread, order key, parts from heaviest to lightest). The order key breaks ties by the heaviest part.
@@ -54,15 +54,10 @@ def karmarkar_karp(weights: Sequence[int], num_parts: int, *, equal_size: bool =
 
 
 def greedy_partition(weights: Sequence[int], num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Indices of ``weights`` in ``num_parts`` parts: each in its turn goes to the part that is lightest so far.
+    """Indices of ``weights`` in ``num_parts`` parts: each in turn goes to the lightest part so far.
 
-    For a stream whose order must be kept, or as the cheap baseline. With ``equal_size`` only parts with the fewest items
-    are open. Sums agree with ``greedy_partition`` of verl 0.9.1.
-
-    Raises
-    ------
-    TrainError
-        As `karmarkar_karp`.
+    With ``equal_size`` only parts with the fewest items are open. Sums agree with ``greedy_partition`` of verl 0.9.1. Raises as
+    `karmarkar_karp`.
     """
     _check(len(weights), num_parts, equal_size)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -83,21 +78,10 @@ def partition_groups(
     equal_size: bool = False,
     method: Callable[..., list[list[int]]] = karmarkar_karp,
 ) -> list[list[int]]:
-    """Indices of ``weights`` in parts that keep groups whole: siblings are trained on one rank.
+    """Indices of ``weights`` in parts that keep groups whole, so that siblings are trained on one rank.
 
-    Parameters
-    ----------
-    groups : sequence, one per weight
-        The group each item belongs to; members need not be neighbours.
-    equal_size : bool
-        The same number of groups in every part.
-    method : callable
-        `karmarkar_karp` or `greedy_partition`, applied to the sums of the groups.
-
-    Raises
-    ------
-    TrainError
-        As `karmarkar_karp`, counting groups.
+    ``method`` (`karmarkar_karp` or `greedy_partition`) is applied to the sums of the groups; ``equal_size`` and errors count
+    groups. ``groups`` has one entry per weight; members need not be neighbours.
     """
     members = members_by_group(groups, len(weights))
     sums = [sum(int(weights[index]) for index in group) for group in members]
@@ -118,7 +102,7 @@ def members_by_group(groups: Sequence[_Group], num_items: int) -> list[list[int]
 def _check(num_items: int, num_parts: int, equal_size: bool) -> None:
     if not 1 <= num_parts <= num_items:
         raise TrainError(
-            f"balanced partition: {num_parts} parts of {num_items} sequences asked; "
+            f"balanced partition: got {num_parts} parts of {num_items} sequences; "
             f"allowed are 1 to {num_items}, so that no part is empty"
         )
     if equal_size and num_items % num_parts:

@@ -6,52 +6,49 @@
         config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
         optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step,
                                                      and <parameter>.master where the optimizer's weights are wider
-        trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report
+        trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report; sealed
     checkpoints/best -> step-000012                  see `libra.train.checkpoint_retention`
 
 Invariants
 ----------
 1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and renamed. Killing the writer
    leaves a name that begins with ".", which no reader opens and the next writer removes.
-2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again is writing it once.
-3. What is written is a `ReplicaSnapshot`: the replica may step on while it goes to disk.
+2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again has no effect.
+3. The written state is a `ReplicaSnapshot`: the replica may take further steps while it is written.
 4. Loading changes nothing in the replica before everything was read and every digest agrees.
 5. One process writes into a directory of checkpoints.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import re
 import shutil
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from libra.errors import CheckpointError
+from libra.errors import CheckpointError, disk_refusal
+from libra.seals import sealed_text, unseal
+from libra.tensor_files import FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN, altered_files, small_files
 from libra.tensors import digest
 from libra.train.model_layout import laid_out, whole
+from libra.train.replica_state import ReplicaState
 from libra.train.step_report import StepReport
-
-if TYPE_CHECKING:
-    from libra.train.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 2
 """Layout of a checkpoint; a change that old code cannot read takes the next number."""
-FACTS_FILE, OPTIMIZER_FILE = "trainer.json", "optimizer.safetensors"
 MASTER = "master"
 TEMPORARY = ".tmp"
-"""How the hidden name of a checkpoint being written ends."""
+"""Suffix of the hidden name of a checkpoint being written."""
 _NAME = re.compile(r"step-(\d{6,})")
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -62,8 +59,6 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "*.model",
 )
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors writes in Rust, and has the number in its message only
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checkpoint_name(step: int) -> str:
@@ -80,7 +75,7 @@ def step_of(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """A replica's state at one step, as it goes to disk.
+    """A replica's state at one step, to be written.
 
     Attributes
     ----------
@@ -91,7 +86,7 @@ class ReplicaSnapshot:
     facts : dict
         The content of ``trainer.json`` but for the digests.
     tokenizer_dir : Path
-        Whose tokenizer files go along.
+        Directory whose tokenizer files are copied.
     """
 
     model: Any
@@ -101,10 +96,10 @@ class ReplicaSnapshot:
     tokenizer_dir: Path
 
     @classmethod
-    def of(cls, replica: Replica, *, copy: bool = True) -> ReplicaSnapshot:
+    def of(cls, replica: ReplicaState, *, copy: bool = True) -> ReplicaSnapshot:
         """The state of ``replica`` now, which no step may change while it is taken.
 
-        Where the replica is sharded every one of its group has to ask for it.
+        A collective if the replica is sharded.
         """
 
         def kept(tensor: Tensor) -> Tensor:
@@ -121,7 +116,7 @@ class ReplicaSnapshot:
         facts = {
             "schema": SCHEMA,
             "steps_done": replica.steps_done,
-            "settings": asdict(replica.settings),
+            "settings": replica.settings.of_a_step(),
             "seed": replica.seed,
             "dtype": str(replica.dtype).removeprefix("torch."),
             "last_report": replica.last_report.as_dict() if replica.last_report else None,
@@ -136,12 +131,12 @@ class ReplicaSnapshot:
 
 
 def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
-    """Write ``snapshot`` as ``directory``, whole or not at all; where it is there already, nothing is to be done.
+    """Write ``snapshot`` as ``directory``, whole or not at all; nothing is written if it exists already.
 
     Raises
     ------
     CheckpointError
-        Something else lies at ``directory``, or the disk refuses; a full one is named as such.
+        ``directory`` holds something else, or the disk refuses; a full disk is named as such.
     """
     content = {"digest": digest(snapshot.weights), "optimizer_digest": digest(snapshot.optimizer)}
     if _is_there(directory, content):
@@ -150,7 +145,7 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         for leftover in directory.parent.glob(f".*{TEMPORARY}"):
-            logger.warning("%s was left half-written by a writer that died; it is removed", leftover)
+            logger.warning("%s is removed: a writer that died left it half-written", leftover)
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
         snapshot.model.save_pretrained(temporary, state_dict=dict(snapshot.weights))
@@ -159,7 +154,8 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
                 if source.is_file():
                     shutil.copy2(source, temporary / source.name)
         save_file(snapshot.optimizer, temporary / OPTIMIZER_FILE)
-        (temporary / FACTS_FILE).write_text(json.dumps(snapshot.facts | content, indent=2) + "\n", encoding="utf-8")
+        facts = snapshot.facts | content | {"files": small_files(temporary)}
+        (temporary / FACTS_FILE).write_text(sealed_text(facts, indent=2) + "\n", encoding="utf-8")
         for path in temporary.iterdir():
             _sync(path)
         _sync(temporary)
@@ -171,8 +167,8 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def load_checkpoint(directory: Path, replica: Replica) -> None:
-    """Bring ``replica`` to the state saved in ``directory``; CheckpointError where it is torn or of another model."""
+def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
+    """Bring ``replica`` to the state saved in ``directory``; CheckpointError if it is torn or of another model."""
     facts, weights, optimizer = _read(directory)
     own = replica.tensors()
     differing = sorted(name for name in own.keys() | weights.keys() if _form(own.get(name)) != _form(weights.get(name)))
@@ -186,10 +182,10 @@ def load_checkpoint(directory: Path, replica: Replica) -> None:
     replica.last_report = StepReport(**facts["last_report"]) if facts["last_report"] else None
 
 
-def load_optimizer(directory: Path, replica: Replica) -> None:
-    """Give ``replica``, which has the weights of ``directory``, the optimizer's state too; its steps are still to come.
+def load_optimizer(directory: Path, replica: ReplicaState) -> None:
+    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count stays.
 
-    Raises CheckpointError where the directory is torn, or the replica's weights are others.
+    Raises CheckpointError if the directory is torn, or the replica has other weights.
     """
     facts, _, optimizer = _read(directory)
     own = digest(replica.weights())
@@ -202,23 +198,23 @@ def load_optimizer(directory: Path, replica: Replica) -> None:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """What ``trainer.json`` says; CheckpointError where there is none, or one of another schema."""
+    """The content of ``trainer.json``; CheckpointError if it is missing or of another schema."""
     path = directory / FACTS_FILE
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts = unseal(path.read_bytes())
         schema = facts["schema"]
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise CheckpointError(f"checkpoint: {path} cannot be read: {fault!r}") from fault
     if schema != SCHEMA:
         raise CheckpointError(
-            f"checkpoint: {directory} has schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it. As a "
-            f"model it can be used all the same: type model.path={directory}"
+            f"checkpoint: {directory} has schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it. Its "
+            f"weights can be used as a model: type model.path={directory}"
         )
     return facts
 
 
 def has_optimizer(directory: Path) -> bool:
-    """Whether it is a checkpoint of Libra's, not only a Hugging Face model."""
+    """Whether it is a checkpoint of Libra, not only a Hugging Face model."""
     return (directory / FACTS_FILE).is_file()
 
 
@@ -228,7 +224,7 @@ def verify(directory: Path) -> dict[str, Any]:
 
 
 def complete(directory: str | Path) -> list[Path]:
-    """Every checkpoint under ``directory``, by step; what a killed writer left is none of them. Digests are not read."""
+    """Every checkpoint under ``directory``, by step, without those that a killed writer left. Digests are not read."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -237,15 +233,15 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
-    """The checkpoint of the highest step (not above ``up_to``) whose digests agree, None where there is none.
+    """The checkpoint of the highest step (not above ``up_to``) whose digests agree, None if there is none.
 
-    One that is torn (a disk that lied, a file that was altered) is reported by a warning and passed over.
+    One that is torn (lost writes, an altered file) is skipped with a warning.
     """
     for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)
         except CheckpointError as fault:
-            logger.warning("%s is passed over: %s", path, fault)
+            logger.warning("%s is skipped: %s", path, fault)
         else:
             return path
     return None
@@ -254,9 +250,11 @@ def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     """Facts, weights and optimizer state, compared with their digests."""
     facts = read_facts(directory)
+    if altered := altered_files(directory, facts):
+        raise CheckpointError(f"checkpoint: {directory / altered[0]} was altered or is gone; take another checkpoint")
     try:
         weights: dict[str, Tensor] = {}
-        for path in sorted(directory.glob("model*.safetensors")):
+        for path in sorted(directory.glob(WEIGHTS_PATTERN)):
             weights.update(load_file(path))
         optimizer = load_file(directory / OPTIMIZER_FILE)
     except (OSError, ValueError, SafetensorError) as fault:
@@ -265,7 +263,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         got = digest(tensors)
         if got != facts[key]:
             raise CheckpointError(
-                f"checkpoint: the {name} in {directory} have digest {got}, {FACTS_FILE} says {facts[key]}; the files were "
+                f"checkpoint: the {name} in {directory} have digest {got}, {FACTS_FILE} has {facts[key]}; the files were "
                 "altered or torn: take another checkpoint"
             )
     return facts, weights, optimizer
@@ -277,15 +275,15 @@ def _hidden(directory: Path) -> Path:
 
 
 def _is_there(directory: Path, content: dict[str, str]) -> bool:
-    """Whether ``directory`` is a checkpoint of this content; a torn one is moved away, another one is an error."""
+    """Whether ``directory`` is a checkpoint of this content. A torn one is moved away; another one is an error."""
     if not directory.exists():
         return False
     try:
         facts = verify(directory)
     except CheckpointError as fault:
         if not has_optimizer(directory):
-            raise CheckpointError(f"checkpoint: {directory} exists and is no checkpoint; move it away") from fault
-        logger.warning("%s is written anew: %s", directory, fault)
+            raise CheckpointError(f"checkpoint: {directory} exists and is not a checkpoint; move it away") from fault
+        logger.warning("%s is written again: %s", directory, fault)
         directory.rename(_hidden(directory))
         return False
     if {key: facts[key] for key in content} != content:
@@ -296,8 +294,8 @@ def _is_there(directory: Path, content: dict[str, str]) -> bool:
     return True
 
 
-def _take_optimizer(replica: Replica, state: dict[str, Tensor]) -> None:
-    """Moments are cast to the format of the weights they belong to, which a run that starts from another's may have changed."""
+def _take_optimizer(replica: ReplicaState, state: dict[str, Tensor]) -> None:
+    """Load moments, cast to the dtype of their weights: a run that starts from another's may have changed it."""
     replica.optimizer.state.clear()
     for name, parameter in replica.optimized().items():
         entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
@@ -314,15 +312,11 @@ def _take_optimizer(replica: Replica, state: dict[str, Tensor]) -> None:
 
 
 def _write_failure(directory: Path, fault: OSError | SafetensorError) -> CheckpointError:
-    """What to do about a checkpoint that the disk refused."""
-    match = _OS_ERROR.search(str(fault))
-    number = fault.errno if isinstance(fault, OSError) else int(match[1]) if match else None
-    if number in _FULL:
-        return CheckpointError(
-            f"checkpoint: {directory} could not be written: disk full; the checkpoints before it are whole. Make space on "
-            f"that file system (df -h {directory.parent}), keep fewer (checkpoint.keep=1), or set run.dir to another disk"
-        )
-    return CheckpointError(f"checkpoint: {directory} could not be written: {fault}")
+    """The error for a checkpoint that the disk refused, with what to do."""
+    text = disk_refusal(directory, fault)
+    if "Make space" in text:
+        text += ". Or keep fewer checkpoints (checkpoint.keep=1), or set run.dir to another disk"
+    return CheckpointError(f"checkpoint: {text}")
 
 
 def _form(tensor: Tensor | None) -> tuple[object, ...] | None:

@@ -1,9 +1,9 @@
-"""Which checkpoints of a run are kept: the last m, and the best.
+"""Retention of a run's checkpoints: the last m, and the best.
 
 The best is the one with the highest score. A run has one measure, so that scores can be compared:
 
-- ``evaluation``, where held-out questions are asked as the run goes (``evaluation.every`` > 0): their mean reward at that
-  version. A checkpoint at whose version none were asked is never the best.
+- ``evaluation``, with ``evaluation.every`` > 0: the mean reward of the held-out questions at that version. A checkpoint whose
+  version was not evaluated is never the best.
 - ``training``, otherwise: the mean reward of the batch whose step made that version (``run.eta`` = 0: answers of the
   weights one step older). Noisy: of two checkpoints whose scores are close, either may be the better model.
 
@@ -11,17 +11,16 @@ Of equal scores the later one wins.
 
 Invariants
 ----------
-1. Never removed: the best, the newest, the last ``keep``, and whatever is being written (its name is hidden).
+1. Never removed: the best, the newest, the last ``keep``, and one that is being written (its name is hidden).
 2. ``best`` is a relative link replaced in one rename, before anything is removed: it never dangles, and goes along with
    the directory when that is moved.
-3. A removed checkpoint loses its name first, so no reader sees a half of it; what a killed process left of it is removed
-   the next time.
+3. A removed checkpoint loses its name first, so no reader sees a part of it; files left by a killed process are removed the
+   next time.
 4. One process, the driver, calls `KeptCheckpoints`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -29,6 +28,7 @@ import uuid
 from pathlib import Path
 
 from libra.errors import CheckpointError
+from libra.seals import sealed_text, unseal
 from libra.train.checkpoint import checkpoint_name, complete, step_of
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,14 @@ logger = logging.getLogger(__name__)
 BEST = "best"
 SCORES_FILE = "scores.json"
 _REMOVED, _REPLACING = ".gone", ".new"
-"""How the hidden names end of checkpoints being removed, and of files about to replace others."""
+"""Suffixes of the hidden names of checkpoints being removed, and of files about to replace others."""
 
 
 class KeptCheckpoints:
-    """The ``checkpoints`` directory of one run, kept in order.
+    """The ``checkpoints`` directory of one run, which need not exist yet.
 
-    Parameters
-    ----------
-    directory : Path
-        May not exist yet. Scores written by an earlier start of the run are taken up.
-    keep : int
-        How many of the last to keep, at least 1.
-    keep_best : bool
-        Also keep the one with the best score, and link it as ``best``.
+    The last ``keep`` stay, and with ``keep_best`` the one with the best score, which is linked as ``best``. Scores written by an
+    earlier start of the run count.
     """
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool) -> None:
@@ -58,7 +52,7 @@ class KeptCheckpoints:
         self._scores = self._read_scores()
 
     def score(self, step: int, reward: float) -> None:
-        """Say what the weights of a step are worth; NaN (nothing was graded) says nothing."""
+        """Record the mean reward of the weights of a step; NaN (nothing was graded) is ignored."""
         if math.isfinite(reward):
             self._scores[checkpoint_name(step)] = reward
             try:
@@ -68,15 +62,12 @@ class KeptCheckpoints:
                 raise CheckpointError(f"checkpoint: {self.directory} cannot be written to: {fault}") from fault
 
     def best(self) -> Path | None:
-        """The checkpoint with the highest score among those there are; None where none has one."""
+        """The checkpoint with the highest score; None if none has a score."""
         scored = [path for path in complete(self.directory) if path.name in self._scores]
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best one and remove what is not kept; the paths removed. Doing it again changes nothing.
-
-        Raises CheckpointError where the disk refuses.
-        """
+        """Link the best one and remove those that are not kept; returns them. CheckpointError if the disk refuses."""
         there = complete(self.directory)
         if not there:
             return []
@@ -98,7 +89,7 @@ class KeptCheckpoints:
                 else:
                     leftover.unlink(missing_ok=True)
         except OSError as fault:
-            raise CheckpointError(f"checkpoint: {self.directory} could not be put in order: {fault}") from fault
+            raise CheckpointError(f"checkpoint: {self.directory} could not be tidied: {fault}") from fault
         return removed
 
     def _link(self, best: Path) -> None:
@@ -112,7 +103,7 @@ class KeptCheckpoints:
 
     def _write_scores(self) -> None:
         new = self._hidden(SCORES_FILE, _REPLACING)
-        new.write_text(json.dumps(self._scores, sort_keys=True) + "\n", encoding="utf-8")
+        new.write_text(sealed_text(self._scores) + "\n", encoding="utf-8")
         new.replace(self.directory / SCORES_FILE)
 
     def _hidden(self, name: str, end: str) -> Path:
@@ -121,11 +112,10 @@ class KeptCheckpoints:
     def _read_scores(self) -> dict[str, float]:
         path = self.directory / SCORES_FILE
         try:
-            scores: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+            return unseal(path.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as fault:
             raise CheckpointError(
                 f"checkpoint: {path} cannot be read ({fault}); delete it: then only checkpoints yet to come can be the best"
             ) from fault
-        return scores

@@ -1,4 +1,4 @@
-"""The check that a named option is one of those there are."""
+"""The check that a named option is one of the allowed ones."""
 
 from __future__ import annotations
 

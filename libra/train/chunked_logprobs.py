@@ -1,7 +1,7 @@
 """Log-probabilities from hidden states without the (N, V) logits: chunk by chunk, recomputed in the backward pass.
 
 Memory grows with ``chunk_tokens`` x V instead of N x V; the price is one more product with the output matrix. Two arrays of
-``chunk_tokens`` x V are there at once, in at least float32, and a third one of the model's dtype where that is narrower.
+``chunk_tokens`` x V exist at once, in at least float32, and a third one in the model's dtype if that is narrower.
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from libra.errors import TrainError
 from libra.heads import AfterHead
 
 CHUNK_TOKENS = 1024
-"""Where nobody says how many."""
+"""The default size of a chunk."""
 
 
 def chunked_logp(
@@ -33,7 +33,7 @@ def chunked_logp(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target (N,), with gradient to hidden states, weight and bias; entropy (N,); nats.
 
-    The entropy has a gradient where ``entropy_gradient`` says so. Logits are made in the dtype of ``hidden_NH``, go through
+    The entropy has a gradient with ``entropy_gradient``. Logits are computed in the dtype of ``hidden_NH``, go through
     ``after_head`` (`libra.heads`; None: the head is the end of the model) and are normalised in at least float32.
     """
     if chunk_tokens < 1:
@@ -126,7 +126,7 @@ def _grad_of_logits(ctx: Any, here: slice, grad_N: Tensor, grad_entropy_N: Tenso
     else:
         with torch.enable_grad():
             own_CV = after_head(raw_CV.requires_grad_())
-        copied_CV = own_CV.detach().to(norm_N.dtype, copy=True)  # what follows changes it in place
+        copied_CV = own_CV.detach().to(norm_N.dtype, copy=True)  # the code below changes it in place
         logits_CV = _normal(copied_CV, temperature)
     slope_C = grad_N[here, None] / temperature
     logp_CV = logits_CV.sub_(norm_N[here, None])

@@ -1,7 +1,7 @@
 """Float64 throughout: a mode in which a model in float64 does not fall back to float32 anywhere.
 
-transformers computes norms in float32 "for precision", which for a model in float64 throws half of its digits away: gradients
-of the same tokens then differ by 1e-8 between two layouts, and nothing finer can be tested.
+transformers computes norms in float32. For a model in float64 that loses half of the digits: gradients of the same tokens then
+differ by 1e-8 between two layouts, and nothing finer can be tested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepDouble(TorchFunctionMode):
-    """Casts of float64 tensors to a narrower floating dtype have no effect in here."""
+    """A mode in which casts of float64 tensors to a narrower floating dtype have no effect."""
 
     def __torch_function__(
         self,
@@ -25,7 +25,7 @@ class KeepDouble(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """``func`` itself, but for casts down."""
+        """Call ``func``, except for a cast to a narrower dtype."""
         given = dict(kwargs or {})
         if func in (Tensor.to, Tensor.float) and args[0].dtype is torch.float64:
             narrow = func is Tensor.float or torch.float32 in (*args[1:], given.get("dtype"))
@@ -35,7 +35,7 @@ class KeepDouble(TorchFunctionMode):
 
 
 def keep_double(model: Any) -> None:
-    """Have every forward pass of ``model``, which is in float64, be in float64 throughout."""
+    """Make every forward pass of ``model``, a float64 model, run in float64 throughout."""
     forward = model.forward
 
     @functools.wraps(forward)

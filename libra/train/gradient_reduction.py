@@ -1,16 +1,16 @@
-"""One optimizer step's gradient: slices computed by core replicas and hybrids, merged as sums, checked, divided once.
+"""The gradient of an optimizer step: slices computed by core replicas and hybrids, merged as sums, checked, divided once.
 
 Every replica of the core runs `merged_gradient` with the same minibatch::
 
-    plan       rank 0 says how many hybrids take part; all cut the same slices
+    plan       rank 0 announces how many hybrids take part; all cut the same slices
     own slice  sum of weight x gradient, undivided, and sum of weights
     reduce     both summed over the core (all-reduce; fsdp2: reduce-scatter, in the backward pass)
-    hybrids    their sums added; the slice of one that was lost is computed by the core, cut anew
-    check      the sum of weights is that of the minibatch, else nothing is stepped
+    hybrids    their sums added; the slice of one that was lost is cut again and computed by the core
+    check      the sum of weights is that of the minibatch, else no step is taken
 
 Invariants
 ----------
-1. The result does not depend on how many replicas there are, but for the rounding of sums.
+1. The result does not depend on how many replicas there are, except for the rounding of sums.
 2. A slice counts once or the step fails: a hybrid's sums are added whole, after all of them arrived, or not at all.
 3. A fault on one replica (NaN, a bad sequence) is raised by all, before anything is stepped.
 4. No replica waits for a hybrid that it did not plan with: one that joins contributes zeros until it has its state.
@@ -19,88 +19,89 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from libra.errors import GroupLost, TrainError
+from libra.train.hybrid_pool import Contribution
 from libra.train.lazy_batch import present
 from libra.train.minibatch_slices import split
 from libra.train.model_layout import add_
-from libra.train.sequence_packing import MicroBatch, Sample
+from libra.train.replica_state import ReplicaState
+from libra.train.samples import Sample
+from libra.train.slice_gradient import SliceGradient
 from libra.train.step_report import Tally
-
-if TYPE_CHECKING:
-    from libra.train.hybrid_pool import Contribution
-    from libra.train.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
 class StepSlices:
-    """Who computes the minibatch at hand: so many hybrids beside the core, and whether any is there to be told of weights."""
+    """How many hybrids compute a slice of the minibatch, how many are joining, and whether any is connected."""
 
     hybrids: int = 0
     joining: int = 0
     connected: bool = False
 
 
-def plan(replica: Replica) -> StepSlices:
-    """The same on every replica of the core. Hybrids without the present weights are given them, if not waited for."""
-    pool = replica.hybrids
-    if replica.group.from_first(pool is not None and pool.connected and pool.stale):
-        offer_weights(replica)
+def plan(state: ReplicaState) -> StepSlices:
+    """The same on every replica of the core. Hybrids without the present weights are offered them; no step waits for that."""
+    pool = state.hybrids
+    if state.group.from_first(pool is not None and pool.connected and pool.stale):
+        offer_weights(state)
     facts = (pool.num_members, pool.num_joining, pool.connected) if pool is not None else (0, 0, False)
-    return StepSlices(*replica.group.from_first(facts))
+    return StepSlices(*state.group.from_first(facts))
 
 
-def offer_weights(replica: Replica) -> None:
+def offer_weights(state: ReplicaState) -> None:
     """Copy the weights for hybrids to pull; a collective where they are sharded."""
-    weights = replica.weights()
-    if replica.hybrids is not None:
-        replica.hybrids.publish(weights)
+    weights = state.weights()
+    if state.hybrids is not None:
+        state.hybrids.publish(weights)
 
 
-def merged_gradient(replica: Replica, minibatch: Sequence[Sample], plan: StepSlices, step: int, tally: Tally) -> float:
+def merged_gradient(
+    state: ReplicaState, gradient: SliceGradient, minibatch: Sequence[Sample], plan: StepSlices, step: int, tally: Tally
+) -> float:
     """Leave the merged, undivided sum of weight x gradient in the parameters' ``grad``; returns the sum of weights.
 
     Raises
     ------
     TrainError
-        A replica's loss is not finite, or slices are missing or there twice.
+        A replica's loss is not finite, or slices are missing or repeated.
     GroupLost
-        A replica of the core is gone.
+        A replica of the core is lost.
     """
-    group, pool = replica.group, replica.hybrids
+    group, pool = state.group, state.hybrids
     slices = split(minibatch, group.size + plan.hybrids)
     given = slices[group.size :]
     if pool is not None and plan.hybrids:
         pool.assign([present(part) for part in given], step, stepped=tally.stepped)
-    weight_sum = _round(replica, slices[: group.size], step, tally)
+    weight_sum = _core_slices(state, gradient, slices[: group.size], step, tally)
     tally.at_least(replicas=group.size, hybrids=plan.hybrids, hybrids_joining=plan.joining)
     if plan.hybrids:
-        weight_sum += _add_hybrids(replica, given, step, tally)
-    expected = replica.weight_of(minibatch)
+        weight_sum += _add_hybrids(state, gradient, given, step, tally)
+    expected = gradient.weight_of(minibatch)
     if weight_sum != expected:
         raise TrainError(
             f"train step {step}: slices of weight {weight_sum:g} were merged where the minibatch weighs {expected:g}: one is "
-            "missing or was counted twice; nothing is stepped"
+            "missing or was counted twice; no step is taken"
         )
     return weight_sum
 
 
-def _round(replica: Replica, slices: Sequence[Sequence[Sample]], step: int, tally: Tally) -> float:
+def _core_slices(
+    state: ReplicaState, gradient: SliceGradient, slices: Sequence[Sequence[Sample]], step: int, tally: Tally
+) -> float:
     """Compute one slice per replica of the core and add their sum to the gradients; returns the sum of weights."""
-    group = replica.group
-    parameters = replica.optimized()
+    group = state.group
+    parameters = state.optimized()
     before = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     part, fault, weight = tally.part(), None, 0.0
     try:
-        weight = replica.accumulate(present(slices[group.rank]), step, part)
+        weight = gradient.accumulate(present(slices[group.rank]), step, part)
     except GroupLost:
         raise
     except TrainError as error:
@@ -118,7 +119,7 @@ def _round(replica: Replica, slices: Sequence[Sequence[Sample]], step: int, tall
     for parameter in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if not replica.is_sharded:
+    if not state.is_sharded:
         tally.add(reduce_bytes=group.sum_([parameter.grad for parameter in wanted if parameter.grad is not None]))
     for name, parameter in parameters.items():
         held_before = before[name]
@@ -132,9 +133,11 @@ def _round(replica: Replica, slices: Sequence[Sequence[Sample]], step: int, tall
     return float(sum(fact["weight"] for fact in facts))
 
 
-def _add_hybrids(replica: Replica, given: Sequence[Sequence[Sample]], step: int, tally: Tally) -> float:
-    """Add what the hybrids computed, and compute what they did not; returns the sum of weights of both."""
-    group, pool = replica.group, replica.hybrids
+def _add_hybrids(
+    state: ReplicaState, gradient: SliceGradient, given: Sequence[Sequence[Sample]], step: int, tally: Tally
+) -> float:
+    """Add the hybrids' slices, and compute the missing ones; returns the sum of weights of both."""
+    group, pool = state.group, state.hybrids
     results: list[Contribution | None] = []
     if pool is not None:
         started = time.perf_counter()
@@ -142,11 +145,11 @@ def _add_hybrids(replica: Replica, given: Sequence[Sequence[Sample]], step: int,
         tally.add(hybrid_wait_s=time.perf_counter() - started)
     lost = group.from_first([number for number, result in enumerate(results) if result is None])
     arrived = [result for result in results if result is not None]
-    parameters = replica.optimized()
+    parameters = state.optimized()
     names = group.from_first(sorted({name for result in arrived for name in result.gradients}))
     for name in names:
         parameter = parameters[name]
-        # One tensor at a time: of a sum over hybrids there is never a second model in memory.
+        # One tensor at a time: the sum over hybrids is never a second model in memory.
         total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         for result in arrived:
             if name in result.gradients:
@@ -160,27 +163,5 @@ def _add_hybrids(replica: Replica, given: Sequence[Sequence[Sample]], step: int,
     if lost:
         tally.add(hybrids_lost=len(lost))
         orphans = [sample for number in lost for sample in given[number]]
-        weight_sum += _round(replica, split(orphans, group.size), step, tally)
+        weight_sum += _core_slices(state, gradient, split(orphans, group.size), step, tally)
     return weight_sum
-
-
-def in_step(
-    replica: Replica, batches: list[MicroBatch], empty: Callable[[], MicroBatch]
-) -> list[tuple[MicroBatch, bool]]:
-    """This replica's micro-batches, each with True; where passes are collectives, as many more with False as others have."""
-    real = [(batch, True) for batch in batches]
-    if not replica.is_sharded:
-        return real
-    most = max(replica.group.gather(len(real)))
-    return real + [(empty(), False) for _ in range(most - len(real))]
-
-
-def proximal_everywhere(replica: Replica, samples: Sequence[Sample], scored: dict[int, np.ndarray]) -> list[np.ndarray]:
-    """Log-probabilities of every sample, each scored on one replica (index to values), on all of them."""
-    dtype = torch.promote_types(replica.dtype, torch.float32)
-    flat = [torch.zeros(sample.num_actions, dtype=dtype) for sample in samples]
-    for index, values in scored.items():
-        flat[index] = torch.from_numpy(values)
-    joined = (torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)).to(replica.device)
-    replica.group.sum_([joined])
-    return [part.numpy() for part in joined.cpu().split([sample.num_actions for sample in samples])]

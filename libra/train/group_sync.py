@@ -1,4 +1,4 @@
-"""Brings the replicas of a newly formed group to one state: that of whichever has taken most steps."""
+"""Synchronises the replicas of a newly formed group to the state of a replica with most steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def synchronise(replica: Replica) -> int:
-    """Give every replica of the group the state (weights, optimizer, report) of the first that has taken most steps.
+    """Give every replica of the group the state (weights, optimizer, report) of the first with most steps.
 
     A collective, for replicas that hold the whole model. Nothing is sent where all are equal. Returns the steps taken.
     """
     group = replica.group
-    assert not replica.is_sharded, "a shard that was lost is nowhere else"
+    assert not replica.is_sharded, "no other rank has a shard that was lost"
     facts = group.gather([replica.steps_done, digest(replica.weights())])
     steps = max(taken for taken, _ in facts)
     source = next(rank for rank, (taken, _) in enumerate(facts) if taken == steps)

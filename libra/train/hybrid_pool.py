@@ -1,15 +1,16 @@
-"""The core's side of hybrid replicas: rank 0 listens, gives them slices, takes their sums; they come and go as they like.
+"""The core's side of hybrid replicas: rank 0 listens, sends them slices and receives their sums; they join and leave at any
+time.
 
 Invariants
 ----------
 1. The training thread never waits for a joiner or for a send: each hybrid has a thread that reads and one that writes. It
-   waits in `collect`, for slices it gave, and there until a hybrid answers, is gone, or is silent for ``timeout_s``; and to
-   begin a step, until a copy of the weights for a joiner has given way (`undisturbed`): one tensor at most.
-2. A hybrid is given a slice only once it has answered that a state arrived; until then it counts for nothing (zeros).
-3. Every assignment has a number that is never used again. What answers another one is dropped: a step taken again, or a
-   hybrid given up on, adds nothing late.
-4. A contribution is whole (all tensors arrived) or None, and given out once.
-5. Weights go out as a copy made while nothing changes them (`quiet`), under a number that only grows: no state is torn,
+   waits in `collect`, for slices it gave, and only until a hybrid answers, is lost, or is silent for ``timeout_s``; and to
+   begin a step, until a copy of the weights for a joiner has yielded (`undisturbed`), at most one tensor later.
+2. A hybrid is given a slice only once it has reported that a state arrived; until then it contributes zeros.
+3. Every assignment has a number that is never used again. Answers to other numbers are dropped: a repeated step, or a
+   hybrid that was given up, adds nothing late.
+4. A contribution is whole (all tensors arrived) or None, and returned once.
+5. Weights are sent as a copy made while nothing changes them (`quiet`), under a number that only grows: no state is torn,
    and a hybrid computes a slice only with weights of the number that came with it.
 """
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +29,18 @@ from torch import Tensor
 
 from libra.errors import TransferError
 from libra.train.minibatch_slices import to_tensors
-from libra.train.sequence_packing import Sample
-from libra.train.wire import Message, Wire, accept
+from libra.train.samples import Sample
+from libra.train.wire import PURPOSE, Message, Wire
+from libra.transport import Channel, Server
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""How long the core, done with its own slice, waits for a hybrid that neither answers nor hangs up."""
+"""Seconds that the core, after its own slice, waits for a hybrid that neither answers nor disconnects."""
+
+
+_TRAFFIC = ("hybrid_sent_bytes", "hybrid_received_bytes", "hybrid_copy_s", "hybrid_blocked_s")
+"""Fields of `libra.train.step_report.StepReport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +68,19 @@ class _Hybrid:
 
 
 class HybridPool:
-    """Hybrid replicas of one core, as its rank 0 knows them.
+    """The hybrid replicas of one core, on its rank 0.
 
     Parameters
     ----------
     token : str
-        What a hybrid has to know; made anew for each epoch of the group.
+        The secret that a hybrid must have; a new one in each epoch of the group.
     description : dict
-        Compared with a hybrid's own (`libra.train.replica.Replica.description`): settings, dtype, names and shapes. One that
-        differs is refused, and told why.
+        Compared with a hybrid's own (`libra.train.replica_state.ReplicaState.description`): settings, dtype, names and shapes.
+        A hybrid that differs is refused with the reason.
     source : callable, optional
-        Gives the weights, for a joiner that comes between steps. None: it has to wait for the next step.
+        Returns the weights, for a hybrid that joins between steps. None: it waits for the next step.
     host, port
         Where to listen; port 0 takes any.
-    timeout_s : float
 
     Attributes
     ----------
@@ -96,29 +100,27 @@ class HybridPool:
         port: int = 0,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._token, self._description, self._timeout_s = token, dict(description), timeout_s
-        self._listener = socket.create_server((host, port))
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._description, self._timeout_s = dict(description), timeout_s
         self.stale = True
         self.quiet = threading.RLock()
-        """Held by whoever changes the weights, or copies them."""
-        self._hurry = threading.Event()  # whoever copies between steps is to stop: one begins
+        """Held while weights change, or are copied."""
+        self._hurry = threading.Event()  # a step begins: a copy between steps has to stop
         self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
-        self._asked: list[_Hybrid] = []
+        self._working: list[_Hybrid] = []
         self._ticket = self._version = self._planned = 0
         self._weights: dict[str, Tensor] | None = None
-        self._sent_bytes = self._received_bytes = 0
-        self._copy_s = self._blocked_s = 0.0
+        self._traffic = dict.fromkeys(_TRAFFIC, 0.0)
         self._closed = False
-        threading.Thread(target=self._accept, name="libra-hybrids", daemon=True).start()
+        self._server = Server(self._serve, secret=token, purpose=PURPOSE, host=host, port=port, silence_s=None)
+        self.address: tuple[str, int] = self._server.address
 
     # ---------------------------------------------------------------- of the training thread
 
     @property
     def connected(self) -> bool:
-        """Whether any hybrid is there, with its state or without."""
+        """Whether any hybrid is connected, with its state or without."""
         with self._changed:
             return bool(self._hybrids)
 
@@ -130,24 +132,24 @@ class HybridPool:
 
     @property
     def num_joining(self) -> int:
-        """Hybrids whose state is under way; they contribute zeros."""
+        """Hybrids that have no state yet; they contribute zeros."""
         with self._changed:
             return sum(not hybrid.has_state for hybrid in self._hybrids)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """For the training thread, around a step: nobody copies the weights, and whoever just did gives way."""
+        """For the training thread, around a step: no weights are copied, and a copy in progress stops."""
         started = time.perf_counter()
         self._hurry.set()
         with self.quiet:
             self._hurry.clear()
-            self._blocked_s += time.perf_counter() - started
+            self._traffic["hybrid_blocked_s"] += time.perf_counter() - started
             yield
 
     def publish(self, weights: Mapping[str, Tensor], *, gives_way: bool = False) -> None:
-        """Copy stepped weights into host memory and tell every hybrid that it can pull them.
+        """Copy stepped weights into host memory and announce them to every hybrid, which then pulls them.
 
-        ``gives_way``: nothing is published where a step is about to begin; it will publish what comes out of it.
+        ``gives_way``: publish nothing if a step is about to begin, which will publish its result.
         """
         started = time.perf_counter()
         copied: dict[str, Tensor] = {}
@@ -158,31 +160,31 @@ class HybridPool:
         with self._changed:
             self._weights, self.stale = copied, False
             self._version += 1
-            self._copy_s += time.perf_counter() - started
+            self._traffic["hybrid_copy_s"] += time.perf_counter() - started
             for hybrid in self._hybrids:
                 hybrid.outgoing.put(("stepped", {"version": self._version}, {}))
 
     def assign(self, slices: Sequence[Sequence[Sample]], step: int, *, stepped: bool) -> None:
-        """Give each hybrid a slice, in the order they came; where fewer are left than were planned with, the rest is lost."""
+        """Give each hybrid a slice, in the order they joined; with fewer hybrids than planned, the other slices are lost."""
         with self._changed:
-            for hybrid in self._hybrids:  # of a step that failed nobody collects the slices
+            for hybrid in self._hybrids:  # slices of a failed step were not collected
                 hybrid.ticket = hybrid.result = None
-            self._say_goodbye()
+            self._release_leaving()
             members = self._members()[: len(slices)]
-            self._asked = []
+            self._working = []
             for hybrid, samples in zip(members, slices, strict=False):
                 self._ticket += 1
                 hybrid.ticket, hybrid.result = self._ticket, None
                 fields = {"ticket": self._ticket, "version": self._version, "step": step, "stepped": stepped}
                 hybrid.outgoing.put(("work", fields, to_tensors(samples)))
-                self._asked.append(hybrid)
+                self._working.append(hybrid)
             self._planned = len(slices)
 
     def collect(self) -> list[Contribution | None]:
-        """What the hybrids made of their slices, in the order of `assign`; None where a slice is lost. Waits for them."""
+        """Wait for the contributions, in the order of `assign`; None if a slice is lost."""
         until_s = time.monotonic() + self._timeout_s
         with self._changed:
-            while waited_for := [hybrid for hybrid in self._asked if hybrid.ticket is not None and not hybrid.gone]:
+            while waited_for := [hybrid for hybrid in self._working if hybrid.ticket is not None and not hybrid.gone]:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     for hybrid in waited_for:
@@ -192,45 +194,38 @@ class HybridPool:
                         self._drop(hybrid)
                     break
                 self._changed.wait(left_s)
-            results = [hybrid.result for hybrid in self._asked]
-            for hybrid in self._asked:
+            results = [hybrid.result for hybrid in self._working]
+            for hybrid in self._working:
                 hybrid.ticket = hybrid.result = None
-            self._asked = []
-            self._say_goodbye()
+            self._working = []
+            self._release_leaving()
             return results + [None] * (self._planned - len(results))
 
     def traffic(self) -> dict[str, float]:
         """Bytes and seconds since the last call, under the names of `libra.train.step_report.StepReport`."""
         with self._changed:
-            found = {
-                "hybrid_sent_bytes": float(self._sent_bytes),
-                "hybrid_received_bytes": float(self._received_bytes),
-                "hybrid_copy_s": self._copy_s,
-                "hybrid_blocked_s": self._blocked_s,
-            }
-            self._sent_bytes = self._received_bytes = 0
-            self._copy_s = self._blocked_s = 0.0
+            found, self._traffic = self._traffic, dict.fromkeys(_TRAFFIC, 0.0)
             return found
 
     def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
-        """Wait until this many can be given a slice, or with ``joining`` are there at all; False: ``timeout_s`` is over."""
+        """Wait until this many can be given a slice, or with ``joining`` are connected; False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s
             )
 
     def wait_empty(self, timeout_s: float | None = None) -> bool:
-        """Wait until no hybrid is there; False where ``timeout_s`` was over first."""
+        """Wait until no hybrid is connected; False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._hybrids, timeout_s)
 
     def close(self) -> None:
-        """Let every hybrid go and listen no more."""
+        """Disconnect every hybrid and stop listening."""
         with self._changed:
             self._closed = True
             for hybrid in list(self._hybrids):
                 self._drop(hybrid)
-        self._listener.close()
+        self._server.close()
 
     # ---------------------------------------------------------------- under the lock
 
@@ -246,35 +241,24 @@ class HybridPool:
             self._hybrids.remove(hybrid)
         self._changed.notify_all()
 
-    def _say_goodbye(self) -> None:
+    def _release_leaving(self) -> None:
         for hybrid in self._hybrids:
             if hybrid.leaving and hybrid.ticket is None:
                 hybrid.outgoing.put(("bye", {}, {}))
 
     # ---------------------------------------------------------------- threads
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return  # closed
-            name = f"{peer[0]}:{peer[1]}"
-            threading.Thread(
-                target=self._serve, args=(connection, name), name=f"libra-hybrid-{name}", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket, name: str) -> None:
-        """Read what one hybrid says until it is gone."""
+    def _serve(self, channel: Channel, name: str) -> None:
+        """Receive the messages of one hybrid until it disconnects."""
+        wire = Wire(channel)
         try:
-            wire = accept(connection, self._token)
             hello = wire.receive()
         except TransferError as fault:
-            logger.warning("hybrid pool: %s was turned away: %s", name, fault)
+            logger.warning("hybrid pool: %s was refused: %s", name, fault)
             return
         hybrid = _Hybrid(str(hello.fields.get("name", name)), wire)
         if difference := _difference(self._description, hello.fields.get("description", {})):
-            logger.warning("hybrid %s was turned away: %s", hybrid.name, difference)
+            logger.warning("hybrid %s was refused: %s", hybrid.name, difference)
             with contextlib.suppress(TransferError):
                 wire.send("refused", {"reason": difference})
             wire.close()
@@ -291,7 +275,7 @@ class HybridPool:
         self._offer_between_steps()
         try:
             while True:
-                self._heard(hybrid, wire.receive())
+                self._handle(hybrid, wire.receive())
         except TransferError as fault:
             log = logger.info if hybrid.leaving or hybrid.gone or self._closed else logger.warning
             log("hybrid %s is gone: %s", hybrid.name, fault)
@@ -300,7 +284,7 @@ class HybridPool:
                 self._drop(hybrid)
 
     def _offer_between_steps(self) -> None:
-        """Give a joiner the weights at once where no step is under way; one that is gives them when it is done."""
+        """Offer a joiner the weights at once, unless a step is in progress, which offers them at its end."""
         if self._source is not None and self.quiet.acquire(blocking=False):
             try:
                 if self.stale:
@@ -308,9 +292,9 @@ class HybridPool:
             finally:
                 self.quiet.release()
 
-    def _heard(self, hybrid: _Hybrid, message: Message) -> None:
+    def _handle(self, hybrid: _Hybrid, message: Message) -> None:
         with self._changed:
-            self._received_bytes += message.num_bytes
+            self._traffic["hybrid_received_bytes"] += message.num_bytes
             match message.kind:
                 case "pull":
                     if self._weights is not None:
@@ -328,8 +312,8 @@ class HybridPool:
                     hybrid.ticket = None
                 case "leave":
                     hybrid.leaving = True
-                    if hybrid not in self._asked:
-                        self._say_goodbye()
+                    if hybrid not in self._working:
+                        self._release_leaving()
             self._changed.notify_all()
 
     def _write(self, hybrid: _Hybrid) -> None:
@@ -343,11 +327,11 @@ class HybridPool:
                     self._drop(hybrid)
                 return
             with self._changed:
-                self._sent_bytes += num_bytes
+                self._traffic["hybrid_sent_bytes"] += num_bytes
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first field in which two descriptions differ, None where they agree."""
+    """The first field in which two descriptions differ, None if they agree."""
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             return f"{name} is {str(theirs.get(name))[:200]} there and {str(ours.get(name))[:200]} in the core"

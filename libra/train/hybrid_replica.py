@@ -1,7 +1,8 @@
-"""A hybrid replica: outside of the core's process group, it pulls stepped weights, computes slices, and sends sums.
+"""A hybrid replica: outside the core's process group, it pulls the weights of each step, computes slices, and sends
+gradient sums.
 
-It keeps no optimizer state and takes no step. It may join and leave between any two steps, or die within one: the core
-then computes its slice (`libra.train.hybrid_pool`).
+It has no optimizer and takes no step. It may join and leave between any two steps, or die during one: the core then computes
+its slice (`libra.train.hybrid_pool`).
 """
 
 from __future__ import annotations
@@ -9,23 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from libra.errors import TrainError, TransferError
 from libra.train.minibatch_slices import from_tensors
+from libra.train.replica import Replica
 from libra.train.step_report import Tally
 from libra.train.wire import Message, Wire, connect
-
-if TYPE_CHECKING:
-    from libra.train.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 
 class HybridReplica:
-    """A replica in the service of a core, until it leaves or the core lets it go.
+    """A replica that computes slices for a core, until it leaves or the core releases it.
 
     Parameters
     ----------
@@ -40,7 +38,7 @@ class HybridReplica:
     Raises
     ------
     TransferError
-        Nobody listens there, or it does not know the token.
+        No core listens there, or it does not know the token.
     """
 
     def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
@@ -57,12 +55,12 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until it has left, or the core is gone; returns how many slices it computed.
+        """Serve until it has left, or the core has ended; returns how many slices it computed.
 
         Raises
         ------
         TrainError
-            The core is another model's or has other settings.
+            The core has another model or other settings.
         """
         try:
             while True:
@@ -82,18 +80,18 @@ class HybridReplica:
                         break
         except TransferError as fault:
             log = logger.info if self._leaving.is_set() else logger.warning
-            log("hybrid %s: the core is gone after %d slices: %s", self.name, self.slices_done, fault)
+            log("hybrid %s: the core has ended after %d slices: %s", self.name, self.slices_done, fault)
         finally:
             self._wire.close()
         return self.slices_done
 
     def leave(self) -> None:
-        """Ask to be let go, from any thread: a slice under way is finished and counts, no other one comes."""
+        """Request to leave, from any thread: a slice in progress is finished and counts, and no other one follows."""
         self._leaving.set()
         self._wire.send("leave")
 
     def abandon(self) -> None:
-        """Hang up at once, from any thread; a slice under way goes to the core."""
+        """Disconnect at once, from any thread; the core computes a slice in progress."""
         self._leaving.set()
         self._wire.close()
 
@@ -107,7 +105,8 @@ class HybridReplica:
         self._work()
 
     def _work(self) -> None:
-        """Compute the slice at hand once the weights it is for are there; with newer ones nobody waits for it any more."""
+        """Compute the pending slice once its weights have arrived; if newer weights arrived, drop it, because no step waits
+        for it."""
         if self._pending is None or self._pending.fields["version"] > self.version:
             return
         message, self._pending = self._pending, None
@@ -117,7 +116,7 @@ class HybridReplica:
         ticket = message.fields["ticket"]
         parameters = self.replica.optimized()
         try:
-            weight = self.replica.accumulate(from_tensors(message.tensors), message.fields["step"], tally)
+            weight = self.replica.gradient.accumulate(from_tensors(message.tensors), message.fields["step"], tally)
         except TrainError as fault:
             self._wire.send("failed", {"ticket": ticket, "reason": str(fault)})
         else:

@@ -1,10 +1,10 @@
-"""A batch whose trajectories lie on other workers: lengths and advantages here, tokens fetched for the slices computed here.
+"""A batch whose trajectories are on other workers: lengths and advantages are here, tokens are fetched slice by slice.
 
 Invariants
 ----------
-1. A step on a batch that lies elsewhere is the step on its trajectories, bit for bit: slices follow from lengths, which are
-   those of the samples that arrive; another length is a TrainError.
-2. A row is fetched once at most, and none that no slice of this replica, or of a hybrid that it feeds, asks for.
+1. A step on a lazy batch is the step on its trajectories, bit for bit: slices are computed from the announced lengths; a
+   sample that arrives with another length is a TrainError.
+2. A row is fetched once at most, and only for a slice of this replica or of a hybrid that it feeds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from libra.errors import TrainError
-from libra.train.sequence_packing import Sample, sample_of
+from libra.train.samples import Sample, sample_of
 from libra.types import Trajectory
 
 Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
-"""Trajectories of rows by name, in that order, without their advantages. Raises TrainError where one cannot be had."""
+"""Trajectories of rows by name, in that order, without their advantages. Raises TrainError if one cannot be fetched."""
 
 _NONE = np.zeros(0, np.int64)
 _NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
@@ -27,7 +27,7 @@ _NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What is known here of a trajectory that trains: its row, and of its `Sample` the lengths and the advantage."""
+    """The row of a trajectory that trains, and the lengths and advantage of its `Sample`."""
 
     row: str
     num_tokens: int
@@ -36,14 +36,14 @@ class RowFacts:
 
 
 class LazyBatch:
-    """Stands for a batch's trajectories in `Replica.step`.
+    """A batch's trajectories for `Replica.step`, fetched on demand.
 
     Parameters
     ----------
     facts : sequence of RowFacts
         Of trajectories that train, in the order of the batch.
     num_trajectories : int
-        Those that do not train included.
+        Including those that do not train.
     fetch : callable
     """
 
@@ -57,11 +57,11 @@ class LazyBatch:
         return self.num_trajectories
 
     def samples(self, step: int) -> list[Sample]:
-        """One stand-in for each sample; `present` has the samples themselves."""
+        """One placeholder for each sample; `present` has the samples themselves."""
         return [_Absent.of(fact, self, step) for fact in self.facts]
 
     def get(self, absent: Sequence[_Absent]) -> None:
-        """Have the samples of those rows in `fetched`."""
+        """Fetch the samples of those rows that are not in `fetched` yet."""
         missing = [sample for sample in absent if sample.fact.row not in self.fetched]
         for sample, trajectory in zip(missing, self._fetch([sample.fact.row for sample in missing]), strict=True):
             fact = sample.fact
@@ -77,7 +77,7 @@ class LazyBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Absent(Sample):
-    """A sample that is not here; lengths and advantage are right, arrays are empty."""
+    """A sample that was not fetched: lengths and advantage are right, arrays are empty."""
 
     fact: RowFacts = RowFacts("", 0, 0, 0.0)
     batch: LazyBatch | None = None
@@ -100,7 +100,7 @@ class _Absent(Sample):
 
 
 def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
-    """What the step that trains weights ``step`` needs of a batch; of one elsewhere stand-ins, unless ``whole``."""
+    """The samples of a batch for the step that trains weights ``step``; for a lazy batch placeholders, unless ``whole``."""
     if isinstance(batch, LazyBatch):
         samples = batch.samples(step)
         return present(samples) if whole else samples
@@ -109,7 +109,7 @@ def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: boo
 
 
 def present(samples: Sequence[Sample]) -> list[Sample]:
-    """``samples`` with those that are not here fetched, all at once."""
+    """``samples``, with all placeholders fetched at once."""
     absent = [sample for sample in samples if isinstance(sample, _Absent)]
     if not absent:
         return list(samples)

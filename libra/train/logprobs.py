@@ -16,11 +16,11 @@ from libra.train.chunked_logprobs import CHUNK_TOKENS, chunked_logp
 
 
 class Scorer:
-    """A causal language model that scores only the tokens asked for, and holds logits of ``chunk_tokens`` of them at most.
+    """A causal language model that scores given tokens only, and holds logits of at most ``chunk_tokens`` of them.
 
-    Hidden states of the wanted places are taken in front of the output head and made into log-probabilities chunk by chunk
-    (`libra.train.chunked_logprobs`), with everything the architecture does after its head (caps, scales). The (R, W, V) logits are
-    never made. Works with any transformers causal model whose ``get_output_embeddings()`` is its head, a linear map.
+    Hidden states in front of the output head become log-probabilities chunk by chunk (`libra.train.chunked_logprobs`), with
+    everything the architecture does after its head (caps, scales). The (R, W, V) logits never exist. Works with any transformers
+    causal model whose ``get_output_embeddings()`` is its head, a linear map.
     """
 
     def __init__(self, model: Any, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
@@ -40,9 +40,9 @@ class Scorer:
         *,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target (N,), with gradient, and entropy of its distribution (N,), where asked with; nats.
+        """Log-probability of each target (N,), with gradient, and entropy (N,), with gradient on request; nats.
 
-        At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: sees) replaces what positions say.
+        At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: reads) replaces the separation by positions.
         """
         head = self._head
 
@@ -74,7 +74,7 @@ class Scorer:
 
 @torch.no_grad()
 def check_packing(scorer: Scorer, tolerance: float) -> None:
-    """TrainError where two sequences in one row do not score as they do alone: a model that ignores restarts."""
+    """TrainError if two sequences in one row do not score as they do alone: a model that ignores restarts."""
     lengths, vocabulary = (5, 7), int(scorer.model.config.get_text_config().vocab_size)
     sequences = [torch.arange(length) * 7 % vocabulary for length in lengths]
     device = next(scorer.model.parameters()).device

@@ -1,13 +1,14 @@
 """Weights in a wider format than the model computes in, for an optimizer whose updates the narrow format would lose.
 
 bfloat16 has 8 bits of mantissa: an update below 1/512 of a weight rounds to nothing, and AdamW at a learning rate of 1e-6 makes
-only such. So the optimizer updates float32 copies, gradients are summed in float32, and the model is given the copies rounded.
+only such. So the optimizer updates float32 copies, gradients are summed in float32, and the model gets the rounded copies.
 
 Invariants
 ----------
 1. After every `round_into_model` the model's parameter is its copy, rounded to nearest.
 2. Copies change by the optimizer, `load` and `take_from_model` only.
-3. A parameter's own gradient is moved into its copy's as soon as a backward pass has made it, so it is never summed narrowly.
+3. A parameter's own gradient is moved into its copy's as soon as a backward pass has made it, so it is never summed in the
+   narrow format.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def round_into_model(self) -> None:
-        """Give the model what the optimizer made."""
+        """Copy the optimizer's weights into the model."""
         for name, own in self._parameters.items():
             own.copy_(self.tensors[name])
 
     @torch.no_grad()
     def take_from_model(self) -> None:
-        """Start again from the model's own weights, which somebody else has changed."""
+        """Copy the model's own weights again, which have changed."""
         for name, own in self._parameters.items():
             self.tensors[name].copy_(own)
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Take copies that were saved. A parameter without one keeps the model's own weight."""
+        """Take saved copies; a parameter without one keeps the model's own weight."""
         self.take_from_model()
         for name, tensor in saved.items():
             self.tensors[name].copy_(tensor)

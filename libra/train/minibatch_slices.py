@@ -1,9 +1,9 @@
-"""Slices of a minibatch: which sequences each replica computes, and a slice as flat tensors for a replica elsewhere.
+"""Slices of a minibatch: the sequences that each replica computes, and a slice as flat tensors for a hybrid replica.
 
 Invariants
 ----------
-1. Every sample is in exactly one slice, whole; slices are balanced by tokens, and the same on every replica that asks.
-2. A slice that went over a wire is the slice that was sent, bit for bit.
+1. Every sample is in exactly one slice, whole; slices are balanced by tokens, and the same on every replica.
+2. `from_tensors` returns the slice that `to_tensors` was given, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.train.balanced_partition import karmarkar_karp
-from libra.train.sequence_packing import Sample
+from libra.train.samples import Sample
 
 
 def split(samples: Sequence[Sample], num_slices: int) -> list[list[Sample]]:
-    """``samples`` in ``num_slices`` slices of nearly equal tokens, in their order; empty ones where samples are few."""
+    """``samples`` in ``num_slices`` slices of nearly equal tokens, in their order; some are empty if there are fewer
+    samples than slices."""
     filled = min(num_slices, len(samples))
     parts = karmarkar_karp([sample.num_tokens for sample in samples], filled) if filled else []
     parts += [[] for _ in range(num_slices - filled)]

@@ -1,12 +1,13 @@
-"""How far apart rollout and trainer are on the same tokens under the same weights: the mismatch of one step, and its alarm.
+"""The mismatch of one step, rollout against trainer on the same tokens under the same weights, and its alarm.
 
 With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of w - 1 - g (never negative,
-an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 where the two agree.
+an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 if the two agree.
 
 Invariants
-1. Only tokens whose weights and KV cache are both of the version being trained count: staleness is no mismatch. Tokens that
+1. Only tokens whose weights and KV cache are both of the version being trained count: staleness is not mismatch. Tokens that
    an engine generated with KV kept from older weights are left out.
-2. Only what was scored before the first optimizer step of a batch counts, so the trainer's weights are that version too.
+2. Only tokens scored before the first optimizer step of a batch count, so that the trainer's weights are of that version
+   too.
 3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run `libra.scoring.score_alone` on the same
    prefixes, one at a time.
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
-from libra.train.sequence_packing import Sample
+from libra.train.samples import Sample
 from libra.train.step_report import Tally
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def observe(tally: Tally, logp_N: Tensor, behaviour_logp_N: Tensor) -> None:
 
 
 def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperature: float) -> None:
-    """The same for whole samples, each stretch of tokens scored as the engine scored it: alone, and at that length."""
+    """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that length."""
     for sample in samples:
         for begin, end in stretches(sample):
             ids = np.append(sample.token_ids, sample.target[-1])[: sample.action_at[end - 1] + 2]
@@ -57,7 +58,7 @@ def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperatu
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
-    """Runs of actions generated in one go by the version being trained, as (first, last + 1) among the sample's actions."""
+    """Runs of actions of one generation by the version being trained, as (first, last + 1) among the sample's actions."""
     cuts = np.flatnonzero(
         (np.diff(sample.action_at) != 1) | np.diff(sample.current) | np.isin(sample.action_at[1:], sample.turn_at)
     )
@@ -69,18 +70,18 @@ def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
 def alarm_text(
     mean_nats: float, max_nats: float, num_tokens: int, threshold_nats: float | None, step: int
 ) -> str | None:
-    """What is to be said of a step's mismatch, None where it is within the threshold."""
+    """The alarm of a step's mismatch, None if it is within the threshold."""
     if threshold_nats is None or mean_nats <= threshold_nats:
         return None
     return (
-        f"trainer.mismatch_alarm: step {step}: |log p(rollout) - log p(trainer)| is {mean_nats:.3g} nats in the mean (largest "
+        f"trainer.mismatch_alarm: step {step}: |log p(rollout) - log p(trainer)| is {mean_nats:.3g} nats on average (largest "
         f"{max_nats:.3g}, {num_tokens} tokens of version {step}), above {threshold_nats:g}: engine and trainer do not compute the "
         "same model"
     )
 
 
 def raise_alarm(tally: Tally, threshold_nats: float | None, action: str, step: int) -> None:
-    """Before the first optimizer step: MismatchAlarm where ``action`` is "stop" and the threshold is passed."""
+    """Before the first optimizer step: MismatchAlarm if ``action`` is "stop" and the threshold is passed."""
     count = int(tally.sums.get("mismatch_tokens", 0))
     text = alarm_text(
         tally.mean("mismatch_sum", "mismatch_tokens"), tally.maxima.get("mismatch", 0.0), count, threshold_nats, step
@@ -89,7 +90,7 @@ def raise_alarm(tally: Tally, threshold_nats: float | None, action: str, step: i
         return
     if action == "stop":
         raise MismatchAlarm(
-            f"{text}. The step was not taken, weights stay those of version {step}. To go on: libra resume RUN with "
+            f"{text}. The step was not taken, weights stay those of version {step}. To continue: libra resume RUN with "
             f"trainer.mismatch_alarm above it, or trainer.mismatch_action=warn"
         )
     logger.warning("%s", text)

@@ -1,24 +1,27 @@
-"""How a model lies on the replicas of its group: whole on each (``ddp``), or in shards (``fsdp2``); and its checkpointing.
+"""The layout of a model on the replicas of its group, whole on each (``ddp``) or in shards (``fsdp2``), and its checkpointing.
 
 ``ddp``: each replica holds everything and gradients are reduced once per optimizer step, after the last micro-batch. torch's
-DistributedDataParallel is not used: it averages over ranks in the backward pass, where the sums have to stay undivided.
+DistributedDataParallel is not used: it averages over ranks in the backward pass, but the sums must stay undivided.
 ``fsdp2``: torch's `fully_shard`, layer by layer; gradients are sums here too, reduced and scattered in the backward pass. Its
-forward and backward passes are collectives: every replica takes equally many (`libra.train.gradient_reduction` fills up with
-empty ones).
+forward and backward passes are collectives: every replica runs equally many (`libra.train.slice_gradient`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from libra.errors import TrainError
+from libra.train.replica_group import TrainGroup
+from libra.train.replica_settings import TrainSettings
 
-if TYPE_CHECKING:
-    from libra.train.replica_group import TrainGroup
+
+def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
+    """Whether each replica of the group holds a part of every tensor, so that its passes are collectives."""
+    return settings.layout == "fsdp2" and group.size > 1
 
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
@@ -45,15 +48,14 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
         fully_shard(part, mesh=mesh, offload_policy=policy, mp_policy=precision)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)  # sums: what divides them is known after the last of them
+            part.set_gradient_divide_factor(1.0)  # sums: their divisor is known after the last of them
             part.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL cannot scale while they reduce
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Have every decoder layer keep its input alone and compute the rest again in the backward pass; no result changes.
+    """Make every decoder layer keep only its input and recompute the rest in the backward pass; the result does not change.
 
-    transformers looks at the layer's own training flag. Only that one is set: dropout, which the modules below it look at
-    theirs for, stays off.
+    transformers reads the layer's own training flag. Only that one is set, so dropout in the modules below stays off.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise TrainError(
@@ -67,17 +69,17 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of a sharded one; then a collective."""
+    """The whole tensor; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies here, as a view."""
+    """The part of a tensor that is on this replica, as a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call,no-any-return]
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
-    """The part of ``full`` that lies here where it is laid out as ``like`` is."""
+    """The part of ``full`` that is on this replica under the layout of ``like``."""
     if not isinstance(like, DTensor):
         return full
     mesh = like.device_mesh
@@ -87,7 +89,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def laid_out(full: Tensor, like: Tensor) -> Tensor:
-    """``full``, which every replica has, laid out as ``like`` is; a copy."""
+    """A copy of ``full``, which every replica has, in the layout of ``like``."""
     mine = part_of(full, like).clone()
     if not isinstance(like, DTensor):
         return mine

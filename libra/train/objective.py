@@ -1,10 +1,10 @@
-"""What a step minimises: settings made into the loss of each action token, its aggregation, and what is worth reporting.
+"""The objective of a step: the loss of each action token, its aggregation, and the statistics to report, from the settings.
 
 ::
 
     loss of a token = weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
 
-``old_logp`` says what p_old is, and with it what the weight corrects:
+``old_logp`` defines p_old, and so what the weight corrects:
 
 =============  ==========================================  =======================================================
 old_logp       p_old                                       weight (where ``correction`` is not none)
@@ -53,7 +53,7 @@ class Objective:
 
     @property
     def aggregation(self) -> Aggregation:
-        """From tokens to the step."""
+        """Aggregation of token losses."""
         settings = self.settings
         if settings.aggregation == "constant":
             return Aggregation("constant", divisor=settings.loss_divisor)
@@ -66,7 +66,7 @@ class Objective:
 
     @property
     def needs_every_sequence(self) -> bool:
-        """Whether a sequence without advantage has a gradient all the same."""
+        """Whether a sequence without advantage has a gradient."""
         settings = self.settings
         extra = settings.log_ratio_coef if settings.loss == "dppo" else 0.0
         return settings.kl_coef > 0 or settings.entropy_coef > 0 or extra > 0
@@ -76,7 +76,7 @@ class Objective:
     ) -> tuple[Tensor, dict[str, float]]:
         """Loss of each token (N,), with gradient, and sums for a report.
 
-        ``logp_N`` is the only argument with a gradient, and ``entropy_N`` where there is a bonus. Without
+        ``logp_N`` is the only argument with a gradient, and ``entropy_N`` if there is a bonus. Without
         ``batch.proximal_logp_N`` the weights are those at the start of the step, so ``logp_N`` itself is proximal.
         """
         settings = self.settings
@@ -126,7 +126,7 @@ class Objective:
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """What the ratio is to, the weight, and whether the former is the trainer's under the weights that sampled."""
+        """Log p_old, the weight, and whether p_old is the trainer's own under the weights that sampled the token."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
@@ -147,7 +147,7 @@ class Objective:
 
     @torch.no_grad()
     def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, float]:
-        """Tokens whose weight was changed by its bounds."""
+        """The number of tokens whose weight was changed by its bounds."""
         if self.settings.correction == "none":
             return {"corrected": 0.0}
         free_N = importance_weights(
@@ -157,7 +157,7 @@ class Objective:
 
     @torch.no_grad()
     def _sums(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> dict[str, float]:
-        """Ratios and clipped tokens as this loss sees them."""
+        """Ratios and clipped tokens of this loss."""
         settings = self.settings
         low, high = settings.clip_low, settings.clip_high
         seen_N = logp_N

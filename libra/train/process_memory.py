@@ -1,6 +1,6 @@
-"""Memory of a training process: the most that a step held, and how what it freed goes back to the system.
+"""Memory of a training process: the peak of a step, and the return of freed memory to the system.
 
-On a GPU the most is torch's own count of it (``max_memory_allocated``). On a CPU it is the process's resident memory (Linux:
+On a GPU the peak is torch's own (``max_memory_allocated``). On a CPU it is the process's resident memory (Linux:
 ``VmHWM``, set back before the step) less what was resident before the model was loaded.
 """
 
@@ -17,18 +17,19 @@ import torch
 logger = logging.getLogger(__name__)
 
 MAPPED_FROM_BYTES = 2**18
-"""Tensors of this size and more are mapped on their own in a process that trains a large model on a CPU."""
+"""Tensors of at least this size are mapped separately in a process that trains a large model on a CPU."""
 LARGE_MODEL_BYTES = 2**26
-"""Bytes of weights from which on a model is large: below, fresh pages would cost a tenth of each step and save next to nothing."""
+"""Bytes of weights from which on a model is large: for a smaller one, fresh pages would cost a tenth of each step and save
+almost nothing."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @cache
 def map_large_tensors() -> bool:
-    """Have glibc map large tensors on their own, so that their memory is the system's again when they are freed; False elsewhere.
+    """Make glibc map large tensors separately, so that freeing one returns its memory; False with another C library.
 
-    Left alone glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fill with holes: a step of 1.6 GB
+    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment: a step of 1.6 GB
     of tensors was resident with 2.4 GB, and 2.3 GB of that stayed after it. The price is the system's time for fresh pages.
     """
     if not sys.platform.startswith("linux"):
@@ -43,14 +44,14 @@ def map_large_tensors() -> bool:
 
 
 def _trim() -> None:
-    """Have glibc give back what it holds of freed small tensors, milliseconds before a step of seconds."""
+    """Make glibc return the memory of freed small tensors; takes milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
     if trim is not None:  # another C library has none
         trim(0)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
-    """What of this process is in memory now, or (``VmHWM``) was at most; 0 where the system does not say."""
+    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if the system does not report it."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -59,27 +60,24 @@ def resident_bytes(name: str = "VmRSS") -> int:
 
 
 class StepMemory:
-    """The most memory that this process holds in a step, above what it held when this object was made.
+    """Peak memory of this process in a step, above the memory at the creation of this object.
 
-    Parameters
-    ----------
-    device : torch.device or str
-        Where the model will be.
+    ``device`` is that of the model, which is loaded later.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        _trim()  # what lies free in the heap is nobody's
+        _trim()  # free memory in the heap does not count
         self.before_bytes = 0 if self.device.type == "cuda" else resident_bytes()
         self._watching = self._maps = False
 
     def model_loaded(self, num_bytes: int) -> None:
-        """The weights are in memory and have so many bytes: with a large model on a CPU, what is freed goes back to the system."""
+        """The weights were loaded; with a large model on a CPU, freed memory goes back to the system from now on."""
         if self.device.type == "cpu" and num_bytes >= LARGE_MODEL_BYTES:
             self._maps = map_large_tensors()
 
     def start(self) -> None:
-        """A step begins: what was most before it does not count."""
+        """A step begins: the peak is set back."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._watching = True
@@ -89,11 +87,11 @@ class StepMemory:
         try:
             _CLEAR.write_text("5")
             self._watching = True
-        except OSError:  # not Linux, or not allowed: nothing is known
+        except OSError:  # not Linux, or not allowed
             self._watching = False
 
     def peak_bytes(self) -> int:
-        """The most since `start`; 0 where the system does not say."""
+        """The peak since `start`; 0 if the system does not report it."""
         if not self._watching:
             return 0
         if self.device.type == "cuda":

@@ -5,30 +5,29 @@ rest of a sample is what follows the prompt, up to its last action token.
 
 Invariants
 ----------
-1. A token sees its prompt and its own sample up to itself, and nothing else; positions continue the prompt's. So its
-   hidden state is what it is in a row of its own, up to rounding.
-2. Samples share a row only where their tokens before the first action are equal, compared one by one.
+1. A token sees its prompt and its own sample up to itself, and nothing else; positions continue the prompt's. So its hidden
+   state equals that in a row of its own, up to rounding.
+2. Samples share a row only if their tokens before the first action are equal, compared one by one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.train.row_packing import FillRows
-
-if TYPE_CHECKING:
-    from libra.train.sequence_packing import Sample
+from libra.train.samples import Sample
 
 logger = logging.getLogger(__name__)
 
 
 def can_share(model: Any) -> bool:
-    """Whether every layer of a transformers model reads all earlier tokens, so that a mask of ours is all it goes by."""
+    """Whether every layer of a transformers model has full attention, so that our mask alone decides what a token attends
+    to."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -41,7 +40,7 @@ def can_share(model: Any) -> bool:
 def share_rows(
     samples: Sequence[Sample], max_row_tokens: int, fill: FillRows
 ) -> tuple[list[list[Sample]], list[Sample]]:
-    """Rows of at least two samples that share their prompt, and the samples that found no such row."""
+    """Rows of at least two samples that share their prompt, and the remaining samples."""
     groups: dict[bytes, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.token_ids[: sample.num_prompt_tokens].tobytes(), []).append(sample)
@@ -68,7 +67,7 @@ def row_tokens(row: Sequence[Sample]) -> int:
 
 
 def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
-    """Who sees whom (R, 1, W, W), True where a token of the third axis reads one of the fourth; padding sees padding."""
+    """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the fourth; padding reads padding."""
     part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # 0 the prompt, 1, 2, ... the samples, -1 padding
     for number, row in enumerate(rows):
         start = row[0].num_prompt_tokens

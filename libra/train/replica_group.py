@@ -1,16 +1,19 @@
-"""The core: training replicas of one epoch in one torch.distributed group, which nobody joins and nobody leaves.
+"""The core: training replicas of one epoch in one torch.distributed group of fixed membership.
 
-A member that is lost ends the epoch: what the others wait for fails or times out as GroupLost, and a new group of the
-next epoch goes on from the last step that all of it had taken.
+Losing a member ends the epoch: collectives of the others fail or time out as GroupLost, and a new group of the next epoch
+continues from the last step that all of its members had taken.
 """
 
 from __future__ import annotations
 
 import datetime
+import hmac
 import ipaddress
 import json
 import logging
 import os
+import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,14 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from libra.errors import GroupLost
+from libra.errors import GroupLost, TransportError
+from libra.train.rendezvous import MemberStore
 
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 * 2**20
 """Tensors are reduced in buckets of about this size."""
 TIMEOUT_S = 60.0
-"""Longest wait for another member; one that is killed is noticed at once, this is for one that is silent."""
+"""Longest wait for a silent member; one that is killed is noticed at once."""
 
 
 class TrainGroup:
@@ -39,12 +43,7 @@ class TrainGroup:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-
-    @staticmethod
-    def open(host: str, size: int, *, timeout_s: float = TIMEOUT_S) -> dist.TCPStore:
-        """Where the members of a group will find each other, at its ``port``; for rank 0, which keeps it."""
-        with _lost(f"rank 0 of {size} at {host}"):
-            return dist.TCPStore(host, 0, size, is_master=True, timeout=_seconds(timeout_s), wait_for_workers=False)
+        self._members: MemberStore | None = None  # torch forgets what it is once Python has
 
     @classmethod
     def join(
@@ -53,20 +52,28 @@ class TrainGroup:
         rank: int,
         size: int,
         *,
+        token: str,
         epoch: int = 0,
         timeout_s: float = TIMEOUT_S,
-        store: dist.TCPStore | None = None,
         on_gpus: bool = False,
     ) -> TrainGroup:
-        """Become member ``rank`` of the group of ``epoch``; returns when all are there.
+        """Become member ``rank`` of the group of ``epoch``; returns when all members have joined.
 
-        Rank 0 listens at ``address``, unless it has a ``store`` that does. A group of an older epoch that this process was in
-        is left first: a process is in one group. ``on_gpus``: the tensors of all members are on GPUs, one of its own each.
+        A process is in one group: it leaves one of an older epoch first.
+
+        Parameters
+        ----------
+        address : (str, int)
+            Of the `libra.train.rendezvous.Rendezvous` that rank 0 keeps.
+        token : str
+            The secret of the members. Each proves to all others, over the connections that gradients will take, that it knows it.
+        on_gpus : bool
+            The tensors of each member are on a GPU of its own.
 
         Raises
         ------
         GroupLost
-            Somebody did not come within ``timeout_s``.
+            A member did not join within ``timeout_s``, or did not prove itself.
         """
         if dist.is_initialized():
             cls._destroy()
@@ -76,20 +83,32 @@ class TrainGroup:
         backend = "nccl" if on_gpus else "gloo"
         timeout = _seconds(timeout_s)
         with _lost(f"rank {rank} of {size} at {host}:{port}"):
-            store = store or dist.TCPStore(
-                host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+            members = MemberStore(address, token, timeout_s)
+            kept = _store_on_gpus(members, host, rank, size, timeout) if on_gpus else members
+            store = dist.PrefixStore(f"libra-{epoch}", kept)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        group = cls(rank, size)
+        group._members = members
+        group._check_members(token, epoch)
+        return group
+
+    def _check_members(self, token: str, epoch: int) -> None:
+        """GroupLost unless whoever sends as each rank knows the token: torch's connections themselves prove nothing."""
+        said = f"libra group {epoch} {self.size} ".encode() + b"".join(self._gather_bytes(secrets.token_bytes(32)))
+
+        def proof(rank: int) -> bytes:
+            return hmac.digest(token.encode(), said + b" %d" % rank, "sha256")
+
+        shown = self._gather_bytes(proof(self.rank))
+        strangers = [rank for rank, each in enumerate(shown) if not hmac.compare_digest(each, proof(rank))]
+        if strangers:
+            self.leave()
+            raise GroupLost(
+                f"training group: rank {strangers[0]} of {self.size} did not prove that it knows the run's secret"
             )
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore(f"libra-{epoch}", store),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-            )
-        return cls(rank, size)
 
     def leave(self) -> None:
-        """Take the group down; the others' waiting ends as GroupLost."""
+        """Destroy the group; the other members get GroupLost."""
         if self.size > 1 and dist.is_initialized():
             self._destroy()
 
@@ -98,14 +117,15 @@ class TrainGroup:
         try:
             dist.destroy_process_group()
         except (RuntimeError, ValueError) as fault:  # of a group whose members died
-            logger.info("a process group is left that was broken already: %s", fault)
+            logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace each tensor by its sum over the members, bit for bit the same on all; bytes reduced. At least float32."""
+        """Replace each tensor by its sum over the members, bitwise equal on all, summed in float32 or wider; returns bytes
+        reduced."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
-        """Replace each tensor by that of rank ``source``; bytes sent."""
+        """Replace each tensor by that of rank ``source``; returns bytes sent."""
         return self._in_buckets(tensors, lambda flat: dist.broadcast(flat, source))
 
     def _in_buckets(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> int:
@@ -125,7 +145,7 @@ class TrainGroup:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """What each member gave, by rank; JSON-able values."""
+        """The values of all members, by rank; JSON-able."""
         if self.size == 1:
             return [value]
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -139,13 +159,39 @@ class TrainGroup:
             dist.all_gather(parts, padded)
         return [json.loads(bytes(part[: int(length)].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
+    def _gather_bytes(self, value: bytes) -> list[bytes]:
+        """The values of all members, by rank; as many bytes from each, whoever sends them."""
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        data = torch.tensor(list(value), dtype=torch.uint8, device=device)
+        parts = [torch.zeros_like(data) for _ in range(self.size)]
+        with _lost(f"rank {self.rank} of {self.size}"):
+            dist.all_gather(parts, data)
+        return [bytes(part.tolist()) for part in parts]
+
     def from_first(self, value: Any) -> Any:
-        """What rank 0 gave; the others' value is not looked at."""
+        """The value of rank 0; those of the others are ignored."""
         return self.gather(value if self.rank == 0 else None)[0]
 
 
+def _store_on_gpus(members: MemberStore, host: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """torch's own store, which NCCL uses from threads without Python: on one address only, which members learn from ``members``.
+
+    It believes whoever connects, so what it says is proven afterwards (`TrainGroup._check_members`).
+    """
+    if rank:
+        port = int(members.get("port"))
+        return dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    members.set("port", str(port))
+    return store
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, together at most `BUCKET_BYTES` or one tensor."""
+    """Buckets of consecutive tensors of one dtype, each at most `BUCKET_BYTES` or one tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -163,10 +209,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _lost(where: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as fault:  # torch.distributed's own errors are all of this kind
+    except (RuntimeError, TransportError) as fault:  # torch.distributed's own errors are all of the first kind
         raise GroupLost(
-            f"training group: {where} could not reach the others: {str(fault).splitlines()[0]}; the step is taken again by a "
-            "new group from the last step that all had taken"
+            f"training group: {where} could not reach the others: {str(fault).splitlines()[0]}; a new group repeats the "
+            "step, from the last one that all had taken"
         ) from fault
 
 

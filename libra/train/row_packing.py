@@ -1,4 +1,4 @@
-"""Which sequences share a row (or a micro-batch): bin packing of lengths.
+"""Bin packing of sequences into rows (or micro-batches) by length.
 
 Invariants
 ----------
@@ -35,12 +35,12 @@ def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
 
 
 def fill_rows_mffd(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """The same by modified first-fit decreasing (Johnson & Garey, "A 71/60 theorem for bin packing", 1985).
+    """Rows by modified first-fit decreasing (Johnson & Garey, "A 71/60 theorem for bin packing", 1985).
 
-    Sequences above half a row have rows of their own. The room left there is given, from the fullest of these rows on, to
-    sequences above a third; then, from the emptiest on and where no such one went in, to pairs of between a sixth and
-    a third, the shortest with the longest that fits beside it; then to whatever fits, longest first. What is left is
-    packed first-fit decreasing.
+    Sequences above half a row have rows of their own. Their free room goes, from the fullest row on, to sequences above a
+    third; then, from the emptiest row on and in rows without one of those, to pairs of between a sixth and a third, the
+    shortest with the longest that fits beside it; then to any sequence that fits, longest first. The rest is packed
+    first-fit decreasing.
     """
     room, rows = max_row_tokens, []
     rest: list[tuple[int, int]] = []  # (length, -index), shortest first: the last that fits is the first of the longest
@@ -78,18 +78,10 @@ def fill_rows_mffd(lengths: Sequence[int], max_row_tokens: int) -> list[list[int
 def fill_rows_by_group(
     lengths: Sequence[int], groups: Sequence[Hashable], max_tokens: int, method: FillRows = fill_rows
 ) -> list[list[int]]:
-    """Indices of ``lengths`` in sets of at most ``max_tokens`` that keep groups whole: siblings share a micro-batch.
+    """Indices of ``lengths`` in sets of at most ``max_tokens`` that keep groups whole, so that siblings share a micro-batch.
 
-    Parameters
-    ----------
-    groups : sequence, one per length
-    method : callable
-        `fill_rows` or `fill_rows_mffd`, applied to the sums of the groups.
-
-    Raises
-    ------
-    TrainError
-        Where a group as a whole exceeds ``max_tokens``.
+    ``method`` (`fill_rows` or `fill_rows_mffd`) is applied to the sums of the groups. TrainError if a group exceeds
+    ``max_tokens``.
     """
     members = members_by_group(groups, len(lengths))
     sums = [sum(lengths[index] for index in group) for group in members]
@@ -102,7 +94,7 @@ def fill_rows_by_group(
 
 
 def _longest_within(rest: list[tuple[int, int]], room: int) -> int:
-    """Position of the longest entry of at most ``room``, -1 where there is none. Indices are >= 0, so never 1 negated."""
+    """Position of the longest entry of at most ``room``, -1 if there is none. Indices are >= 0, so never 1 negated."""
     return bisect_left(rest, (room, 1)) - 1
 
 

@@ -4,7 +4,7 @@ Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a m
 
 Invariants
 ----------
-1. Every sequence is in exactly one row, in order, and whole but for a prompt that it shares with another of that row
+1. Every sequence is in exactly one row, in order, and whole except for a prompt that it shares with another of that row
    (`libra.train.prompt_sharing`); every action token is scored exactly once.
 2. Positions restart at 0 with every sequence; transformers reads restarts as borders that attention never crosses. Rows
    of shared prompts have a mask instead, and micro-batches of their own.
@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,97 +27,8 @@ from torch import Tensor
 from libra.errors import TrainError
 from libra.train.prompt_sharing import attention_mask, row_tokens, share_rows
 from libra.train.row_packing import FillRows, fill_rows
+from libra.train.samples import Sample
 from libra.train.sequences import Packed
-from libra.types import Trajectory
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """The part of a trajectory that a forward pass needs: everything before its last action token, and what to score.
-
-    Tokens after the last action token (a final observation) have no influence on the loss and are left out.
-
-    Attributes
-    ----------
-    token_ids : int64 array (T,)
-        Inputs.
-    action_at : int64 array (A,)
-        Positions of inputs whose *next* token is an action.
-    target : int64 array (A,)
-        That next token.
-    behaviour_logp : float32 array (A,)
-        As the engine recorded it; read, never written.
-    current : bool array (A,)
-        Whether token and KV cache both come from the version now being trained.
-    advantage : float
-    proximal_logp : float array (A,), optional
-        Under the weights at the start of the step, where a loss asks for it and somebody has computed it.
-    turn_at : int64 array
-        Positions of inputs whose next token is the first of a generation.
-    """
-
-    token_ids: NDArray[np.int64]
-    action_at: NDArray[np.int64]
-    target: NDArray[np.int64]
-    behaviour_logp: NDArray[np.float32]
-    current: NDArray[np.bool_]
-    advantage: float
-    proximal_logp: NDArray[np.floating] | None = None
-    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @property
-    def num_tokens(self) -> int:
-        """Inputs."""
-        return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Inputs before the first action: the part that samples of a group have in common."""
-        return int(self.action_at[0]) + 1
-
-    @property
-    def num_actions(self) -> int:
-        """Tokens scored."""
-        return len(self.target)
-
-
-def sample_of(trajectory: Trajectory, version: int) -> Sample:
-    """What the step that trains weights ``version`` needs of ``trajectory``.
-
-    Raises
-    ------
-    TrainError
-        Where the advantage or a behaviour log-probability is not finite, nothing was generated, the first token is an
-        action (nothing predicts it), or arrays differ in length.
-    """
-    name = f"trajectory {trajectory.trajectory_id}"
-    where = np.flatnonzero(trajectory.is_action)
-    lengths = {len(trajectory.token_ids), len(trajectory.is_action), len(trajectory.behaviour_logprob)}
-    if len(lengths | {len(trajectory.weight_version), len(trajectory.kv_version)}) != 1:
-        raise TrainError(
-            f"{name}: token_ids, is_action, behaviour_logprob and versions differ in length: {sorted(lengths)}"
-        )
-    if not len(where) or where[0] == 0:
-        got = "its first token is an action" if len(where) else "no generated token"
-        raise TrainError(
-            f"{name}: {got}; a trajectory trains only with a prompt and at least one generated token after it"
-        )
-    if not np.isfinite(trajectory.advantage):
-        raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
-    behaviour_logp = trajectory.behaviour_logprob[where]
-    if not np.isfinite(behaviour_logp).all():
-        at = int(where[~np.isfinite(behaviour_logp)][0])
-        raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
-    token_ids = trajectory.token_ids.astype(np.int64)
-    return Sample(
-        token_ids=token_ids[: where[-1]],
-        action_at=where - 1,
-        target=token_ids[where],
-        behaviour_logp=behaviour_logp.astype(np.float32),
-        current=(trajectory.weight_version[where] == version) & (trajectory.kv_version[where] == version),
-        advantage=float(trajectory.advantage),
-        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,8 +36,8 @@ class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
     ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
-    counts inputs without padding. ``proximal_logp_N`` is None where a sample has none. ``mask_R1WW`` says who sees whom
-    where prompts are shared; None: positions say it.
+    counts inputs without padding. ``proximal_logp_N`` is None if a sample has none. ``mask_R1WW`` is the attention mask if
+    prompts are shared; None: positions separate sequences.
     """
 
     token_ids_RW: Tensor
@@ -153,7 +64,7 @@ class MicroBatch:
 
     @property
     def sequences(self) -> Packed:
-        """Which action tokens belong together."""
+        """The sequences of the action tokens."""
         counts_S = torch.tensor([sample.num_actions for sample in self.samples])
         sequence_N = torch.repeat_interleave(torch.arange(len(self.samples)), counts_S)
         return Packed(sequence_N.to(self.target_N.device), len(self.samples))
@@ -183,17 +94,9 @@ def pack(
 ) -> list[MicroBatch]:
     """``samples`` as micro-batches of rows of similar length, widest first.
 
-    Parameters
-    ----------
-    fill : callable
-        `fill_rows` or `fill_rows_mffd`: which sequences share a row. Changes no result.
-    share_prompts : bool
-        Put samples with the same prompt into rows that hold it once, for models that `can_share`. Changes no result.
-
-    Raises
-    ------
-    TrainError
-        Where one sequence is longer than ``micro_batch_tokens``.
+    ``fill`` (`fill_rows` or `fill_rows_mffd`) decides which sequences share a row; ``share_prompts`` puts samples with the same
+    prompt into rows that hold it once, for models that `libra.train.prompt_sharing.can_share`. Neither changes the result.
+    TrainError if one sequence is longer than ``micro_batch_tokens``.
     """
     lengths = [sample.num_tokens for sample in samples]
     if lengths and max(lengths) > micro_batch_tokens:
@@ -238,10 +141,10 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
     for number, row in enumerate(rows):
         start = 0
         for place, sample in enumerate(row):
-            skipped = sample.num_prompt_tokens if share and place else 0  # it is there, at the row's beginning
+            skipped = sample.num_prompt_tokens if share and place else 0  # the row begins with it
             end = start + sample.num_tokens - skipped
             token_ids_RW[number, start:end] = sample.token_ids[skipped:]
-            # Running on to the end of the row numbers the padding too; the next sequence overwrites its part.
+            # Numbered up to the end of the row, padding included; the next sequence overwrites its part.
             position_ids_RW[number, start:] = np.arange(skipped, skipped + width - start)
             at = sample.action_at
             at = np.where(at < skipped, at, at - skipped + start)

@@ -1,4 +1,4 @@
-"""Which tokens make up one sequence, so that every loss is written once, for packed and for padded tokens.
+"""The tokens of each sequence, packed or padded, so that every loss is written once for both layouts.
 
 Losses, corrections and aggregation take tensors with one entry per token, in one of two layouts, and a `Sequences` that
 knows the layout:
@@ -6,8 +6,8 @@ knows the layout:
 * `Packed`: the N action tokens of a micro-batch one after the other, as `libra.train.replica` has them;
 * `Padded`: rows (B, T) with a mask, as most other libraries have them.
 
-No sum, mean or maximum over a sequence sees a masked place, whatever it holds. What an elementwise loss makes of a masked place
-is dropped by the aggregation, and has gradient 0 as long as that place is finite.
+Sums, means and maxima over a sequence ignore the values in masked places. The aggregation drops the elementwise loss of a
+masked place, whose gradient is 0 as long as the place is finite.
 
 Shape legend: N tokens of either layout, S sequences, B rows, T places of a row (for `Padded`, S = B).
 """
@@ -107,7 +107,7 @@ class Padded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Tokens of all sequences in one row, nothing between them.
+    """Tokens of all sequences in one row, without padding.
 
     Parameters
     ----------

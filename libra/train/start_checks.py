@@ -1,4 +1,4 @@
-"""What a run may start from besides its model, looked at before any worker starts."""
+"""Checks of `run.from_checkpoint`, before any worker starts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,10 @@ _HEAD = "lm_head.weight"
 
 
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
-    """The directory ``given`` names, absolute and without links, where a run of ``model_dir`` can start from it.
+    """The directory ``given``, absolute and without links, after checking that a run of ``model_dir`` can start from it.
 
-    Parameters
-    ----------
-    given : Path
-        A checkpoint, or a Hugging Face directory without ``trainer.json``: then the optimizer starts anew, and the log says so.
-    model_dir : str or Path
-        The run's model; where it is a directory here, names and shapes have to be the same.
-    dtype : str
-        The run's, e.g. "float32": an optimizer's state belongs to weights of one dtype.
-
-    Raises
-    ------
-    CheckpointError
-        Not there, no checkpoint, torn, of another model or dtype; the message says what to type.
+    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory without ``trainer.json``: then the
+    optimizer starts from zero, with a warning. CheckpointError for anything else.
     """
     directory = given.expanduser().resolve()
     if not directory.is_dir():
@@ -45,13 +34,15 @@ def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
     missing = [name for name, there in _needed(directory).items() if not there]
     if missing:
         raise CheckpointError(
-            f"{_FIELD}: {str(given)!r} is no checkpoint: it lacks {' and '.join(missing)}; type a directory such as "
+            f"{_FIELD}: {str(given)!r} is not a checkpoint: it lacks {' and '.join(missing)}; type a directory such as "
             "RUN/checkpoints/best, or one that model.save_pretrained(...) wrote"
         )
     _check_shapes(directory, Path(model_dir))
     if not has_optimizer(directory):
         logger.warning(
-            "%s: %s holds no trainer.json: only its weights are taken, the optimizer starts anew", _FIELD, directory
+            "%s: %s holds no trainer.json: only its weights are used, and the optimizer starts from zero",
+            _FIELD,
+            directory,
         )
         return directory
     facts = verify(directory)
@@ -72,7 +63,7 @@ def _needed(directory: Path) -> dict[str, bool]:
 
 
 def _check_shapes(directory: Path, model_dir: Path) -> None:
-    """CheckpointError where the two hold tensors of other names or shapes. A head tied to the embedding is left out."""
+    """CheckpointError if the two hold tensors of other names or shapes. A head tied to the embedding is left out."""
     if not all(_needed(model_dir).values()):
         return  # a Hugging Face id, or weights in another format: the workers compare
     got, wanted = _shapes(directory), _shapes(model_dir)

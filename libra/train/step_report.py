@@ -1,9 +1,9 @@
-"""What one training step did, as flat numbers."""
+"""The report of a training step as flat numbers, and the sums it is computed from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -21,80 +21,71 @@ class StepReport:
         Loss with KL term and entropy bonus, aggregated as configured; 2-norm of the gradient before clipping; means over
         optimizer steps.
     optimizer_steps : int
-        0 where nothing had an advantage: then the weights stay as they are.
+        0 if nothing had an advantage: then the weights stay as they are.
     sequences, action_tokens : int
-        Trajectories that may train, and their generated tokens: what the denominator of the loss counts.
+        Trajectories that may train, and their generated tokens: the denominators of the loss.
     excluded_sequences : int
         Trajectories of a failure class that does not train.
     forwarded_sequences, forwarded_tokens, rows, micro_batches : int
-        What went through the model, over all passes; sequences without advantage need no forward pass where kl_coef=0.
+        Input of the model over all passes; sequences without advantage need no forward pass if kl_coef=0.
     packing_efficiency_frac : float
         Real tokens over places computed (1: no padding).
     ratio_mean, ratio_max, clip_low_frac, clip_high_frac, kl_behaviour, kl_reference, entropy
-        Of p_now / p_old as the loss sees it, the two clipped shares, divergences and entropy in nats.
-    mismatch_tokens, mismatch_mean_abs, mismatch_max_abs
-        |log p_rollout - log p_trainer| over tokens whose weights and KV cache are of the version being trained, before
-        the first optimizer step (`libra.train.mismatch`).
-    mismatch_k3, mismatch_effective_frac
-        Over the same tokens: k3 of rollout against trainer in nats, and the effective sample size of p_trainer / p_rollout
-        over the number of tokens.
-    pack_s, forward_backward_s, optimizer_s, total_s : float
-        Wall seconds; total includes the digest.
-    tokens_per_s : float
-        Forwarded tokens over total_s.
-    correction_frac, effective_sample_frac : float
+        Statistics of p_now / p_old as the loss uses it, the two clipped shares, divergences and entropy in nats.
+    mismatch_tokens, mismatch_mean_abs, mismatch_max_abs, mismatch_k3, mismatch_effective_frac
+        For tokens whose weights and KV cache are of the version being trained, before the first optimizer step
+        (`libra.train.mismatch`): |log p_rollout - log p_trainer|, k3 of rollout against trainer in nats, and the effective
+        sample size of p_trainer / p_rollout over the number of tokens.
+    pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
+        Wall seconds, the total with the digest; forwarded tokens over total_s.
+    correction_frac, effective_sample_frac, exact_old_frac : float
         Share of tokens whose importance weight was truncated or masked; effective sample size of the weights over the
-        number of tokens (1: all weigh the same).
-    exact_old_frac : float
-        Share of tokens whose old log-probability is the trainer's own, under the weights that generated them.
+        number of tokens (1: all weigh the same); share of tokens whose old log-probability is the trainer's own, under the
+        weights that generated them.
     replicas, hybrids, hybrids_joining, hybrids_lost : int
-        Core replicas; hybrid replicas that computed a slice, were there without their state yet, or were lost or failed with
-        a slice that the core then computed; the most over the optimizer steps, lost ones in all.
+        Core replicas; hybrid replicas that computed a slice, had not received their state yet, or were lost or failed with
+        a slice that the core then computed. Maxima over the optimizer steps; lost ones in total.
     reduce_s, reduce_bytes
         Seconds in the reduction over the core, and bytes reduced on each of its replicas.
-    hybrid_wait_s : float
-        Seconds the core waited for hybrids after it was done with its own slices.
-    hybrid_copy_s : float
-        Seconds in which the stepped weights were copied for hybrids to pull.
-    hybrid_blocked_s : float
-        Seconds the step waited before it began, for a copy of the weights that a joiner had asked for.
-    peak_bytes : int
-        The most memory this process held in the step (`libra.train.process_memory`): on a GPU that of torch's tensors, on a CPU
-        what was
-        resident above what had been before the model was loaded. Of the first core replica; 0 where the system does not say.
+    hybrid_wait_s, hybrid_copy_s, hybrid_blocked_s : float
+        Seconds the core waited for hybrids after its own slices; seconds in which stepped weights were copied for hybrids to
+        pull; seconds the step waited before it began for a copy of the weights that a joiner had requested.
     hybrid_sent_bytes, hybrid_received_bytes : int
         Weights and slices to hybrids, gradients from them, in this step.
+    peak_bytes : int
+        Peak memory of the first core replica's process in the step (`libra.train.process_memory`); 0 if the system does not
+        report it.
     """
 
     step: int
     digest: str
-    loss: float
-    grad_norm: float
-    lr: float
-    optimizer_steps: int
-    sequences: int
-    excluded_sequences: int
-    action_tokens: int
-    forwarded_sequences: int
-    forwarded_tokens: int
-    rows: int
-    micro_batches: int
-    packing_efficiency_frac: float
-    ratio_mean: float
-    ratio_max: float
-    clip_low_frac: float
-    clip_high_frac: float
-    kl_behaviour: float
-    kl_reference: float
-    entropy: float
-    mismatch_tokens: int
-    mismatch_mean_abs: float
-    mismatch_max_abs: float
-    pack_s: float
-    forward_backward_s: float
-    optimizer_s: float
-    total_s: float
-    tokens_per_s: float
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    optimizer_steps: int = 0
+    sequences: int = 0
+    excluded_sequences: int = 0
+    action_tokens: int = 0
+    forwarded_sequences: int = 0
+    forwarded_tokens: int = 0
+    rows: int = 0
+    micro_batches: int = 0
+    packing_efficiency_frac: float = 0.0
+    ratio_mean: float = 0.0
+    ratio_max: float = 0.0
+    clip_low_frac: float = 0.0
+    clip_high_frac: float = 0.0
+    kl_behaviour: float = 0.0
+    kl_reference: float = 0.0
+    entropy: float = 0.0
+    mismatch_tokens: int = 0
+    mismatch_mean_abs: float = 0.0
+    mismatch_max_abs: float = 0.0
+    pack_s: float = 0.0
+    forward_backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    total_s: float = 0.0
+    tokens_per_s: float = 0.0
     correction_frac: float = 0.0
     effective_sample_frac: float = 1.0
     exact_old_frac: float = 0.0
@@ -118,6 +109,10 @@ class StepReport:
         return asdict(self)
 
 
+_COUNTS = {each.name for each in fields(StepReport) if each.type == "int"}
+_MOST = ("replicas", "hybrids", "hybrids_joining", "peak_bytes")
+
+
 @dataclass(slots=True)
 class Tally:
     """Sums and maxima collected during one step, from which the report is made."""
@@ -128,11 +123,12 @@ class Tally:
     """Whether the weights have moved since the step began."""
 
     def part(self) -> Tally:
-        """An empty tally for one slice of the minibatch at hand."""
+        """An empty tally for one slice of a minibatch."""
         return Tally(stepped=self.stepped)
 
     def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
-        """Count what another replica's part holds; of seconds (names in ``_s``) the longest counts, for they run at once."""
+        """Add the tally of another replica. Of seconds (names in ``_s``) the maximum counts, because replicas run at
+        once."""
         for name, amount in sums.items():
             if not name.endswith("_s"):
                 self.add(**{name: amount})
@@ -149,68 +145,41 @@ class Tally:
             self.maxima[name] = max(self.maxima.get(name, value), value)
 
     def mean(self, name: str, count: str) -> float:
-        """One sum over another, 0 where nothing was counted."""
+        """One sum over another, 0 if nothing was counted."""
         total = self.sums.get(count, 0.0)
         return self.sums.get(name, 0.0) / total if total else 0.0
 
     def _effective_frac(self, total: str, square: str, count: str) -> float:
-        """Effective sample size over the number of tokens; 1 where there are none."""
+        """Effective sample size over the number of tokens; 1 if there are none."""
         squares = self.sums.get(square, 0.0) * self.sums.get(count, 0.0)
         return self.sums[total] ** 2 / squares if squares else 1.0
 
-    def _of_the_group(self) -> dict[str, Any]:
-        counts = {
-            name: int(self.maxima.get(name, 1 if name == "replicas" else 0))
-            for name in ("replicas", "hybrids", "hybrids_joining")
-        }
-        sums = ("hybrids_lost", "reduce_bytes", "hybrid_sent_bytes", "hybrid_received_bytes")
-        seconds = ("reduce_s", "hybrid_wait_s", "hybrid_copy_s", "hybrid_blocked_s")
-        return {
-            **counts,
-            "peak_bytes": int(self.maxima.get("peak_bytes", 0)),
-            **{name: int(self.sums.get(name, 0)) for name in sums},
-            **{name: self.sums.get(name, 0.0) for name in seconds},
-        }
-
     def report(self, *, step: int, digest: str, lr: float, total_s: float) -> StepReport:
-        """The step as numbers."""
-        count = self.sums.get
-        return StepReport(
-            step=step,
-            digest=digest,
-            loss=self.mean("loss", "minibatches"),
-            grad_norm=self.mean("grad_norm", "optimizer_steps"),
-            lr=lr,
-            optimizer_steps=int(count("optimizer_steps", 0)),
-            sequences=int(count("sequences", 0)),
-            excluded_sequences=int(count("excluded_sequences", 0)),
-            action_tokens=int(count("action_tokens", 0)),
-            forwarded_sequences=int(count("forwarded_sequences", 0)),
-            forwarded_tokens=int(count("forwarded_tokens", 0)),
-            rows=int(count("rows", 0)),
-            micro_batches=int(count("micro_batches", 0)),
-            packing_efficiency_frac=self.mean("forwarded_tokens", "places"),
-            ratio_mean=self.mean("ratio_sum", "scored"),
-            ratio_max=self.maxima.get("ratio_max", 0.0),
-            clip_low_frac=self.mean("clipped_low", "scored"),
-            clip_high_frac=self.mean("clipped_high", "scored"),
-            kl_behaviour=self.mean("kl_sum", "scored"),
-            kl_reference=self.mean("kl_reference", "scored"),
-            entropy=self.mean("entropy", "scored"),
-            mismatch_tokens=int(count("mismatch_tokens", 0)),
-            mismatch_mean_abs=self.mean("mismatch_sum", "mismatch_tokens"),
-            mismatch_max_abs=self.maxima.get("mismatch", 0.0),
-            pack_s=count("pack_s", 0.0),
-            forward_backward_s=count("forward_backward_s", 0.0),
-            optimizer_s=count("optimizer_s", 0.0),
-            total_s=total_s,
-            tokens_per_s=count("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
-            correction_frac=self.mean("corrected", "scored"),
-            effective_sample_frac=self._effective_frac("weight_sum", "weight_square_sum", "scored"),
-            exact_old_frac=self.mean("exact_old", "scored"),
-            mismatch_k3=self.mean("mismatch_k3", "mismatch_tokens"),
-            mismatch_effective_frac=self._effective_frac(
+        """The report of the step; a sum with the name of a field becomes that field."""
+        same = {f.name: self.sums[f.name] for f in fields(StepReport) if f.name in self.sums}
+        same = {name: int(value) if name in _COUNTS else value for name, value in same.items()}
+        most = {name: int(self.maxima[name]) for name in _MOST if name in self.maxima}
+        found: dict[str, Any] = {
+            "loss": self.mean("loss", "minibatches"),
+            "grad_norm": self.mean("grad_norm", "optimizer_steps"),
+            "packing_efficiency_frac": self.mean("forwarded_tokens", "places"),
+            "ratio_mean": self.mean("ratio_sum", "scored"),
+            "ratio_max": self.maxima.get("ratio_max", 0.0),
+            "clip_low_frac": self.mean("clipped_low", "scored"),
+            "clip_high_frac": self.mean("clipped_high", "scored"),
+            "kl_behaviour": self.mean("kl_sum", "scored"),
+            "kl_reference": self.mean("kl_reference", "scored"),
+            "entropy": self.mean("entropy", "scored"),
+            "mismatch_mean_abs": self.mean("mismatch_sum", "mismatch_tokens"),
+            "mismatch_max_abs": self.maxima.get("mismatch", 0.0),
+            "mismatch_k3": self.mean("mismatch_k3", "mismatch_tokens"),
+            "mismatch_effective_frac": self._effective_frac(
                 "mismatch_weight", "mismatch_weight_square", "mismatch_tokens"
             ),
-            **self._of_the_group(),
-        )
+            "correction_frac": self.mean("corrected", "scored"),
+            "effective_sample_frac": self._effective_frac("weight_sum", "weight_square_sum", "scored"),
+            "exact_old_frac": self.mean("exact_old", "scored"),
+            "tokens_per_s": self.sums.get("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
+        }
+        values: dict[str, Any] = {**same, **most, **found}
+        return StepReport(step=step, digest=digest, lr=lr, total_s=total_s, **values)

@@ -1,7 +1,7 @@
-"""Which columns of which matrices two versions differ in, read from their files without loading either.
+"""The columns of matrices in which two versions differ, read from their files without loading either.
 
 Invariants
-1. A matrix of which any bit differs yields at least one changed column (a changed row, where it is an embedding).
+1. A matrix of which any bit differs yields at least one changed column (a changed row for an embedding).
 2. Reading stops at the first block of rows that differs, so versions a step apart cost a small part of their bytes.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,12 @@ from libra.weights.version_check import ExpectedProbes
 BLOCK_ELEMENTS = 2**18
 """Elements compared at once."""
 COLUMNS = 2
-"""Changed columns asked of a matrix, and as many random ones."""
+"""Number of changed columns requested of a matrix, and of random ones."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> list[int]:
-    """Columns (``rows``: rows) in which some element differs, from the first block that has any; empty where all is equal."""
+    """Columns (``rows``: rows) in which some element differs, from the first block that has any; empty if all is equal."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return list(range(min(after.shape[0 if rows else 1], 64)))
     bits = _BITS[after.element_size()]
@@ -43,10 +44,10 @@ def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> lis
 def expected_columns(
     path: Path, before: list[Path], tied: Mapping[str, str], dtype: torch.dtype, seed: int
 ) -> tuple[dict[str, tuple[int, ...]], ExpectedProbes]:
-    """What to ask an engine that is to hold ``path`` and held one of ``before``, and what it must answer, bit for bit.
+    """What to request from an engine that loads ``path`` and held one of ``before``, and the right answer, bit for bit.
 
-    ``tied`` maps further names to those in the file. Every norm and bias is asked for whole; of a matrix up to `COLUMNS`
-    places that differ from each of ``before`` and as many random ones. A file of ``before`` that is gone is passed over.
+    ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a matrix up to `COLUMNS`
+    places that differ from each of ``before`` and as many random ones. A file of ``before`` that was removed is skipped.
 
     Raises
     ------
@@ -81,8 +82,9 @@ def expected_columns(
     return wanted, ExpectedProbes(columns, num_changed if older else None)
 
 
-def _opened(path: Path) -> safe_open | None:
+def _opened(path: Path) -> Any:
+    """An open safetensors file, None if there is none; safetensors has no types."""
     try:
-        return safe_open(path, framework="pt").__enter__()
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError):
         return None

@@ -1,25 +1,24 @@
-"""Immutable weight versions on a file system that every worker sees.
+"""Immutable weight versions on a file system.
 
 ::
 
     ROOT/00000012/model.safetensors   every storage once
-    ROOT/00000012/version.json        schema, number, digest, num_bytes, tensors {name: shape, dtype}, tied
-    ROOT/00000012/check.json          how an engine shows that it holds this version (`libra.weights.version_check`); may be absent
+    ROOT/00000012/version.json        a `Manifest`
+    ROOT/00000012/check.json          how an engine proves that it holds this version (`libra.weights.version_check`); may be absent
 
 Invariants
 ----------
 1. A version is whole or absent: it is filled under a temporary name, synced, and renamed as one directory. Killing the
-   publisher at any point leaves no version and a temporary directory that nobody reads.
+   publisher at any point leaves no version and a temporary directory that nothing reads.
 2. A number never changes content. Publishing it again with the same digest returns the version there is; with another
    digest it is a WeightsError. Of two publishers racing for a number exactly one creates it.
 3. What `WeightStore.read` returns has the digest announced (unless ``verify=False``), or it raises naming the file.
-4. `publish` waits for no reader. A dropped version stays readable to whoever has it mapped.
+4. `publish` waits for no reader. A dropped version stays readable to processes that have it mapped.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -30,21 +29,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from libra.errors import WeightsError
+from libra.errors import WeightsError, disk_refusal
+from libra.seals import sealed_text, unseal
+from libra.tensor_files import CHECK_FILE, MANIFEST_FILE, TENSORS_FILE
 from libra.tensors import digest, untied
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-TENSORS_FILE = "model.safetensors"
-FACTS_FILE = "version.json"
-CHECK_FILE = "check.json"
-FILES = (TENSORS_FILE, FACTS_FILE, CHECK_FILE)
-"""All files that a version may have."""
+
+
+class TensorFacts(msgspec.Struct, frozen=True):
+    """Shape and type ("bfloat16") of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The content of ``version.json``: `WeightVersion` has the meaning of the fields; ``tied`` maps aliases to tensors."""
+
+    schema: int
+    number: int
+    digest: str
+    num_bytes: int
+    tensors: dict[str, TensorFacts]
+    tied: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +89,7 @@ class WeightVersion:
 
 
 class WeightStore:
-    """Versions under one directory, which is made where it is missing."""
+    """Versions under one directory, which is created if it is missing."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
@@ -88,107 +103,109 @@ class WeightStore:
         check: Callable[[str], str] | None = None,
         content: str | None = None,
     ) -> WeightVersion:
-        """Make ``tensors`` version ``number``; tensors that share storage are written once.
+        """Publish ``tensors`` as version ``number``; tensors that share storage are written once.
 
         Parameters
         ----------
         check : callable, optional
             From the digest to the text of ``check.json``; called while the tensors go to the disk.
         content : str, optional
-            Their digest, where the caller has computed it since they last changed.
+            Their digest, if the caller has computed it since they last changed.
 
         Raises
         ------
         WeightsError
-            Where the number exists with other content, is negative, or the disk refuses.
+            The number exists with other content or is negative, or the disk refuses.
         """
         if number < 0:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
         kept, tied = untied(tensors)
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
         content = digest(kept) if content is None else content
-        if self._directory(number).exists():
+        if self.directory(number).exists():
             return self._same(number, content)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
-        facts = {
-            "schema": SCHEMA,
-            "number": number,
-            "digest": content,
-            "num_bytes": num_bytes,
-            "tensors": {
-                n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in kept.items()
-            },
-            "tied": tied,
-        }
-        temporary = self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
+        facts = {name: TensorFacts(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in kept.items()}
+        manifest = Manifest(SCHEMA, number, content, num_bytes, facts, tied)
+        temporary = self.temporary()
         try:
             temporary.mkdir()
             with ThreadPoolExecutor(1) as disk:
                 written = disk.submit(_save, kept, temporary / TENSORS_FILE)
-                _write(temporary / FACTS_FILE, json.dumps(facts))
+                _write(temporary / MANIFEST_FILE, sealed_text(msgspec.to_builtins(manifest)))
                 if check is not None:
                     _write(temporary / CHECK_FILE, check(content))
                 written.result()
             _sync(temporary)
-            # A directory never replaces one that is not empty: the rename is the exclusive create.
-            temporary.rename(self._directory(number))
+            version = self.adopt(temporary, number, content)
             _sync(self.root)
-        except OSError as fault:
-            if fault.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return self._same(number, content)
-            raise WeightsError(f"weights: version {number} could not be written under {self.root}: {fault}") from fault
-        except SafetensorError as fault:
-            raise WeightsError(f"weights: version {number} could not be written under {self.root}: {fault}") from fault
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"weights: version {number}: {disk_refusal(self.root / str(number), error)}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         logger.info("weights changed: version %d, %s, %d bytes", number, content, num_bytes)
-        return WeightVersion(number, content, self._directory(number), num_bytes)
+        return version
+
+    def adopt(self, temporary: Path, number: int, content: str) -> WeightVersion:
+        """Rename a whole version of this content, filled in `temporary`; if another process was first, its version
+        stays."""
+        try:
+            # A directory never replaces one that is not empty: the rename is the exclusive create.
+            temporary.rename(self.directory(number))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        return self._same(number, content)
+
+    def temporary(self) -> Path:
+        """A new name for a directory to fill; `drop` removes those of processes that have ended."""
+        return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:
         """Every version there is, ascending."""
         return sorted(int(path.name) for path in self.root.iterdir() if path.name.isdigit())
 
     def get(self, number: int) -> WeightVersion:
-        """Version ``number``; WeightsError where it is absent or its facts are not readable."""
-        facts = self._facts(number)
-        return WeightVersion(number, str(facts["digest"]), self._directory(number), int(str(facts["num_bytes"])))
+        """Version ``number``; WeightsError if it is absent or its manifest is not readable."""
+        manifest = self.manifest(number)
+        return WeightVersion(number, manifest.digest, self.directory(number), manifest.num_bytes)
 
     def latest(self) -> WeightVersion | None:
-        """The highest number, None where nothing was published."""
+        """The highest number, None if nothing was published."""
         numbers = self.numbers()
         return self.get(numbers[-1]) if numbers else None
 
     def check_text(self, number: int) -> str | None:
-        """What ``check.json`` of a version says, None where it has none."""
+        """The text of a version's ``check.json``, None if it has none."""
         try:
-            return (self._directory(number) / CHECK_FILE).read_text(encoding="utf-8")
+            return (self.directory(number) / CHECK_FILE).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
     def add_check(self, number: int, text: str) -> None:
-        """Give a version that was published without one its ``check.json``; one that is there stays."""
-        self._facts(number)
-        path = self._directory(number) / CHECK_FILE
+        """Add ``check.json`` to a version that was published without one; an existing one stays."""
+        self.manifest(number)
+        path = self.directory(number) / CHECK_FILE
         temporary = path.with_name(f".{CHECK_FILE}.{uuid.uuid4().hex}")
         try:
             _write(temporary, text)
             os.link(temporary, path)
         except FileExistsError:
             return
-        except OSError as fault:
-            raise WeightsError(f"weights: {path} could not be written: {fault}") from fault
+        except OSError as error:
+            raise WeightsError(f"weights: {disk_refusal(path, error)}") from error
         finally:
             temporary.unlink(missing_ok=True)
 
     def tied(self, number: int) -> dict[str, str]:
-        """Names that share the elements of another one, which the file has: alias to name."""
-        return dict(self._facts(number)["tied"])  # type: ignore[call-overload]
+        """Aliases of tensors in the file: alias to name."""
+        return self.manifest(number).tied
 
     def read(self, version: int | WeightVersion, *, verify: bool = True) -> dict[str, Tensor]:
         """The tensors of a version, under every name they were published with; tied names share one tensor.
 
         Memory-mapped: nothing is copied, and without ``verify`` nothing is read before it is used. Treat them as
-        read-only. Where ``version`` is a WeightVersion, its digest must be the one on disk.
+        read-only. If ``version`` is a WeightVersion, its digest must be the one on disk.
 
         Raises
         ------
@@ -196,30 +213,20 @@ class WeightStore:
             Absent, torn, altered, or not the content announced.
         """
         number = version if isinstance(version, int) else version.number
-        facts = self._facts(number)
-        path = self._directory(number) / TENSORS_FILE
-        announced = str(facts["digest"]) if isinstance(version, int) else version.digest
-        if announced != facts["digest"]:
+        manifest = self.manifest(number)
+        path = self.directory(number) / TENSORS_FILE
+        announced = manifest.digest if isinstance(version, int) else version.digest
+        if announced != manifest.digest:
             raise WeightsError(
-                f"weights: {path} is digest {facts['digest']}, but version {number} was announced as {announced}"
+                f"weights: {path} is digest {manifest.digest}, but version {number} was announced as {announced}"
             )
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as fault:
-            raise WeightsError(
-                f"weights: {path} is torn or not readable ({fault}); announced digest {announced}"
-            ) from fault
-        if verify:
-            got = digest(tensors)
-            if got != announced:
-                raise WeightsError(f"weights: {path} has digest {got}, announced was {announced}; the file was altered")
-        tied: Mapping[str, str] = facts["tied"]  # type: ignore[assignment]
-        return {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
+        tensors = load_tensors(path, announced, verify=verify)
+        return {**tensors, **{alias: tensors[name] for alias, name in manifest.tied.items()}}
 
     def drop(self, keep_last: int, pinned: Collection[int] = ()) -> list[int]:
-        """Remove all but the ``keep_last`` highest versions and those ``pinned``; the numbers removed.
+        """Remove all but the ``keep_last`` highest versions and those ``pinned``; returns the numbers removed.
 
-        Also removes what publishers of this host that are no longer alive left half-written.
+        Also removes half-written versions of processes of this machine that have ended.
         """
         if keep_last < 1:
             raise WeightsError(
@@ -227,40 +234,35 @@ class WeightStore:
             )
         dropped = [number for number in self.numbers()[:-keep_last] if number not in pinned]
         for number in dropped:
-            # Renamed first: no reader ever sees a version with half its files.
-            condemned = self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
+            condemned = self.temporary()  # renamed first: no reader ever sees a version with half its files
             try:
-                self._directory(number).rename(condemned)
+                self.directory(number).rename(condemned)
             except FileNotFoundError:
-                continue  # somebody else dropped it
+                continue  # another process dropped it
             shutil.rmtree(condemned, ignore_errors=True)
         for leftover in self.root.glob(f".tmp.{socket.gethostname()}.*"):
-            if not _alive(int(leftover.name.split(".")[-2])):
+            if not _is_alive(int(leftover.name.split(".")[-2])):
                 shutil.rmtree(leftover, ignore_errors=True)
         return dropped
 
-    def _directory(self, number: int) -> Path:
+    def directory(self, number: int) -> Path:
+        """Directory of a version, whether it exists or not."""
         return self.root / f"{number:08d}"
 
-    def _facts(self, number: int) -> dict[str, object]:
-        path = self._directory(number) / FACTS_FILE
+    def manifest(self, number: int) -> Manifest:
+        """The manifest of a version; WeightsError if it is absent or not readable."""
+        path = self.directory(number) / MANIFEST_FILE
         try:
-            facts: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as fault:
+            return parse_manifest(path.read_bytes(), number, path)
+        except FileNotFoundError as error:
             raise WeightsError(
                 f"weights: version {number} is not under {self.root}; there are {self.numbers() or 'none'}"
-            ) from fault
-        except (OSError, ValueError) as fault:
-            raise WeightsError(f"weights: {path} is not readable: {fault}") from fault
-        if facts.get("schema") != SCHEMA or facts.get("number") != number:
-            raise WeightsError(
-                f"weights: {path} says schema {facts.get('schema')}, number {facts.get('number')}; "
-                f"expected schema {SCHEMA}, number {number}"
-            )
-        return facts
+            ) from error
+        except OSError as error:
+            raise WeightsError(f"weights: {path} is not readable: {error}") from error
 
     def _same(self, number: int, content: str) -> WeightVersion:
-        """The version that exists, where its content is ``content``."""
+        """The existing version if its content is ``content``; else WeightsError."""
         existing = self.get(number)
         if existing.digest != content:
             raise WeightsError(
@@ -270,11 +272,34 @@ class WeightStore:
         return existing
 
 
-def _form(tensor: Tensor) -> dict[str, object]:
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
+    """The manifest of version ``number``; WeightsError that names ``where`` if ``text`` is not a manifest."""
+    try:
+        manifest = msgspec.convert(unseal(text), Manifest)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise WeightsError(f"weights: {where} is not readable: {error}") from error
+    if manifest.schema != SCHEMA or manifest.number != number:
+        raise WeightsError(
+            f"weights: {where} has schema {manifest.schema}, number {manifest.number}; "
+            f"expected schema {SCHEMA}, number {number}"
+        )
+    return manifest
 
 
-def _alive(process: int) -> bool:
+def load_tensors(path: Path, announced: str, *, verify: bool = True) -> dict[str, Tensor]:
+    """The tensors of a file, memory-mapped; WeightsError if it is torn or has not the digest ``announced``."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(
+            f"weights: {path} is torn or not readable ({error}); announced digest {announced}"
+        ) from error
+    if verify and (found := digest(tensors)) != announced:
+        raise WeightsError(f"weights: {path} has digest {found}, announced was {announced}; the file was altered")
+    return tensors
+
+
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,10 +1,10 @@
-"""What a published version must look like in an engine, and how an engine's answers are judged. Pure: no I/O, no clock.
+"""The comparisons by which an engine proves that it holds a published version. Pure: no I/O, no clock.
 
-A `VersionCheck` is written beside the weights by the trainer; a `ProbeCalibration` says how far trainer and engine are apart where
-both hold the same weights (measured at version 0, before anything was trained). Three things are compared:
+The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` has the differences between trainer and engine
+when both hold the same weights (measured at version 0, before any training). Three things are compared:
 
 =============  ===============================================================  =====================================
-what           how                                                              smallest change it shows
+what           how                                                              smallest change it detects
 =============  ===============================================================  =====================================
 columns        bit for bit with the file, in places where the file differs      one bit of a column read
                from what the engine held before, and in random ones
@@ -14,14 +14,13 @@ probe          log-probabilities of fixed tokens, against the trainer's         
 =============  ===============================================================  =====================================
 
 Invariants
-1. A version passes only where all comparisons that could be made agree; which one had power over a stale layer is said.
+1. A version passes only if all comparisons that could be made agree; the verdict names the one that detects a stale layer.
 2. An answer that is missing or not finite disagrees.
 3. Two engines with the same answers get the same verdict.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from libra.errors import WeightsError
+from libra.seals import sealed_text, unseal
 
 SCHEMA = 1
 NOISE_FACTOR = 4.0
@@ -38,20 +38,20 @@ NOISE_FACTOR = 4.0
 PROBE_FLOOR_EPS = 32.0
 """A tolerance of log-probabilities is at least this many rounding units of the type served."""
 PROBE_CAP_NATS = {"float32": 1e-2, "bfloat16": 3.0, "float64": 1e-6}
-"""A difference at version 0 above this is no noise: the engine does not compute the trainer's model."""
+"""A larger difference at version 0 is not noise: the engine does not compute the trainer's model."""
 PROJECTION_CAP_FRAC = 0.05
 """The same for projections, relative to their root mean square."""
 PROJECTION_POWER = 2.0
 """A change of this many tolerances leaves all eight numbers within it with a probability of 4e-4."""
 POWERFUL = 3.0
-"""A probe tells two versions apart where the median change of its log-probabilities is above this many tolerances."""
+"""A probe distinguishes two versions if the median change of its log-probabilities is above this many tolerances."""
 
 Logps = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionCheck:
-    """What the trainer says of a version.
+    """The trainer's numbers of a version.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class VersionCheck:
     logp : tuple of tuples of float
         Their log-probabilities from the second token on, in nats, by the trainer's forward pass.
     previous_logp, first_logp : the same, or None
-        Under the version published before, and under version 0; None where nobody knows them.
+        Under the version published before, and under version 0; None: unknown.
     """
 
     version: int
@@ -84,20 +84,20 @@ class VersionCheck:
 
     @property
     def moved_nats(self) -> float | None:
-        """Median |logp_v - logp_(v-1)| over the probe; None where the version before is not known."""
+        """Median |logp_v - logp_(v-1)| over the probe; None if the version before is unknown."""
         if self.previous_logp is None or not self.logp:
             return None
         return float(np.median(np.abs(_flat(self.logp) - _flat(self.previous_logp))))
 
     def to_json(self) -> str:
-        """One JSON object."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)})
+        """One JSON object, sealed."""
+        return sealed_text({"schema": SCHEMA, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, where: object) -> VersionCheck:
-        """The check a file holds; WeightsError that names ``where`` where it is none."""
+        """The check in a file's text; WeightsError that names ``where`` if it is not a check."""
         try:
-            values = json.loads(text)
+            values = unseal(text)
             if values.pop("schema") != SCHEMA:
                 raise ValueError("unknown schema")
             for name in ("probe", "logp", "previous_logp", "first_logp"):
@@ -107,13 +107,13 @@ class VersionCheck:
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as fault:
             raise WeightsError(
-                f"weights: {where} is no check of a version ({fault}); publish the version again"
+                f"weights: {where} is not the check of a version ({fault}); publish the version again"
             ) from fault
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What an engine said: one array (T - 1,) per probe, 8 numbers per layer, and the columns that were asked for."""
+    """An engine's answers: one array (T - 1,) per probe, 8 numbers per layer, and the requested columns."""
 
     logp: tuple[NDArray[np.float32], ...]
     projections: Mapping[str, tuple[float, ...]]
@@ -122,7 +122,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedProbes:
-    """The columns that the file of a version holds, and how many matrices had a changed one to ask for (None: not known)."""
+    """Columns of a version's file, and how many matrices had a changed one to request (None: unknown)."""
 
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     num_changed: int | None = None
@@ -130,7 +130,7 @@ class ExpectedProbes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCalibration:
-    """How far the same weights may be apart in trainer and engine.
+    """Differences allowed between trainer and engine under the same weights.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class ProbeCalibration:
     projection_frac : float
         Largest difference of a layer's numbers allowed, relative to their root mean square.
     measured : bool
-        Whether version 0 was compared; else both are the caps, with little power.
+        Whether version 0 was compared; else both are the caps, which detect little.
     """
 
     probe_nats: float
@@ -149,24 +149,24 @@ class ProbeCalibration:
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """The outcome of a check, and how much it could have seen.
+    """The outcome of a check, and what it could have detected.
 
     Attributes
     ----------
     passed : bool
     method : str
-        The comparison that tells this version from the one before ("columns", "probe", "projections"); where the check
-        failed, the one that failed.
+        The comparison that distinguishes this version from the one before ("columns", "probe", "projections"); of a failed
+        check, the one that failed.
     layer : str
-        Name of the weight that disagrees; "(all)" where only log-probabilities do; empty where all agree.
+        Name of the weight that disagrees; "(all)" if only log-probabilities do; empty if all agree.
     gap, tolerance : float
         Of the comparison named by ``method``, in its unit: nats, or a fraction of a layer's root mean square.
     moved_nats : float or None
         `VersionCheck.moved_nats`.
     num_layers, num_changed : int
-        Layers compared, and those of which a changed column was read (None: nobody knows what changed).
+        Layers compared, and those of which a changed column was read (None: unknown).
     smallest_change : float
-        Smallest change of one layer that is noticed: 0 for columns (one bit), else the root mean square of the change
+        Smallest change of one layer that is detected: 0 for columns (one bit), else the root mean square of the change
         relative to that of the layer; of a probe, nats.
     detail : str
         The numbers in words.
@@ -185,16 +185,16 @@ class CheckVerdict:
 
 
 def uncalibrated(dtype: str) -> ProbeCalibration:
-    """What is allowed where version 0 could not be compared."""
+    """Tolerances if version 0 could not be compared."""
     return ProbeCalibration(PROBE_CAP_NATS.get(dtype, 1.0), PROJECTION_CAP_FRAC, measured=False)
 
 
 def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
-    """Tolerances from an engine's answers at the very version that ``check`` describes.
+    """Tolerances from an engine's answers under the version of ``check``.
 
-    Four times the largest difference seen, but no less than rounding alone can make of other tokens: 32 units of the type
-    for a log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. Never
-    more than the caps, so that an engine with other weights is not taken for a noisy one.
+    Four times the largest difference, but at least what rounding can cause for other tokens: 32 units of the type for a
+    log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. At most the
+    caps, so that an engine with other weights does not count as a noisy one.
     """
     eps, single = float(torch.finfo(getattr(torch, check.dtype)).eps), float(torch.finfo(torch.float32).eps)
     gap_nats = _probe_gap(check.logp, answers.logp)
@@ -210,7 +210,7 @@ def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
 
 
 def as_first(check: VersionCheck) -> VersionCheck | None:
-    """What ``check`` knows of version 0, to calibrate an engine that still holds it; None where it knows nothing."""
+    """The part of ``check`` about version 0, to calibrate an engine that still holds it; None if it has none."""
     if check.first_logp is None:
         return None
     return VersionCheck(0, "", check.dtype, check.seed, {}, check.probe, check.first_logp)
@@ -219,7 +219,7 @@ def as_first(check: VersionCheck) -> VersionCheck | None:
 def judge(
     check: VersionCheck, expected: ExpectedProbes, answers: Answers, calibration: ProbeCalibration
 ) -> CheckVerdict:
-    """Whether an engine holds the version that ``check`` describes, and what this comparison could have noticed."""
+    """Whether an engine holds the version of ``check``, and what this comparison could have detected."""
     columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
     gap_nats, moved = _probe_gap(check.logp, answers.logp), check.moved_nats
     nats, frac = calibration.probe_nats, calibration.projection_frac
@@ -232,7 +232,7 @@ def judge(
         )
 
     if columns is not None and columns[2] > 0:
-        detail = f"{columns[2]} tensors are not those of the file; {columns[0]} is {columns[1]:.3g} off, where bits are compared"
+        detail = f"{columns[2]} tensors differ from the file's; {columns[0]} by {columns[1]:.3g}, and bits are compared"
         return verdict(False, "columns", columns[0], columns[1], detail)
     if not gap_frac <= frac:
         detail = f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; allowed is {frac:.3g}"
@@ -286,7 +286,7 @@ def _worst_projection(check: VersionCheck, answers: Answers) -> tuple[str, float
 
 
 def _worst_column(expected: ExpectedProbes, answers: Answers) -> tuple[str, float, int] | None:
-    """(layer, largest difference, layers that differ); None where no column was asked for."""
+    """(layer, largest difference, layers that differ); None if no column was requested."""
     if not expected.columns:
         return None
     worst, many = ("", 0.0), 0

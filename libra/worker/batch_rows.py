@@ -1,17 +1,17 @@
-"""Trajectories of a batch on their way to the trainer past the run directory, where ``trainer.dispatch`` is "peer".
+"""Transfer of a batch's trajectories to the trainer without the run directory, if ``trainer.dispatch`` is "peer".
 
-Whoever grades a group keeps its trajectories in memory, a row each, and says so with the group's report. ``batch`` adds to
-its members who holds them and how long they are. A training rank asks the holders for the rows of its slice::
+A worker that grades a group keeps its trajectories in memory, a row each, and reports that with the group. ``batch`` adds
+each member's holder and length to its facts. A training rank requests the rows of its slice from there::
 
-    group   ->  rows in this worker's memory; the scheduler is told host, port and sizes
+    group   ->  rows in this worker's memory; the scheduler receives host, port and sizes
     batch   ->  lengths and holders beside the advantages: metadata
     step    ->  rows of the slice, from worker to worker
 
 Invariants
 ----------
-1. The group's record in the run directory stays the truth: it is written before its rows are offered, and what no holder
-   gives is read from there. A holder that is lost costs a read, never a trajectory.
-2. A worker keeps the newest groups only, as many as the staleness bound lets live and two batches more.
+1. The group's record in the run directory stays authoritative: it is written before its rows are offered, and a row that no
+   worker serves is read from there. A lost worker costs a read, never a trajectory.
+2. A worker keeps only the newest groups: as many as the staleness bound allows, and two more batches.
 """
 
 from __future__ import annotations
@@ -41,12 +41,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FETCHED = ("fetched_rows", "fetched_bytes", "stored_rows")
-"""What a step says of its rows: how many came from their holders, in how many bytes, and how many from the run directory."""
+"""Numbers of a step: rows that came from other workers, their bytes, and rows that came from the run directory."""
 
 
 def num_kept(config: RunConfig) -> int:
-    """Groups whose rows a worker keeps."""
+    """Number of groups whose rows a worker keeps."""
     return (config.run.eta + 3) * config.trainer.prompts
+
+
+def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
+    """All trajectories of a committed batch, with their advantages; ``of_the_step`` leaves out filtered trajectories.
+
+    ``groups_dir`` is where the run keeps its group records now; a batch records their old path, and a run may be moved.
+    Failures that do not train are included: the replica counts them itself.
+    """
+    trajectories = []
+    for row in batch["members"]:
+        members = read_group(groups_dir / Path(row["path"]).name)
+        for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
+            member.advantage = advantage
+            if trains or not (of_the_step and member.failure.trains):
+                trajectories.append(member)
+    return trajectories
 
 
 class RowKeeper:
@@ -59,7 +75,7 @@ class RowKeeper:
         self._num_kept = num_kept(spec.config)
 
     def keep(self, iteration: int, group: int, members: Sequence[Trajectory]) -> dict[str, Any]:
-        """Offer a group that is on record; what the scheduler is told of it."""
+        """Offer a recorded group; returns the block of the group's report."""
         name = f"{iteration}-{group}"
         self.server.withdraw(name)  # the group's task ran before
         rows = [str(member.trajectory_id) for member in members]
@@ -79,19 +95,19 @@ class RowKeeper:
         }
 
     def close(self) -> None:
-        """Offer nothing any more."""
+        """Stop offering rows."""
         self.server.close()
 
 
 def keeper_of(worker: Worker, spec: RunSpec) -> RowKeeper | None:
-    """For a worker that grades groups, where the run dispatches from peer to peer."""
+    """For a worker that grades groups, if the run's ``trainer.dispatch`` is "peer"."""
     if spec.config.trainer.dispatch != "peer" or not worker.state.total_resources.get(keys.GRADE):
         return None
     return RowKeeper(worker, spec)
 
 
 def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
-    """Of each member: whether its failure class trains, and tokens and actions of its `Sample` (0 and 0: it has none)."""
+    """For each member: whether its failure class trains, and tokens and actions of its `Sample` (0 and 0: it has none)."""
     found = []
     for member in members:
         where = np.flatnonzero(member.is_action)
@@ -100,7 +116,7 @@ def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
 
 
 class SliceFetcher:
-    """Rows of one batch for one rank; counts what came how."""
+    """Rows of one batch for one rank, with counts by source."""
 
     def __init__(self, batch: Mapping[str, Any], me: str, spec: RunSpec) -> None:
         self._me, self._spec = me, spec
@@ -116,12 +132,12 @@ class SliceFetcher:
                 self._addresses[held["worker"]] = (held["host"], held["port"])
 
     def __call__(self, rows: Sequence[str]) -> list[Trajectory]:
-        """Those trajectories: from their holders, all of them or none; else from the run directory."""
+        """The requested trajectories: all from their holders, or else all from the run directory."""
         held = {row for block in self._blocks for row in block.rows}
-        asked = [row for row in rows if row in held]
+        requested = [row for row in rows if row in held]
         arrived: dict[str, Trajectory] = {}
         try:
-            order = orders(self._blocks, {self._me: asked}, self._addresses)[self._me]
+            order = orders(self._blocks, {self._me: requested}, self._addresses)[self._me]
             fetched = fetch(order, self._me, secret=self._spec.secret)
             arrived = {
                 str(row): unpack_trajectory(bytes(view), source=str(row))
@@ -142,15 +158,15 @@ class SliceFetcher:
             raise TransferError(f"trajectory {row} could neither be fetched nor read: {error}") from error
 
 
-def batch_elsewhere(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
-    """The batch of a step as a training rank takes it, with nothing fetched; as `members_of` with ``of_the_step``."""
+def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
+    """The batch of a step for a training rank, with no row fetched yet; as `members_of` with ``of_the_step``."""
     from libra.train.lazy_batch import LazyBatch, RowFacts
 
     facts, num_trajectories = [], 0
     for row in batch["members"]:
         members = zip(row["rows"], row["lengths"], row["advantages"], row["trains"], strict=True)
         for name, (sound, num_tokens, num_actions), advantage, trains in members:
-            if sound and not trains:  # a filter took it out
+            if sound and not trains:  # filtered
                 continue
             num_trajectories += 1
             if sound and num_actions:

@@ -1,12 +1,12 @@
-"""Writes checkpoints on the training worker without holding up publishing or the next step.
+"""Writes checkpoints on the training worker without delaying publishing or the next step.
 
-``checkpoint-k`` comes after ``publish-k`` and takes no training slot, so step k + 1 may begin before it. The state to be
-saved is therefore copied by whichever comes first: the checkpoint's task, or the step that would change it.
+``checkpoint-k`` comes after ``publish-k`` and takes no training slot, so step k + 1 may begin before it. The state is
+therefore copied by the first of two: the checkpoint's task, or the step that would change it.
 
 Invariants
 ----------
-1. What is written for version v is the replica's state after v steps, whatever it does meanwhile.
-2. A step waits for a copy in memory at most, never for the disk; publishing waits for neither.
+1. The checkpoint of version v is the replica's state after v steps, regardless of later steps.
+2. A step may wait for a copy in memory, never for the disk; publishing waits for neither.
 3. One checkpoint is written at a time.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from libra.types import Trajectory
 
 EVERY_STEPS = 10
-"""Steps between checkpoints where neither ``checkpoint.every`` nor ``evaluation.every`` says anything."""
+"""Steps between checkpoints if neither ``checkpoint.every`` nor ``evaluation.every`` is set."""
 
 
 def checkpoint_is_due(config: RunConfig, version: int) -> bool:
@@ -64,14 +64,15 @@ class CheckpointWriter:
             return result
 
     def save_due(self, version: int) -> list[Path]:
-        """Write what is due up to ``version``, where the replica stands, and is not there: earlier starts did not get to it."""
+        """Write the checkpoint that is due at or before ``version``, the replica's own, if earlier starts did not write
+        it."""
         with self._state:
             self._copy_if_due(version)
             due = sorted(self._copies)
         return [self.save(number) for number in due]
 
     def load(self, directory: Path) -> None:
-        """Take up a checkpoint of this run."""
+        """Load a checkpoint of this run."""
         with self._state:
             self.replica.load(directory)
 
@@ -83,7 +84,7 @@ class CheckpointWriter:
     def save(self, version: int) -> Path:
         """Write the checkpoint of ``version``; its directory.
 
-        Raises CheckpointError where the replica is past that version and nobody copied it, or the disk refuses.
+        Raises CheckpointError if the replica is past that version and that state was not copied, or the disk refuses.
         """
         from libra.train.checkpoint import checkpoint_name, save_checkpoint
 

@@ -1,14 +1,14 @@
-"""Everything Libra uses of a Dask worker that Dask does not promise to keep (distributed 2026.8), in one place.
+"""Everything Libra uses of a Dask worker that is not public API (distributed 2026.8).
 
-``tests/graph/test_private.py`` is its contract: when Dask changes it, that file fails and this one mends it.
+``tests/worker/test_dask_internals.py`` is its contract: it fails if Dask changes, and then only this file has to change.
 
 * A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
-  looks at its type and throws all of it away: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
+  checks its type and discards it: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
-* What a worker supplies is two dicts of its state, ``total_resources`` and ``available_resources``.
-* A worker that joins is called running before its plugins are set up, but says nothing of itself until they are: one that takes
-  longer than ``worker-ttl`` would be taken for dead, and started again, and again.
-* ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker tells.
+* A worker's supply is two dicts of its state, ``total_resources`` and ``available_resources``.
+* A worker that joins has status running before its plugins are set up, but sends no heartbeat until they are: one that
+  takes longer than ``worker-ttl`` would count as dead and be restarted, again and again.
+* ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker shows it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from distributed.core import Status
 _NOT_ENDED = frozenset({"waiting", "ready", "constrained", "executing", "long-running", "cancelled", "resumed"})
 
 _JOINING: Counter[str] = Counter()
-"""How many plugins of ours a worker that is joining sets up, by its address."""
+"""Number of our plugins whose setup runs on a joining worker, by its address."""
 
 _full_message = distributed.worker.error_message
 
 
 def _error_message(e: BaseException, status: str = "error") -> Any:
-    """What a worker makes of an exception; of Reschedule only the form, for nobody reads its content."""
+    """A worker's message for an exception; for Reschedule an empty one, because its content is never read."""
     if isinstance(e, Reschedule):
         return {"status": status, "exception": None, "traceback": None, "exception_text": "", "traceback_text": ""}
     return _full_message(e, status)
 
 
 def cheap_reschedule() -> None:
-    """From now on rescheduling costs this process's workers nothing. Calling it again changes nothing."""
+    """Make rescheduling cheap for this process's workers. A second call has no effect."""
     distributed.worker.error_message = _error_message
 
 
 @contextmanager
 def heartbeat_during_setup(worker: Worker) -> Iterator[None]:
-    """The scheduler hears from this worker while a plugin of it is set up."""
+    """Send heartbeats for this worker while one of its plugins is set up."""
     heartbeat, joining = worker.periodic_callbacks["heartbeat"], _JOINING[worker.address]
-    if not joining and heartbeat.is_running():  # it joined long ago
+    if not joining and heartbeat.is_running():  # it has already joined
         yield
         return
     if not joining:
@@ -67,7 +67,8 @@ def still_wanted(worker: Worker, key: str) -> bool:
 
 
 def set_supply(worker: Worker, resource: str, count: int) -> None:
-    """Have this worker count with so many slots. Only where no task that takes some is here: none is woken."""
+    """Set the number of slots that this worker counts with. Only if no task that takes some is here, because no waiting
+    task is woken."""
     state = worker.state
     more = count - state.total_resources.get(resource, 0)
     state.total_resources[resource] = count
@@ -83,6 +84,6 @@ def takes(worker: Worker, resource: str) -> bool:
 
 
 def priority_here(worker: Worker, key: str) -> tuple[int, ...]:
-    """The place in the order that a running task was sent with; what Dask appended to it is left out."""
+    """The priority that a running task was sent with, without Dask's suffix."""
     ts = worker.state.tasks.get(key)
     return tuple(ts.priority[:3]) if ts is not None and ts.priority is not None else (0,)

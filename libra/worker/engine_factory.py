@@ -1,20 +1,22 @@
-"""The engine of a rollout worker: what it is made of, from the configuration and what the worker says of itself.
+"""The engine of a rollout worker, from the configuration and the resources that the worker declares.
 
-A worker speaks through the resources it supplies: ROLLOUT (slots), and TP, THREADS and PASS_US where its engine differs from what
-the configuration says. Engines of one kind, tensor-parallel degree, number of threads and least seconds per pass are one *bucket*.
+A worker declares its engine by its resources: ROLLOUT (slots), and TP, THREADS and PASS_US if its engine differs from the
+configuration. Engines of one kind, tensor-parallel degree, number of threads and minimum seconds per pass are one *bucket*.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from libra import keys
-from libra.config import RunConfig
+from libra.config import RunConfig, resolve_model
 from libra.errors import ConfigError, EngineError
+from libra.events.reports import EngineKindFields
 
 if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an engine may use of a machine, in the words of environment variables; empty where nobody said.
+    """The part of a machine that an engine may use, in the format of environment variables; empty: not set.
 
     Attributes
     ----------
@@ -37,12 +39,12 @@ class Share:
 
     @classmethod
     def of_worker(cls) -> Share:
-        """That of this process."""
+        """The share of this process."""
         return cls(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     @classmethod
     def joined(cls, shares: Sequence[Share]) -> Share:
-        """All of them, for one engine whose ranks are on the first one's first."""
+        """The union of shares, for one engine; its first ranks are on the first share."""
         cores, devices = [share.cores for share in shares], [share.devices for share in shares]
         bound = all(cores) and "nobind" not in cores
         return cls("|".join(cores) if bound else "nobind", ",".join(devices) if all(devices) else "")
@@ -50,7 +52,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What sets a worker's engine apart from others of the run.
+    """The settings in which engines of a run may differ.
 
     Attributes
     ----------
@@ -61,7 +63,7 @@ class EngineKind:
     share : Share or None
         Part of the machine that it has; None: that of its worker.
     min_pass_s : float
-        Seconds that each of its passes takes at least.
+        Minimum seconds of each of its passes.
     """
 
     engine: str
@@ -73,7 +75,7 @@ class EngineKind:
 
     @classmethod
     def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
-        """That of a worker with these resources."""
+        """The engine of a worker with these resources."""
         threads = int(supply.get(keys.THREADS, 0)) or config.cluster.threads
         kind = cls(
             config.rollout.engine,
@@ -86,9 +88,9 @@ class EngineKind:
         return kind
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the scheduler is told of it."""
-        return {"engine": self.engine, "bucket": self.bucket, "tp": self.tp, "slots": self.slots}
+    def fields(self) -> EngineKindFields:
+        """Plain data for the scheduler."""
+        return EngineKindFields(self.engine, self.bucket, self.tp, self.slots)
 
     @property
     def bucket(self) -> str:
@@ -98,7 +100,7 @@ class EngineKind:
 
 
 def check_parallel(engine: str, tp: int) -> None:
-    """EngineError where engines of this kind cannot have this tensor-parallel degree."""
+    """EngineError if engines of this kind cannot have this tensor-parallel degree."""
     if tp > 1 and engine != "vllm":
         raise EngineError(
             f"a worker's engine is to have TP={tp}, but rollout.engine={engine} has no tensor parallelism; type "
@@ -107,7 +109,7 @@ def check_parallel(engine: str, tp: int) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """ConfigError where the engine that the configuration names cannot be made on this machine."""
+    """ConfigError if this machine lacks the configured engine, or its KV cache would not hold one context."""
     if config.rollout.engine == "vllm":
         from libra.rollout.vllm_settings import check_installed
 
@@ -115,22 +117,28 @@ def check_engine(config: RunConfig) -> None:
             check_installed()
         except EngineError as error:
             raise ConfigError(str(error)) from error
+    elif config.rollout.kv_cache_gib is not None and isinstance(model := resolve_model(config.model.path), Path):
+        from libra.rollout.engine_capacity import kv_token_bytes, tokens_within  # lazy: the package imports torch
+
+        sizes = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        if "num_hidden_layers" in sizes:  # else they are nested, and the engine checks them
+            token_bytes = kv_token_bytes(sizes, config.model.dtype)
+            try:
+                tokens_within(config.rollout.kv_cache_gib, token_bytes, config.rollout.max_context_tokens)
+            except EngineError as error:
+                raise ConfigError(str(error)) from error
 
 
-def told_of(kind: EngineKind, engine: RolloutEngine) -> dict[str, Any]:
-    """What a ``version_served`` event says of an engine: its bucket, and what it has done so far."""
+def stats_of(engine: RolloutEngine) -> dict[str, float]:
+    """An engine's counters, for the ``version_served`` event."""
     stats = engine.stats()
     return {
-        "tp": kind.tp,
-        "bucket": kind.bucket,
-        "stats": {
-            "generated_tokens": stats.generated_tokens,
-            "prefilled_tokens": stats.prefilled_tokens,
-            "cached_tokens": stats.cached_tokens,
-            "steps": stats.steps,
-            "busy_s": round(stats.busy_s, 6),
-            "restarts": getattr(engine, "restarts", 0),
-        },
+        "generated_tokens": stats.generated_tokens,
+        "prefilled_tokens": stats.prefilled_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "steps": stats.steps,
+        "busy_s": round(stats.busy_s, 6),
+        "restarts": getattr(engine, "restarts", 0),
     }
 
 

@@ -1,4 +1,4 @@
-"""Whose fault an error is: from the exception that ended a quantum or a grading to its failure class."""
+"""Failure classes: from the exception that ended a quantum or a grading to its failure class."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CLASSES: tuple[tuple[type[Exception], FailureClass], ...] = (
     (ContextOverflow, FailureClass.ENVIRONMENT),  # a trajectory ends before it overflows, so this prompt never fitted
     (EngineError, FailureClass.ENGINE),
 )
-"""The first that fits; a subclass stands before its base."""
+"""The first match counts, so a subclass is listed before its base."""
 
 FAULTS = (EngineError, EnvironmentFault)
-"""What ends a trajectory as a failure. Anything else (a full disk, a bug) ends the run, which can be resumed."""
+"""Errors that end a trajectory as a failure. Any other error (a full disk, a bug) ends the run, which can be resumed."""
 
 
 def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:
@@ -37,24 +37,16 @@ def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:
 
 
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """The failures of a batch, every count there in every iteration.
+    """The failures of a batch; every count is present in every iteration.
 
-    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that another one made good, or tried
-    to; ``resampled`` is their sum. ``groups_without_signal``: groups of several members of which fewer than two are valid, so
-    that nobody is left to compare with.
+    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that were followed by another one;
+    ``resampled`` is their sum.
     """
     ended = Counter(member.failure for member in trajectories)
     again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
-    size: Counter[tuple[int, int]] = Counter()
-    valid: Counter[tuple[int, int]] = Counter()
-    for member in trajectories:
-        group = (member.trajectory_id.iteration, member.trajectory_id.group)
-        size[group] += 1
-        valid[group] += member.failure.trains
     failed = [failure for failure in FailureClass if failure is not FailureClass.NONE]
     return {
         **{f"failures/{failure}": ended[failure] for failure in failed},
         **{f"resampled/{failure}": again[str(failure)] for failure in failed if not failure.trains},
         "resampled": again.total(),
-        "groups_without_signal": sum(size[group] > 1 and valid[group] < 2 for group in size),
     }

@@ -1,14 +1,14 @@
-"""A training worker's place in its group: joins when the scheduler says so, and gives its tasks their turn.
+"""A training worker's membership of its group: joins on a message of the scheduler, and admits its tasks.
 
-`libra.scheduler.gang_plugin` decides who is in which group; see there for the messages. A new group begins with everybody in the
-state of whoever has taken most steps, and not behind what was published: survivors send theirs, else the newest checkpoint is
-loaded and committed batches are replayed, by all ranks together.
+`libra.scheduler.gang_plugin` decides who is in which group; see there for the messages. All ranks of a new group begin in the state
+of the rank that has taken most steps, and not behind the published version: survivors send theirs, else the newest
+checkpoint is loaded and committed batches are replayed, by all ranks together.
 
 Invariants
 ----------
 1. A task of the group and the forming of another one exclude each other.
-2. A task whose group is gone is given back (``Reschedule``), with weights and optimizer as they were before its step.
-3. Messages of a group older than the last one heard of are not listened to.
+2. A task whose group has ended is returned (``Reschedule``), with weights and optimizer as they were before its step.
+3. Messages of a group older than the newest one known are ignored.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from distributed import Reschedule
 from distributed.comm import get_address_host
 
 from libra.errors import GroupLost, LibraError
-from libra.worker.recovery import catch_up
-from libra.worker.reports import report
-from libra.worker.role_member import open_pool
+from libra.events.reports import GangFailedReport, GangJoinedReport, GangOpenReport, TrainerReport
+from libra.tensors import compute_device
+from libra.worker.context import WorkerContext
+from libra.worker.trainer import Trainer, group_token
 
 if TYPE_CHECKING:
+    from libra.train.rendezvous import Rendezvous
     from libra.train.replica_group import TrainGroup
-    from libra.worker.host import LibraHost
 
 logger = logging.getLogger(__name__)
 
@@ -38,45 +39,62 @@ logger = logging.getLogger(__name__)
 class GangMember:
     """One per host that trains together with others."""
 
-    def __init__(self, host: LibraHost) -> None:
-        self.host = host
+    def __init__(self, context: WorkerContext, trainer: Trainer) -> None:
+        self.context, self.trainer = context, trainer
         self.number = -1
-        """Of the last group heard of."""
+        """Number of the newest group that a message named."""
         self.joined = -1
-        """Of the group that it is in, or was in last."""
+        """Number of its present group, or of the last one."""
         self.group: TrainGroup | None = None
         self.closed = False
         self.in_turn = threading.Lock()
-        self._store: Any = None
+        self._rendezvous: Rendezvous | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="libra-gang")
 
     def announce(self) -> None:
-        """Listen, and tell the scheduler that a replica is here."""
-        worker = self.host.worker
-        worker.stream_handlers.setdefault("libra-gang", lambda **message: _heard(worker, message))
-        report(worker, self.host.spec, "trainer", name=str(worker.name), address=worker.address)
+        """Register for the scheduler's messages, and report that this worker has a replica."""
+        self.context.listen("libra-gang", lambda **message: self.heard(message))
+        self.context.report(TrainerReport(self.context.name, self.context.address))
 
     def heard(self, message: dict[str, Any]) -> None:
-        """What the scheduler wants; called on the event loop, where nothing may wait or raise."""
+        """Handle a message of the scheduler; called on the event loop, so it must not wait or raise."""
         if message["gang"] < self.number or self.closed:
             return
         self.number = message["gang"]
-        self._thread.submit(self._do, message)
+        self._thread.submit(self._obey, message)
 
     def close(self) -> None:
-        """Leave the group; what runs in it ends by itself."""
+        """Leave the group; its running collectives fail."""
         self.closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.group is not None:
             self.group.leave()
-        self.group = self._store = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self.group = self._rendezvous = None
 
-    def broken(self, number: int, rank: int, detail: str) -> None:
-        """Tell the scheduler that group ``number`` is over; it may know, and be forming the next one already."""
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Run something as ``rank`` of the group, exclusively on this worker; a task whose group has ended is returned."""
+        with self.in_turn:
+            if self.group is None or self.group.rank != rank:
+                self._broken(
+                    self.joined, rank, f"a task of rank {rank} is on {self.context.name}, which left its group"
+                )
+                raise Reschedule()
+            try:
+                yield
+            except GroupLost as error:
+                logger.warning("rank %d: %s", rank, error)
+                self._broken(self.joined, rank, str(error))
+                raise Reschedule() from None
+
+    def _broken(self, number: int, rank: int, detail: str) -> None:
+        """Report that group ``number`` ended; the scheduler may already know, and be forming the next one."""
         self.group = None
-        report(self.host.worker, self.host.spec, "gang_failed", gang=number, rank=rank, detail=detail[:500])
+        self.context.report(GangFailedReport(number, rank, detail[:500]))
 
-    def _do(self, message: dict[str, Any]) -> None:
+    def _obey(self, message: dict[str, Any]) -> None:
         try:
             if message["do"] == "open":
                 self._open(message)
@@ -84,84 +102,60 @@ class GangMember:
                 self._join(message)
         except LibraError as error:
             logger.warning("training group %d: %s", message["gang"], error)
-            self.broken(message["gang"], message["rank"], str(error))
-        except Exception as error:  # the boundary of this thread: nobody else would ever hear of it
+            self._broken(message["gang"], message["rank"], str(error))
+        except Exception as error:  # the boundary of this thread, whose exceptions are not reported
             logger.exception("training group %d", message["gang"])
-            self.broken(message["gang"], message["rank"], f"{type(error).__name__}: {error}")
+            self._broken(message["gang"], message["rank"], f"{type(error).__name__}: {error}")
 
     def _open(self, message: dict[str, Any]) -> None:
-        from libra.train.replica_group import TrainGroup
+        from libra.train.rendezvous import Rendezvous
 
-        worker = self.host.worker
-        host = get_address_host(worker.address)
-        self._store = TrainGroup.open(host, message["size"])
-        report(worker, self.host.spec, "gang_open", gang=message["gang"], host=host, port=self._store.port)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        host = get_address_host(self.context.address)
+        self._rendezvous = Rendezvous(self._token(message["gang"]), host)
+        self.context.report(GangOpenReport(message["gang"], host, self._rendezvous.address[1]))
+
+    def _token(self, number: int) -> str:
+        return group_token(self.context.spec, number)
 
     def _join(self, message: dict[str, Any]) -> None:
-        from libra.tensors import compute_device
         from libra.train.replica_group import TrainGroup
 
         number, rank = message["gang"], message["rank"]
         with self.in_turn:  # a step that has lost its group ends first
-            store = self._store if rank == 0 else None
             group = TrainGroup.join(
                 (message["host"], message["port"]),
                 rank,
                 message["size"],
+                token=self._token(number),
                 epoch=number,
-                store=store,
-                on_gpus=compute_device(self.host.spec.config.cluster.device).type == "cuda",
+                on_gpus=compute_device(self.context.spec.config.cluster.device).type == "cuda",
             )
-            steps = self._take_up(group)
+            steps = self._bring_replica(group)
             self.group, self.joined = group, number
             if rank == 0:
-                open_pool(self.host, number)
-        report(self.host.worker, self.host.spec, "gang_joined", gang=number, rank=rank, steps=steps)
+                self.trainer.open_pool(number)
+        self.context.report(GangJoinedReport(number, rank, steps))
 
-    def _take_up(self, group: TrainGroup) -> int:
-        """Make the host's replica one of ``group``; the steps that it and all others have taken then."""
+    def _bring_replica(self, group: TrainGroup) -> int:
+        """Make the replica one of ``group``; the steps that it and all others have taken then."""
         from libra.train.group_sync import synchronise
 
-        host = self.host
-        newest = host.weights.latest()
-        known = [host.replica.steps_done if host.replica is not None else 0, newest.number if newest is not None else 0]
+        trainer, newest = self.trainer, self.context.weights.store.latest()
+        known = [trainer.replica.steps_done if trainer.has_replica else 0, newest.number if newest is not None else 0]
         steps = max(max(taken) for taken in group.gather(known))
-        if host.replica is None or host.replica.settings.layout == "fsdp2":
-            host.put_replica(group)
-        assert host.replica is not None and host.checkpoints is not None
-        host.replica.group = group
-        host.checkpoints.is_writer, host.checkpoints.is_sharded = group.rank == 0, host.replica.is_sharded
-        if not host.replica.is_sharded:
-            synchronise(host.replica)
-        host.replayed += catch_up(host, steps)
-        return host.replica.steps_done
+        if not trainer.has_replica or trainer.replica.settings.layout == "fsdp2":
+            trainer.make_replica(group)
+        replica, checkpoints = trainer.replica, trainer.checkpoints
+        replica.group = group
+        checkpoints.is_writer, checkpoints.is_sharded = group.rank == 0, replica.is_sharded
+        if not replica.is_sharded:
+            synchronise(replica)
+        trainer.replayed += trainer.recover(steps)
+        return replica.steps_done
 
 
-def _heard(worker: Any, message: dict[str, Any]) -> None:
-    """A message for one of the hosts of this worker. Runs on the worker's stream, where an exception would close the worker."""
-    from libra.worker.host import LibraHost, host_name
-
-    host = worker.plugins.get(host_name(message["run"]))
-    if isinstance(host, LibraHost) and host.spec.epoch == message["epoch"] and host.gang is not None:
-        host.gang.heard(message)
-
-
-@contextmanager
-def turn(host: LibraHost, rank: int) -> Iterator[None]:
-    """Do something as ``rank`` of the group, alone on this worker; a task whose group is gone is given back."""
-    member = host.gang
-    if member is None:
-        yield
-        return
-    with member.in_turn:
-        if member.group is None or member.group.rank != rank:
-            member.broken(
-                member.joined, rank, f"rank {rank} was asked for on {host.worker.name}, which has left its group"
-            )
-            raise Reschedule()
-        try:
-            yield
-        except GroupLost as error:
-            logger.warning("rank %d: %s", rank, error)
-            member.broken(member.joined, rank, str(error))
-            raise Reschedule() from None
+def turn(gang: GangMember | None, rank: int) -> AbstractContextManager[None]:
+    """Waits for the turn of ``rank`` in the group of this worker; no wait without a group."""
+    return nullcontext() if gang is None else gang.turn(rank)

@@ -1,7 +1,9 @@
-"""Where the files of ``model.path`` are on a worker, and a directory of links that has them with another version's weights."""
+"""The files of ``model.path`` on a worker, and a directory of links to them with another version's weights."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 from pathlib import Path
 
@@ -9,12 +11,15 @@ from libra.config.model_paths import whole_model
 from libra.errors import ModelError
 from libra.weights import WeightVersion
 
+ONE_MODEL_AT_A_TIME = asyncio.Lock()
+"""transformers builds a model under a device context of the whole process: two runs that build at once would get models
+without data."""
 NOT_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt")
-"""Endings of files of a model that a version replaces."""
+"""Suffixes of a model's files that a version replaces."""
 
 
 def local_model(model: str) -> Path:
-    """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is not there."""
+    """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is missing."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -24,18 +29,25 @@ def local_model(model: str) -> Path:
         fetched = Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"model.path: {model!r} is no directory here and could not be fetched as a Hugging Face id ({error}); "
+            f"model.path: {model!r} is not a directory here and could not be fetched as a Hugging Face id ({error}); "
             "type the path of a directory that holds config.json and *.safetensors, or model.path=smollm2-135m, which needs no hub "
             "(libra model prepare smollm2-135m)"
         ) from error
     return whole_model(fetched, model)
 
 
-def link_model(model_dir: Path, version: WeightVersion, directory: Path) -> None:
-    """Fill ``directory`` with links: everything of a model but its weights, and the weights of a version.
+def collect_frozen() -> None:
+    """Free the modules of a closed engine or replica: they are in reference cycles, and collections skip frozen objects."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
-    Those are a hard link where the file system has them: an engine process that dies reads them again, and the store may have
-    dropped the version by then.
+
+def link_model(model_dir: Path, version: WeightVersion, directory: Path) -> None:
+    """Fill ``directory`` with links: all files of a model except its weights, and the weights of a version.
+
+    The weights are a hard link if the file system supports it: a restarted engine process reads them again, when the store
+    may have dropped the version.
     """
     for path in Path(model_dir).iterdir():
         if not path.name.endswith(NOT_WEIGHTS):

@@ -1,4 +1,4 @@
-"""What every worker must know of a run, shipped once when the run starts; tasks then name the run by its name alone."""
+"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the run by name."""
 
 from __future__ import annotations
 
@@ -12,65 +12,12 @@ from libra.envs import Environment, make_environment
 from libra.types import TrajectoryId
 
 
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """A started run.
+class RunFiles:
+    """Where the files of a run are."""
 
-    Attributes
-    ----------
-    run : str
-        Its name.
-    epoch : int
-        Which start of the run this is, from 0.
-    directory : Path
-        The run directory, on storage that every worker and the scheduler reach.
-    model_dir : str
-        Resolved model: a directory, or a Hugging Face id.
-    config : RunConfig
-    environment : Environment or None
-        One given as an object (``libra.train``); None: made from ``config.environment``.
-    from_checkpoint : Path or None
-        Directory, checked and without links, whose weights are version 0; None: ``model_dir`` itself.
-    secret : str
-        What workers show each other when they pass on weights.
-    """
-
-    run: str
-    epoch: int
+    __slots__ = ()
     directory: Path
-    model_dir: str
-    config: RunConfig
-    environment: Environment | None = None
-    from_checkpoint: Path | None = None
-    secret: str = field(default="", repr=False)
 
-    def key(self, node: str, *indices: int, split: str = "train") -> str:
-        """Dask key of one node of this start of the run."""
-        return keys.make(node, indices, epoch=self.epoch, run=self.run, split=split)
-
-    def make_environment(self) -> Environment:
-        """The environment, the same on every worker."""
-        section = self.config.environment
-        environment = self.environment
-        if environment is None:
-            environment = make_environment(section.name, dict(section.args), self.config.run.seed)
-        if self.config.rollout.tool_format is not None:
-            environment.tool_format = self.config.rollout.tool_format
-        return environment
-
-    def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
-        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.
-
-        The evaluations before and after training ask the same questions with the same seeds: for split "eval" the
-        iteration (a weight version) is left out.
-        """
-        iteration = tid.iteration if tid.split == "train" else 0
-        text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
-        if draw:
-            text += f"/{draw}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-    # Where things are, relative to the run directory.
     @property
     def journal_dir(self) -> Path:
         """Records of quanta, removed once their group is in the store."""
@@ -105,3 +52,79 @@ class RunSpec:
     def store_path(self) -> Path:
         """The zarr store."""
         return self.directory / "trajectories.zarr"
+
+    @property
+    def evaluations_dir(self) -> Path:
+        """Outcomes of evaluations, by version."""
+        return self.directory / "evaluations"
+
+    @property
+    def steps_dir(self) -> Path:
+        """Numbers of the steps taken."""
+        return self.directory / "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory(RunFiles):
+    """The directory of a run, of which nothing has been read yet."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec(RunFiles):
+    """A started run.
+
+    Attributes
+    ----------
+    run : str
+        Its name.
+    epoch : int
+        Which start of the run this is, from 0.
+    directory : Path
+        The run directory, on storage that every worker and the scheduler reach.
+    model_dir : str
+        Resolved model: a directory, or a Hugging Face id.
+    config : RunConfig
+    environment : Environment or None
+        One given as an object (``libra.train``); None: made from ``config.environment``.
+    from_checkpoint : Path or None
+        Directory, checked and without links, whose weights are version 0; None: ``model_dir`` itself.
+    secret : str
+        Secret by which workers authenticate each other in transfers.
+    """
+
+    run: str
+    epoch: int
+    directory: Path
+    model_dir: str
+    config: RunConfig
+    environment: Environment | None = None
+    from_checkpoint: Path | None = None
+    secret: str = field(default="", repr=False)
+
+    def key(self, node: str, *indices: int, split: str = "train") -> str:
+        """Dask key of one node of this start of the run."""
+        return keys.make(node, indices, epoch=self.epoch, run=self.run, split=split)
+
+    def make_environment(self) -> Environment:
+        """The environment, the same on every worker."""
+        section = self.config.environment
+        environment = self.environment
+        if environment is None:
+            environment = make_environment(section.name, dict(section.args), self.config.run.seed)
+        if self.config.rollout.tool_format is not None:
+            environment.tool_format = self.config.rollout.tool_format
+        return environment
+
+    def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
+        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.
+
+        The evaluations before and after training use the same questions with the same seeds: for split "eval" the
+        iteration (a weight version) is left out.
+        """
+        iteration = tid.iteration if tid.split == "train" else 0
+        text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
+        if draw:
+            text += f"/{draw}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

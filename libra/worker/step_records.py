@@ -1,35 +1,37 @@
-"""What each step came to, as a file of the run: a replica that is asked for a step long taken answers from it.
+"""The result of each step, as a file of the run: a replica that is asked to repeat an earlier step returns it from there.
 
-Dask asks again for a step when something that was made of it is lost with a worker. Ranks of a group, which keep each other's
-state, may be further by then, and so may a replica that was restarted and given the next step first. Rank 0 writes the record
-before its task is done, so no later step is without one.
+Dask recomputes a step when a result that depends on it is lost with a worker. The ranks of a group may have taken later
+steps by then, and so may a replica that was restarted and given the next step first. Rank 0 writes the record before its
+task ends, so every earlier step has one.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from libra.errors import TrainError
+from libra.errors import TrainError, disk_refusal
+from libra.seals import sealed_text, unseal
 from libra.worker.run_spec import RunSpec
 
 
 def write_step_record(spec: RunSpec, step: int, numbers: dict[str, Any]) -> None:
     """Write the record of a step; one that an earlier start of the run wrote is replaced."""
-    path = spec.directory / "steps" / f"step-{step:06d}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = spec.steps_dir / f"step-{step:06d}.json"
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(json.dumps(numbers) + "\n")
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        unfinished.write_text(sealed_text(numbers) + "\n")
+        unfinished.replace(path)
+    except OSError as fault:
+        raise TrainError(f"step {step}: {disk_refusal(path, fault)}") from fault
 
 
 def read_step_record(spec: RunSpec, step: int) -> dict[str, Any]:
-    """The record of a step; TrainError where there is none."""
-    path = spec.directory / "steps" / f"step-{step:06d}.json"
+    """The record of a step; TrainError if there is none."""
+    path = spec.steps_dir / f"step-{step:06d}.json"
     try:
-        numbers: dict[str, Any] = json.loads(path.read_text())
+        return unseal(path.read_bytes())
     except (OSError, ValueError) as fault:
         raise TrainError(
-            f"step {step}: training is further and {path} cannot be read: {fault}; resume the run"
+            f"step {step}: training has passed it and {path} cannot be read: {fault}; resume the run"
         ) from fault
-    return numbers

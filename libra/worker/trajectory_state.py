@@ -1,20 +1,20 @@
-"""A trajectory's state as a pure function of its records: what it has done, what it needs next, when it is over.
+"""A trajectory's state as a pure function of its records: its turns so far, its next phase, whether it has ended.
 
 Invariants
 ----------
-1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: nothing else goes into it.
+1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: it has no other input.
 2. Token ids are what the engine sampled or the chat format appended, concatenated; never re-tokenised.
 3. Exactly one of these holds: it needs a generation, it needs an action, it has ended.
-4. A failure ends it only after ``resample`` others. Until then a failed engine is asked again for the same turn, with the
-   same random numbers: what is sampled does not depend on the failure. Any other failure begins a fresh draw from the
-   prompt, in the same journal. Neither looks at length or time.
+4. A failure ends it only after ``resample`` others. Until then, after a failure that the tokens cannot cause, the failed
+   turn is generated again with the same random numbers, so that the sample does not depend on the failure. Any other
+   failure begins a fresh draw from the prompt, in the same journal. Neither depends on length or time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ from libra.types import (
     TurnOutput,
     turn_outcome,
 )
+from libra.untrusted import MAX_ERROR_CHARS, storable
+
+MOST_CHARS = 2**31 - 1
+"""Largest count in a column of the store."""
 
 
 def generation_record(
@@ -66,43 +70,42 @@ def action_record(turn: int, returns: Sequence[ToolReturn], observation_ids: NDA
     return {
         "kind": "action",
         "turn": turn,
-        "returns": [
-            {
-                "tool": r.tool,
-                "status": str(r.status),
-                "content": r.content,
-                "latency_s": r.latency_s,
-                "payload_chars": r.payload_chars,
-            }
-            for r in returns
-        ],
+        "returns": [asdict(r) | {"status": str(r.status)} for r in returns],
         "observation_ids": observation_ids,
     }
 
 
 def returned(records: Iterable[Mapping[str, Any]]) -> tuple[str, ToolOutcome]:
-    """First tool and outcome of the calls that came back in these records of one turn; ("", `NO_TOOL`) where none did."""
+    """First tool, and the outcome, of the calls that returned in these records of one turn; ("", `NO_TOOL`) if none did."""
     found = [r for record in records if record["kind"] == "action" for r in record["returns"]]
     return (found[0]["tool"] if found else ""), turn_outcome(ToolStatus(r["status"]) for r in found)
 
 
 def failure_record(failure: FailureClass, detail: str) -> dict[str, Any]:
-    """Record that ends a trajectory without an answer."""
-    return {"kind": "failure", "failure": str(failure), "detail": detail[:2000]}
+    """Record that ends an attempt without an answer."""
+    return {"kind": "failure", "failure": str(failure), "detail": storable(detail[:MAX_ERROR_CHARS])}
+
+
+def without_text(generation: Mapping[str, Any], detail: str) -> dict[str, Any]:
+    """A generation record that could not be stored, without text and calls: it ends its trajectory as a `policy` failure.
+
+    The tokens are kept, and train: what the model wrote is the model's doing.
+    """
+    return {**generation, "text": "", "calls": [], "unstorable": storable(detail[:MAX_ERROR_CHARS])}
 
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """What the records so far amount to.
+    """The state after the records so far.
 
     Parameters
     ----------
     max_turns, max_context_tokens : int
         Limits of the run: the trajectory ends when they are reached.
     ignore_eos : bool
-        A turn cut at its token limit is then no end (benchmarks with turns of a fixed length).
+        A turn cut at its token limit then does not end the trajectory (benchmarks with turns of a fixed length).
     resample : int
-        How many failures that are not the policy's it survives.
+        Number of failures not caused by the policy that it survives.
     """
 
     tid: TrajectoryId
@@ -126,7 +129,7 @@ class TrajectoryState:
 
     @property
     def phase(self) -> Phase | None:
-        """What it needs next; None: it has ended."""
+        """Its next phase; None: it has ended."""
         if self.end is not None:
             return None
         return Phase.TOOL if self.calls else Phase.ROLLOUT
@@ -137,7 +140,7 @@ class TrajectoryState:
         return np.concatenate(self.context) if self.context else np.zeros(0, np.int32)
 
     def apply(self, record: Mapping[str, Any]) -> None:
-        """Take one more record, the next in order."""
+        """Apply the next record."""
         self.records.append(dict(record))
         self.quanta += 1
         match record["kind"]:
@@ -156,8 +159,10 @@ class TrajectoryState:
             self._extend(record["prompt_ids"])
         self._extend(record["token_ids"])
         self.turns += 1
-        calls = tuple(ToolCall(c["name"], json.loads(c["arguments"]), c["error"]) for c in record["calls"])
-        if record["stop_reason"] == StopReason.LENGTH and not self.ignore_eos:
+        calls = _calls(record)
+        if "unstorable" in record:
+            self._finish(EndReason.FAILURE, FailureClass.POLICY, record["unstorable"])
+        elif record["stop_reason"] == StopReason.LENGTH and not self.ignore_eos:
             self._finish(EndReason.LENGTH, FailureClass.POLICY, f"turn {self.turns - 1} was cut at its token limit")
         elif not calls:
             self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
@@ -190,48 +195,37 @@ class TrajectoryState:
         turns: list[Turn] = []
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
-                calls = tuple(ToolCall(c["name"], json.loads(c["arguments"]), c["error"]) for c in record["calls"])
-                ids = tuple(int(token) for token in record["token_ids"])
-                turns.append(Turn(record["text"], calls, num_tokens=len(ids), token_ids=ids))
+                ids = tuple(record["token_ids"].tolist())
+                turns.append(Turn(record["text"], _calls(record), num_tokens=len(ids), token_ids=ids))
             elif record["kind"] == "action":
-                returns = tuple(
-                    ToolReturn(r["tool"], ToolStatus(r["status"]), r["content"], r["latency_s"], r["payload_chars"])
-                    for r in record["returns"]
-                )
+                returns = tuple(ToolReturn(**r | {"status": ToolStatus(r["status"])}) for r in record["returns"])
                 turns[-1] = replace(turns[-1], returns=returns)
         return Episode(str(self.tid), self.prompt, tuple(turns), self.end or EndReason.FAILURE)
 
     def trajectory(self, epoch: int) -> Trajectory:
         """All tokens and turns as the store keeps them, not graded yet."""
-        ids: list[NDArray[Any]] = []
-        action: list[NDArray[Any]] = []
-        logp: list[NDArray[Any]] = []
-        weights: list[NDArray[Any]] = []
-        kv: list[NDArray[Any]] = []
-
-        def add(token_ids: NDArray[np.int32], record: Mapping[str, Any] | None) -> None:
-            n = len(token_ids)
-            ids.append(token_ids)
-            action.append(np.full(n, record is not None))
-            logp.append(np.zeros(n, np.float32) if record is None else record["logprobs"])
-            weights.append(np.full(n, -1, np.int32) if record is None else record["weight_versions"])
-            kv.append(np.full(n, -1, np.int32) if record is None else record["kv_versions"])
-
+        parts: list[
+            tuple[NDArray[np.int32], Mapping[str, Any] | None]
+        ] = []  # token ids, and the record that generated them
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 if record["prompt_ids"] is not None:
-                    add(record["prompt_ids"], None)
-                add(record["token_ids"], record)
+                    parts.append((record["prompt_ids"], None))
+                parts.append((record["token_ids"], record))
             elif record["kind"] == "action":
-                add(record["observation_ids"], None)
+                parts.append((record["observation_ids"], None))
+
+        def column(name: str, fill: int, dtype: type[np.generic]) -> NDArray[Any]:
+            return _joined([np.full(len(ids), fill) if r is None else r[name] for ids, r in parts], dtype)
+
         return Trajectory(
             trajectory_id=self.tid,
             prompt=self.prompt,
-            token_ids=_joined(ids, np.int32),
-            is_action=_joined(action, np.bool_),
-            behaviour_logprob=_joined(logp, np.float32),
-            weight_version=_joined(weights, np.int32),
-            kv_version=_joined(kv, np.int32),
+            token_ids=_joined([ids for ids, _ in parts], np.int32),
+            is_action=_joined([np.full(len(ids), record is not None) for ids, record in parts], np.bool_),
+            behaviour_logprob=column("logprobs", 0, np.float32),
+            weight_version=column("weight_versions", -1, np.int32),
+            kv_version=column("kv_versions", -1, np.int32),
             turns=self._turn_rows(),
             end_reason=self.end or EndReason.FAILURE,
             failure=self.failure,
@@ -268,16 +262,32 @@ class TrajectoryState:
                 )
                 context += len(record["token_ids"])
             elif record["kind"] == "action":
+                tool, status = returned([record])
                 rows[-1] |= {
-                    "status": str(returned([record])[1]),
+                    "tool": tool,
+                    "status": str(status),
                     "observation_tokens": len(record["observation_ids"]),
                     "tool_s": max((r["latency_s"] for r in record["returns"]), default=0.0),
-                    "payload_chars": sum(r["payload_chars"] for r in record["returns"]),
+                    "payload_chars": min(sum(r["payload_chars"] for r in record["returns"]), MOST_CHARS),
                 }
                 context += len(record["observation_ids"])
         return rows
 
 
+def _calls(record: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    return tuple(_call(each) for each in record["calls"])
+
+
+def _call(kept: Mapping[str, Any]) -> ToolCall:
+    try:
+        return ToolCall(kept["name"], json.loads(kept["arguments"]), kept["error"])
+    except (
+        ValueError,
+        RecursionError,
+    ):  # of a Libra that did not limit arguments: to raise here would end every resume
+        return ToolCall("", {}, "its arguments cannot be read")
+
+
 def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """The parts end to end; an empty array where there are none."""
+    """The parts concatenated; an empty array without parts."""
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

@@ -1,4 +1,4 @@
-"""Publishing with a check: beside the weights goes what an engine must answer to show that it holds them.
+"""Publishing weights with their check: the trainer's answers, which an engine that holds the version reproduces.
 
 The log-probabilities of the version before, and of version 0, come from the checks published then: nothing is computed
 twice, and nothing of an older version is kept in the trainer. Everything is computed while the disk writes the tensors.
@@ -32,7 +32,7 @@ def probe_tokens(vocab_size: int, max_context_tokens: int) -> tuple[NDArray[np.i
 
 
 def publish_checked(store: WeightStore, replica: Replica, version: int, max_context_tokens: int) -> WeightVersion:
-    """Publish the replica's weights as ``version`` together with their check; one that is there keeps its own.
+    """Publish the replica's weights as ``version`` together with their check; an existing version keeps its own check.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def publish_checked(store: WeightStore, replica: Replica, version: int, max_cont
     """
 
     tensors = replica.all_weights()
-    # Where the model lies in shards, passes are collectives, which all ranks come to in one order; see `assist`.
+    # If the model is sharded, passes are collectives, which all ranks enter in one order; see `assist`.
     logp = probe_logp(replica, max_context_tokens) if replica.is_sharded else None
 
     def check(content: str) -> str:
@@ -49,19 +49,19 @@ def publish_checked(store: WeightStore, replica: Replica, version: int, max_cont
         return make_check(store, replica, version, content, tensors, answers, max_context_tokens).to_json()
 
     published = store.publish(version, tensors, check=check, content=replica.content)
-    if store.check_text(version) is None:  # of an older Libra
+    if store.check_text(version) is None:  # published by an older Libra
         store.add_check(version, check(published.digest))
     return published
 
 
 def assist(replica: Replica, max_context_tokens: int) -> None:
-    """What the other ranks of a sharded replica do while rank 0 publishes: the same collectives, in the same order."""
+    """The part of the other ranks of a sharded replica while rank 0 publishes: the same collectives, in the same order."""
     replica.all_weights()
     probe_logp(replica, max_context_tokens)
 
 
 def vocabulary(replica: Replica) -> int:
-    """Number of token ids that the model knows."""
+    """Size of the model's vocabulary."""
     return int(replica.model.config.get_text_config().vocab_size)
 
 
@@ -80,7 +80,7 @@ def make_check(
     logp: tuple[tuple[float, ...], ...],
     max_context_tokens: int,
 ) -> VersionCheck:
-    """What the replica, which holds ``version``, answers to the questions that engines are asked."""
+    """The check of ``version``, which the replica holds: its answers to the questions that engines get."""
     probe = tuple(tuple(row.tolist()) for row in probe_tokens(vocabulary(replica), max_context_tokens))
     text = store.check_text(version - 1) if version > 0 else None
     before = None if text is None else VersionCheck.from_json(text, f"version {version - 1} under {store.root}")

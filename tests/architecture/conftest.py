@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,40 +10,20 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for import_graph and picture
 
-from import_graph import import_graph
-
-
-def _imports(source: str, module: str) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of everything ``source``, which is ``module``, imports anywhere in it.
-
-    ``from a import b`` counts as ``a.b``, which is the module imported where b is one, and begins with it where it is not.
-    """
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = module.split(".")[: -node.level] if node.level else []
-            origin = ".".join([*package, *([node.module] if node.module else [])])
-            found += [(node.lineno, f"{origin}.{alias.name}") for alias in node.names]
-    return found
+from import_graph import import_graph, imports
+from import_graph import modules as module_paths
 
 
 @pytest.fixture(scope="session")
 def imports_of() -> Callable[[str, str], list[tuple[int, str]]]:
-    """`_imports`, as a fixture because test directories share code through fixtures only."""
-    return _imports
+    """`import_graph.imports`, as a fixture because test directories share code through fixtures only."""
+    return imports
 
 
 @pytest.fixture(scope="session")
 def modules(repository: Path) -> dict[str, Path]:
     """Every module under libra/ by dotted name."""
-    found = {}
-    for path in sorted((repository / "libra").rglob("*.py")):
-        parts = path.relative_to(repository).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    assert "libra.config.models" in found
-    return found
+    return module_paths(repository)
 
 
 @pytest.fixture(scope="session")

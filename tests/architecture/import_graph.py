@@ -20,8 +20,8 @@ def modules(repository: Path) -> dict[str, Path]:
 
 
 def room(name: str) -> str:
-    """The first name below ``libra``: a package, or a module beside the packages. ``libra`` itself is its own room."""
-    return name.split(".")[1] if "." in name else name
+    """The first name below ``libra``: a package, or a module beside the packages. ``libra`` and its ``__main__`` are one room."""
+    return name.split(".")[1] if "." in name and not name.endswith("__main__") else "libra"
 
 
 def imports(source: str, module: str, *, package: bool = False) -> list[tuple[int, str]]:

@@ -18,7 +18,7 @@ LAYERS: dict[str, dict[str, str]] = {
     "entrances": {
         "api": "`libra.train`, for Python users",
         "cli": "the commands: `libra run`, `resume`, `plan`, `simulate`, `doctor`, ...",
-        "testing": "contract tests, emulated engines and runs, for users' own tests",
+        "testing": "contract tests of engines, and environments without a task, for users' own tests",
     },
     "a run": {
         "driver": "submits iterations: session, resume, replanning, role and engine clients",
@@ -32,7 +32,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "planner": "how many GPUs for what: exact search over a cost model",
     },
     "parts": {
-        "rollout": "inference engines: transformers, vLLM, emulated",
+        "rollout": "inference engines: transformers, vLLM",
         "train": "replica, losses, advantages, corrections, checkpoints, training groups",
         "weights": "versions: publishing, transfer, the version check",
         "dispatch": "batch rows from the workers that graded them to the training ranks",
@@ -46,12 +46,15 @@ LAYERS: dict[str, dict[str, str]] = {
     "foundation": {
         "types": "value types shared by all rooms",
         "errors": "the tree of errors",
+        "untrusted": "the border for what models and tools wrote: storable inside, harmless when shown",
         "keys": "Dask keys and resource names",
         "config": "settings, their checks and effects",
         "events": "the events of the log",
         "hardware": "seconds and bytes of models on GPUs: tables, rooflines, fits",
         "traces": "recorded agents",
         "tensors": "tensors on disk, hashes, dtypes",
+        "tensor_files": "files of versions and checkpoints, and their digests without torch",
+        "seals": "JSON that carries its own digest",
         "projections": "random projections of layers",
         "scoring": "log-probabilities of tokens",
         "heads": "output heads in chunks",

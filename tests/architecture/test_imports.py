@@ -9,24 +9,28 @@ import pytest
 
 Imports = Callable[[str, str], list[tuple[int, str]]]
 
-FOUNDATION = {"types", "errors", "keys", "events", "config", "hardware", "traces"}
+FOUNDATION = {"types", "errors", "untrusted", "keys", "events", "config", "hardware", "traces", "seals"}
 """Value types, errors, names and settings: everybody may import these."""
 
 ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
     "rollout": FOUNDATION | {"tensors", "projections", "scoring"},
-    "train": FOUNDATION | {"tensors", "scoring", "heads"},
-    "weights": FOUNDATION | {"tensors", "projections"},
+    "train": FOUNDATION | {"transport", "tensors", "tensor_files", "scoring", "heads"},
+    "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
     "store": FOUNDATION | {"tensors"},
-    "dispatch": FOUNDATION,
+    "dispatch": FOUNDATION | {"transport"},
+    "transport": FOUNDATION,
     "envs": FOUNDATION,
     "types": set(),
     "errors": set(),
+    "untrusted": {"types"},
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
     "traces": {"errors", "types"},
     "tensors": {"errors", "types"},
+    "tensor_files": {"seals"},
+    "seals": set(),
     "projections": set(),
     "scoring": {"heads"},
     "heads": {"errors"},
@@ -99,10 +103,11 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
         ("libra.weights.store", "from libra.worker.run_spec import RunSpec"),
         ("libra.store.record_codec", "from libra.scheduler.queue import ParkedQueue"),
         ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
+        ("libra.transport.server", "from libra.dispatch import Block"),
         ("libra.types", "from libra.keys import make"),
         ("libra.driver.session", "from libra.cli.main import main"),
-        ("libra.graph.nodes", "from libra.driver.session import Session"),
-        ("libra.worker.host", "from libra.graph.nodes import step"),
+        ("libra.graph.iteration", "from libra.driver.session import Session"),
+        ("libra.worker.host", "from libra.graph.training_nodes import step"),
     ],
 )
 def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) -> None:

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import cost_model
 from benchmarks.cost_halves import half_of_attention, half_of_linear, halves, score_collective, score_linear
 from benchmarks.earl_fig3 import earl_figures
+from benchmarks.training_form import fit_training
 from libra.hardware import load_gpu
 from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile, read_profiles
 
@@ -63,6 +64,17 @@ def test_all_reduce_is_scored_from_the_other_half() -> None:
     assert score_collective(smooth).mape < 1.0
     jagged = replace(smooth, seconds=smooth.seconds * np.where(np.arange(40) % 2, 2.0, 1.0))
     assert score_collective(jagged).mape > 40.0
+
+
+def test_a_training_form_finds_links_that_differ_by_degree() -> None:
+    sizes, tps = (grid.ravel() for grid in np.meshgrid([1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 4.0]))
+    link = np.select([tps == 2, tps == 4], [0.01, 0.3], 0.0)  # a bridge between two, a slow bus between four
+    seconds = 0.02 + sizes * (0.4 / tps + link)
+    form = fit_training(np.column_stack([sizes, tps]), seconds)
+    assert form.num_constants == 4
+    assert form.work_s == pytest.approx(0.4, rel=0.02)
+    assert form.link_s[4] == pytest.approx(0.3, rel=0.02)
+    assert form.seconds(np.array([3.0, 32.0]), 4) == pytest.approx([0.02 + 3 * 0.4, 0.02 + 32 * 0.4], rel=0.02)
 
 
 def test_earl_is_scored_on_columns_that_were_not_fitted() -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.agent_traces import EXCERPT, Trace, Turn, read_traces, sets_in
-from benchmarks.length_replay import Said, replay, scores, tail_recall
+from benchmarks.agent_traces import Trace, Turn, read_traces, sets_in
+from benchmarks.forecasters import GlobalMean
+from benchmarks.length_replay import ScoredForecast, replay, scores, tail_recall
 from benchmarks.length_skill import folds_of
+from benchmarks.report import DATA
 from libra.errors import ConfigError
 from libra.policy.forecast import Forecast
 from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.policy.posterior import GlobalMean, OraclePosterior
+from libra.policy.oracle_lengths import KnownLengths
 from libra.types import NO_TOOL, ToolStatus
 
 
@@ -58,15 +60,15 @@ def test_members_of_a_group_start_together() -> None:
 
 
 def test_a_terminal_return_is_not_scored() -> None:
-    said = replay(GlobalMean(), [[trace("t", 10, 20, 30, last="submit")]], 1)
-    assert [item.truth for item in said] == [50, 30]
+    scored = replay(GlobalMean(), [[trace("t", 10, 20, 30, last="submit")]], 1)
+    assert [item.truth for item in scored] == [50, 30]
 
 
 def test_the_oracle_scores_one() -> None:
     traces = [trace(f"t-{n}", *(10 + n * k for k in range(1, 6))) for n in range(20)]
-    said = replay(OraclePosterior({one.key: one.tokens for one in traces}), [[one] for one in traces], 5)
-    assert scores(said) == {"r2": 1.0, "logr2": 1.0, "spearman": pytest.approx(1.0)}
-    assert tail_recall(said, traces, 0.5) == 1.0
+    scored = replay(KnownLengths({one.key: one.tokens for one in traces}), [[one] for one in traces], 5)
+    assert scores(scored) == {"r2": 1.0, "logr2": 1.0, "spearman": pytest.approx(1.0)}
+    assert tail_recall(scored, traces, 0.5) == 1.0
 
 
 def test_progress_at_the_same_count_of_tokens_gives_nothing_away() -> None:
@@ -77,14 +79,18 @@ def test_progress_at_the_same_count_of_tokens_gives_nothing_away() -> None:
         def remaining(self, key: str) -> Forecast:
             return Forecast(100.0, 100.0, 0.0)
 
-    said = replay(Same(), [[one] for one in traces], 40)
-    assert tail_recall(said, traces, 0.5) == 0.0  # ties go by name here, and the long ones come last
+    scored = replay(Same(), [[one] for one in traces], 40)
+    assert tail_recall(scored, traces, 0.5) == 0.0  # ties go by name here, and the long ones come last
 
 
 def test_scores_of_known_forecasts() -> None:
-    said = [Said("a", 0, 10, 10, 10), Said("b", 0, 30, 20, 20), Said("c", 0, 20, 30, 30)]
-    assert scores(said)["r2"] == pytest.approx(1 - 200 / 200)
-    assert scores(said)["spearman"] == pytest.approx(1.0)
+    scored = [
+        ScoredForecast("a", 0, 10, 10, 10),
+        ScoredForecast("b", 0, 30, 20, 20),
+        ScoredForecast("c", 0, 20, 30, 30),
+    ]
+    assert scores(scored)["r2"] == pytest.approx(1 - 200 / 200)
+    assert scores(scored)["spearman"] == pytest.approx(1.0)
 
 
 def test_a_task_is_in_one_fold() -> None:
@@ -96,7 +102,7 @@ def test_a_task_is_in_one_fold() -> None:
 
 
 def test_the_excerpt_is_read() -> None:
-    found = {name: read_traces(path) for name, path in sets_in(EXCERPT).items()}
+    found = {name: read_traces(path) for name, path in sets_in(DATA).items()}
     assert {name: len(traces) for name, traces in found.items()} == {"mini_swe": 252, "tau": 96}
     assert len({one.group for one in found["tau"]}) == 24
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.losses import LOSSES, Work, tokens_that_fit
+from benchmarks.losses import LOSSES, Work, peak_in_a_process, tokens_that_fit
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -27,3 +29,20 @@ def test_tokens_are_halved_until_the_plain_side_fits() -> None:
     assert tokens_that_fit(options) == 128
     options.memory_gib = 200.0
     assert tokens_that_fit(options) == 4096
+    options.memory_gib = 96.0  # what the page names for a GPU
+    assert tokens_that_fit(options) == 4096
+
+
+def test_the_process_that_measures_memory_gets_what_this_one_cached_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        order.append("run")
+        return subprocess.CompletedProcess(command, 0, stdout='{"peak_bytes": 7, "seconds": 0.5}\n')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
+    options = argparse.Namespace(sequences=1, vocab=8, hidden=4, chunk=4, device="cuda", threads=1)
+    assert peak_in_a_process(options, "ppo", "plain", 8) == (7, 0.5)
+    assert order == ["emptied", "run"]

@@ -81,7 +81,7 @@ def test_no_scheduler_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None
         closed.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
         (check,) = checks.cluster_checks(address)
-    assert (check.state, check.advice) == ("fail", "dask scheduler --port 8786")
+    assert (check.state, check.advice) == ("fail", checks.START)
     assert address in check.detail
     (check,) = checks.cluster_checks("nonsense://x")
     assert check.state == "fail"
@@ -93,7 +93,7 @@ def test_a_stock_cluster_is_told_what_it_lacks() -> None:
         LocalCluster(n_workers=1, processes=False, threads_per_worker=1, dashboard_address=":0") as cluster,
     ):
         found = {check.name: check for check in checks.cluster_checks(cluster.scheduler_address)}
-    assert found["scheduler"].state == "ok"
+    assert found["scheduler"].state == found["encryption"].state == "ok", "nothing leaves this process"
     assert found["versions"].state == "ok"
     stealing = found["distributed.scheduler.work-stealing"]
     assert stealing.state == "fail"
@@ -101,12 +101,20 @@ def test_a_stock_cluster_is_told_what_it_lacks() -> None:
     assert found["workers"].state == "fail"
 
 
+def test_an_open_scheduler_is_warned_of() -> None:
+    check = checks.encryption_check("tcp://10.0.0.1:8786")
+    assert check.state == "warn"
+    assert "tcp://10.0.0.1:8786 is open: anyone who reaches this port can run code" in check.detail
+    assert check.advice.startswith("libra cluster tls DIR && DASK_CONFIG=DIR/dask.yaml dask scheduler")
+    assert checks.encryption_check("tls://10.0.0.1:8786").state == "ok"
+
+
 def test_engines_that_a_configuration_lists_have_to_be_there() -> None:
     listed = config_from_dict(
         {"rollout": {"engine": "vllm"}, "cluster": {"engines": [{"tp": 2, "slots": 8}], "threads": 4}}
     )
     found = [check.detail for check in checks.role_checks(WORKERS, "tcp://s", listed)]
-    assert any("1 engines of TP 2, 4 threads, 8 slots are listed, 0 are there" in detail for detail in found)
+    assert any("1 engines of TP 2, 4 threads, 8 slots are listed, the cluster has 0" in detail for detail in found)
     assert any("0 are listed" in detail for detail in found)
     (check,) = checks.role_checks(WORKERS, "tcp://s", config_from_dict({}))  # none is listed: whatever is there will do
     assert check.state == "ok"

@@ -15,6 +15,7 @@ from libra.cli import doctor_machine as checks
 from libra.cli.check_result import Check
 from libra.cli.doctor import diagnose, print_checks
 from libra.config import config_from_dict
+from libra.envs.sandbox import Level, available
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -162,4 +163,13 @@ def test_the_table_shows_state_advice_and_count() -> None:
     lines = [line.split() for line in text.getvalue().splitlines()]
     assert lines[0] == ["ok", "a", "fine"]
     assert ["type:", "type", "[this]"] in lines
-    assert lines[-1] == ["1", "ok,", "1", "to", "know", "about,", "1", "to", "mend"]
+    assert lines[-1] == ["1", "passed,", "1", "warning,", "1", "failed"]
+
+
+def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named() -> None:
+    level, _ = available()
+    check = checks.environment_check(
+        config_from_dict({}, ["environment.name=python_tests", "environment.args.isolation=best"])
+    )
+    assert check.state == ("warn" if level is Level.RLIMITS else "ok")
+    assert check.detail == f"python_tests, programs of the model confined by {level.label}"

@@ -42,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
     """Configurations that reach the driver, which is replaced."""
     seen: list[RunConfig] = []
 
-    def driver_run(config: RunConfig) -> SimpleNamespace:
+    def driver_run(config: RunConfig, *, resume: bool) -> SimpleNamespace:
         seen.append(config)
         evaluations = [
             {"reward": 0.25, "num": 4, "failures": 0, "bins": {"1": [0.5, 2], "2": [0.0, 2]}},
@@ -176,7 +176,7 @@ def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: l
 
 
 def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: RunConfig) -> None:
+    def interrupted(config: RunConfig, *, resume: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("libra.driver.session.run", interrupted)
@@ -204,12 +204,16 @@ def test_inspect_of_no_run_is_a_clear_error(libra: Libra, tmp_path: Path) -> Non
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback(repository: Path) -> None:
-    code = "import libra.cli.main as m; m.main(['config', 'libra/quickstart'])"
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=nobody, stderr=subprocess.PIPE, text=True, cwd=repository, check=False
+            [sys.executable, "-m", "libra", "config", "libra/quickstart"],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=repository,
+            check=False,
         )
     assert done.stderr == ""
 
@@ -235,7 +239,7 @@ def test_doctor_fails_on_what_would_fail_a_run(libra: Libra) -> None:
         "directory'", "directory '"
     )
     assert "type: model.path=libra/tiny-arithmetic" in out
-    assert "1 to mend" in out
+    assert "1 failed" in out
 
 
 def test_the_page_in_docs_is_up_to_date(repository: Path) -> None:

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from libra.cli.main import cli, main
 from libra.cli.plan import fixed_by, read_trace
 from libra.config import dump_config, load_config
+from libra.config.effect_conditions import Situation
+from libra.config.effects import ignored_settings
 from libra.driver.session import Session
 from libra.errors import ConfigError, PlanError
 from libra.planner.cost import Layout
@@ -114,7 +116,7 @@ def test_the_trainer_is_planned_as_it_runs(repository: Path) -> None:
     ],
 )
 def test_the_planners_old_copies_name_the_trainers_settings(repository: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=rf"planner\.{old.partition('=')[0]} .*is gone: .*{new}"):
+    with pytest.raises(ConfigError, match=rf"planner\.{old.partition('=')[0]} .*was removed: .*{new}"):
         load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (f"planner.{old}",))
 
 
@@ -205,12 +207,15 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_
     started = with_plan(plain, layout)
     assert made == started  # overrides that were typed are in the file, too
     assert "extends: " in file.read_text()
+    assert "null" not in file.read_text().partition("\ncluster:")[2]
+    slots = load_config(str(file), ["rollout.slots=7"])  # as a file below may have: the plan lists its engines' slots
+    assert not [each for each in ignored_settings(slots, Situation("run")) if each.field == "rollout.slots"]
     _run(repository, *given, "--write", str(file))  # a plan may be written anew
     (tmp_path / "mine.yaml").write_text("run: {eta: 1}\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml is there, and no plan"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml exists and is not a plan"):
         _run(repository, "--write", str(tmp_path / "mine.yaml"))
     for place, why in (
-        ("missing/plan.yaml", r"there is no directory .*missing; make it"),
+        ("missing/plan.yaml", r"no directory .*missing; create it"),
         ("", "cannot be written: Is a directory"),
     ):
         with pytest.raises(ConfigError, match=rf"^--write: .*{why}"):
@@ -231,11 +236,9 @@ def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(
         assert stopped.value.code == 2
         return capsys.readouterr().err
 
-    assert "planner.planned: the plan is for 16 x A800-80G, here is " in refused()
+    assert "planner.planned: the plan is for 16 x A800-80G, this cluster has " in refused()
     other = refused("model.path=libra/tiny-arithmetic")
     assert "the plan is for Qwen3-4B" in other
     assert "model.path is tiny_arithmetic" in other
-    assert "3, and planner.planned has 2; leave cluster.train_workers as it was planned" in refused(
-        "cluster.train_workers=3"
-    )
+    assert "3, and planner.planned has 2; leave cluster.train_workers as planned" in refused("cluster.train_workers=3")
     assert not (tmp_path / "runs").exists()

@@ -102,8 +102,8 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_sound_log_is_reproduced(libra: Libra, run_dir: Path) -> None:
     code, out, err = libra("replay", run_dir)
     assert (code, err) == (0, "")
-    assert "17 events hold 5 decisions" in out
-    assert "3 places in the order, 1 gate openings, 1 batch openings; 1 snapshots compared" in out
+    assert "17 events with 5 decisions" in out
+    assert "3 priorities, 1 gate openings, 1 batch openings; 1 snapshots compared" in out
     assert "Every decision was reproduced." in out
     assert f"libra replay {run_dir} --key KEY" in out
 
@@ -113,10 +113,22 @@ def test_a_trajectory_is_followed_by_any_of_its_names(libra: Libra, run_dir: Pat
         code, out, _ = libra("replay", run_dir, "--key", name)
         assert code == 0
         story = out[out.index("Trajectory-train-0-0-1") :]
-        assert "waits for ROLLOUT after 0 quanta, gets place [0, 0, 1]: fifo: place of first arrival" in story
-        assert "is given a ROLLOUT slot on rollout-0" in story
+        assert "waits for ROLLOUT after 0 quanta, priority [0, 0, 1]: fifo: place of first arrival" in story
+        assert "gets a ROLLOUT slot on rollout-0" in story
         assert "waits for TOOL after 1 quanta" in story
         assert KEY.format(0) not in story
+
+
+def test_a_history_needs_no_line_about_others(libra: Libra, run_dir: Path) -> None:
+    _, whole, _ = libra("replay", run_dir, "--key", "train-0-0-1", "--key", "batch-0")
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    other = [i for i, line in enumerate(lines) if KEY.format(0) in line]
+    for i in other:
+        lines[i] = "no JSON, and not looked at\n"
+    path.write_text("".join(lines))
+    assert other and libra("replay", run_dir, "--key", "train-0-0-1", "--key", "batch-0") == (0, whole, "")
+    assert libra("replay", run_dir)[0] == 2
 
 
 def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_dir: Path) -> None:
@@ -125,16 +137,16 @@ def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_d
     place, batch = out.split("Line 13: ")[1].split("Line 16: ")
     assert "before: [0, 0, 1]" in place and "after:  [0, 0, 1]" in place
     assert "reason: fifo: place of first arrival" in place
-    assert "taken again now: the same" in place
+    assert "replay: the same decision" in place
     assert "members: group 0 of iteration 0" in batch
-    assert "taken when told, in line 15: group 0 of iteration 0 (train) is committed" in batch
+    assert "event:  line 15, group 0 of iteration 0 (train) is committed" in batch
     assert "version 0 is published" in batch
 
 
 def test_gates_and_batches_have_a_story_too(libra: Libra, run_dir: Path) -> None:
     code, out, _ = libra("replay", run_dir, "--key", "gate-0", "--key", "batch-0")
     assert code == 0
-    assert "iteration 0 asks to begin" in out and "iteration 0 begins: version 0 >= 0 - eta 0" in out
+    assert "iteration 0 waits at its gate" in out and "iteration 0 begins: version 0 >= 0 - eta 0" in out
     assert "batch 0 opens with 1 groups: 1 groups committed, 0 carried over" in out
 
 
@@ -157,7 +169,7 @@ def test_a_replay_from_the_snapshot_says_so(libra: Libra, run_dir: Path) -> None
     path.write_text("".join(("not JSON at all\n", *lines[1:])))
     code, out, _ = libra("replay", run_dir, "--from-snapshot")
     assert code == 0
-    assert "6 events from line 12, the last snapshot, hold 2 decisions" in out
+    assert "6 events from line 12, the last snapshot, with 2 decisions" in out
     code, _, err = libra("replay", run_dir)
     assert code == 2 and "events.jsonl, line 1: not JSON" in err
 
@@ -167,13 +179,13 @@ def test_a_torn_last_line_is_left_out_and_said(libra: Libra, run_dir: Path) -> N
     path.write_bytes(path.read_bytes()[:-20])
     code, out, err = libra("replay", run_dir)
     assert (code, err) == (0, "")
-    assert "The last line is torn" in out and "Every decision was reproduced." in out
+    assert "The last line is incomplete" in out and "Every decision was reproduced." in out
 
 
 def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra: Libra, tmp_path: Path) -> None:
     code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:15]))
     assert code == 0
-    assert "breaks off after line 15" in out and "Every decision was reproduced." in out
+    assert "ends after line 15" in out and "Every decision was reproduced." in out
 
 
 @pytest.mark.parametrize(
@@ -196,7 +208,7 @@ def test_what_is_no_run_is_told_what_to_type(libra: Libra, run_dir: Path, tmp_pa
     code, _, err = libra("replay", tmp_path / "demos")
     assert code == 2 and f"does not exist; did you mean {run_dir}?" in err
     code, _, err = libra("replay", tmp_path)
-    assert code == 2 and f"holds no events.jsonl; type libra replay {run_dir}" in err
+    assert code == 2 and f"no events.jsonl; type libra replay {run_dir}" in err
     (tmp_path / "off").mkdir()
     (tmp_path / "off" / "config.resolved.yaml").touch()
     code, _, err = libra("replay", tmp_path / "off")
@@ -204,7 +216,7 @@ def test_what_is_no_run_is_told_what_to_type(libra: Libra, run_dir: Path, tmp_pa
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.jsonl").touch()
     code, _, err = libra("replay", tmp_path / "empty")
-    assert code == 2 and "holds no event" in err
+    assert code == 2 and ": no event; " in err
 
 
 def test_another_schema_is_refused_with_its_line(libra: Libra, run_dir: Path) -> None:

@@ -52,16 +52,16 @@ def test_a_run_that_cannot_be_asked_says_what_to_type(capsys: pytest.CaptureFixt
     run.mkdir()
     assert "no run here" in _fails(capsys, str(run))
     (run / "config.resolved.yaml").write_text("run: {name: demo}\n")
-    assert f"is not running, or has not begun its first iteration yet; type libra resume {run}" in _fails(
+    assert f"is not running, or has not started its first iteration; type libra resume {run}" in _fails(
         capsys, str(run)
     )
     RunContact("demo", 0, "tcp://127.0.0.1:9", 1).write(run)  # of a driver that was killed
     assert (run / FILE).stat().st_mode & 0o777 == 0o600
     told = _fails(capsys, str(run))
-    assert f"nobody answers at tcp://127.0.0.1:9; type libra resume {run}" in told
+    assert f"no scheduler answers at tcp://127.0.0.1:9; type libra resume {run}" in told
     assert len(told.strip().splitlines()) == 1
     (run / FILE).write_text(json.dumps({"run": "demo"}))
-    assert "does not say where the run's scheduler is" in _fails(capsys, str(run))
+    assert "has no address of the run's scheduler" in _fails(capsys, str(run))
     forget(run)
     forget(run)
     assert not (run / FILE).exists()

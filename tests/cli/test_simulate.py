@@ -28,10 +28,21 @@ def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
 
 
 def test_a_reader_sees_what_was_simulated_and_what_came_of_it(libra: Libra) -> None:
-    code, out, err = libra("simulate", "libra/quickstart", *SMALL)
+    given = ("simulation.model=Qwen3-14B", "simulation.layout={tp2: 8}")
+    code, out, err = libra("simulate", "libra/quickstart", *SMALL, *given)
     assert (code, err) == (0, "")
     assert out.startswith("8 trajectories, ") and "Qwen3-14B on A800-80G, 8 x tp2; cmlfq" in out
-    assert "s to the last trajectory" in out and "was in the prefix cache" in out
+    assert "s to the last trajectory" in out and "from the prefix cache" in out
+
+
+def test_what_section_simulation_leaves_out_is_the_runs(libra: Libra) -> None:
+    own = ("policy.name=fifo", "planner.gpu=A100-80G", "cluster.engines=[{tp: 1, count: 3}]")
+    code, out, err = libra("simulate", "libra/quickstart", *SMALL, *own)
+    assert (code, err) == (0, "") and "tiny_arithmetic on A100-80G, 3 x tp1; fifo" in out
+    named = ("simulation.policy=mlfq", "simulation.gpu=A800-80G", "simulation.layout={tp1: 1}")
+    code, out, err = libra("simulate", "libra/quickstart", *SMALL, *own, *named)
+    assert code == 0 and "tiny_arithmetic on A800-80G, 1 x tp1; mlfq" in out
+    assert "policy.name=fifo" in err and "planner.gpu=A100-80G" in err and "no effect" in err
 
 
 def test_json_repeats_and_a_saved_workload_gives_the_same(libra: Libra, tmp_path: Path) -> None:
@@ -40,7 +51,7 @@ def test_json_repeats_and_a_saved_workload_gives_the_same(libra: Libra, tmp_path
     _, again, _ = libra("simulate", "libra/quickstart", *SMALL, "--json", "--workload", saved)
     first, again = json.loads(first), json.loads(again)
     assert first["digest"] == again["digest"] and first["makespan_s"] == again["makespan_s"] > 0
-    assert first["source"] == "made up" and again["source"] == str(saved)
+    assert first["source"] == "synthetic" and again["source"] == str(saved)
 
 
 def test_mixed_layouts_and_every_policy_are_accepted(libra: Libra) -> None:

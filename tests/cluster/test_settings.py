@@ -9,8 +9,10 @@ import pytest
 import yaml
 from distributed import Client, LocalCluster
 
+from libra.cluster.local import preloads
 from libra.cluster.settings import (
     DASK_SETTINGS,
+    GUARD,
     SETTINGS,
     check_settings,
     cluster_setting_problems,
@@ -50,7 +52,7 @@ def test_libras_own_settings_have_no_problem() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
 def test_every_setting_is_checked_in_its_process_and_explained(setting: Any) -> None:
-    wrong = {False: True, None: "10s", "120s": "5s", 1.0: 1.5, 3: 1}[setting.value]
+    wrong = {False: True, None: "10s", "120s": "5s", 1.0: 1.5, 3: 1, 10_000: 10_001, 100: None, 600: 601}[setting.value]
     changed = tree(**{setting.key.rpartition(".")[2].replace("-", "_"): wrong})
     (problem,) = check_settings(changed, setting.process)
     assert problem.setting == setting
@@ -92,3 +94,11 @@ def test_a_running_cluster_is_asked_for_what_is_in_force_there() -> None:
         with dask.config.set({"distributed.scheduler.work-stealing": True, "distributed.worker.daemon": True}):
             found = [problem.setting.key for problem in cluster_setting_problems(client)]
         assert found == ["distributed.scheduler.work-stealing", "distributed.worker.daemon"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"), [([], []), ("mine.py", ["mine.py"]), (["mine.py", GUARD], ["mine.py"])]
+)
+def test_preloads_of_the_users_settings_are_loaded_beside_ours(configured: object, expected: list[str]) -> None:
+    with dask.config.set({"distributed.worker.preload": configured}):
+        assert preloads("worker") == [GUARD, *expected]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.agent_traces import EXCERPT, read_traces, sets_in
+from benchmarks.agent_traces import read_traces, sets_in
+from benchmarks.report import DATA
 from libra.errors import ConfigError
 from libra.sim.recorded_agents import load_traces
 from libra.traces.agent_turns import agent_turn_files, agent_turns, read_agent_turns
@@ -46,7 +47,7 @@ def test_a_word_that_the_format_does_not_have_is_named_with_its_place_and_those_
         statuses("t,0,0,ls,success,5", "t,0,1,ls,failed,5")
     told = str(error.value)
     assert told.startswith(
-        "traces x.csv, line 3, task 't': status 'failed' is no word of this format; it has success, failure"
+        "traces x.csv, line 3, task 't': status 'failed' is not a word of this format; it has success, failure"
     )
     assert "timeout, format_error, end, nothing, ok, error, malformed, truncated; " in told
 
@@ -64,7 +65,7 @@ def test_readers_that_need_no_outcomes_take_files_without_them() -> None:
 
 
 def test_every_reader_of_the_excerpts_sees_the_same_outcomes() -> None:
-    for name, path in sets_in(EXCERPT).items():
+    for name, path in sets_in(DATA).items():
         replayed, simulated = read_traces(path), load_traces(path)
         assert len(replayed) == len(simulated) > 0, name
         for one, other in zip(replayed, simulated, strict=True):
@@ -73,7 +74,7 @@ def test_every_reader_of_the_excerpts_sees_the_same_outcomes() -> None:
             assert other.turns[-1].status == NO_TOOL
 
 
-@pytest.mark.parametrize("path", agent_turn_files(EXCERPT), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", agent_turn_files(DATA), ids=lambda path: path.stem)
 def test_failures_of_the_excerpts_are_kept(path: Path) -> None:
     words = [row.split(",") for row in path.read_text().splitlines()]
     column = words[0].index("status")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from doc_pages import algorithms_markdown
 
 from libra.config import config_from_dict, dump_config, load_config
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, AlgorithmName, Preset, preset_values
-from libra.config.algorithms_page import algorithms_markdown
 from libra.config.models import TrainerSection
 from libra.errors import ConfigError
 

@@ -149,7 +149,7 @@ def test_a_wrong_value_names_field_value_allowed_and_what_to_type(
         (["rollout.temperature=0.0"], "type rollout.temperature=1.0"),
         (["trainer.micro_batch_tokens=256", "rollout.max_context_tokens=128"], "type trainer.micro_batch_tokens=512"),
         (["evaluation.every=5"], "type evaluation.prompts=256"),
-        (["watchdog.restart=true", "watchdog.timeout_s=null"], "type watchdog.timeout_s=600"),
+        (["watchdog.restart=true", "watchdog.timeout_s=null"], "type watchdog.timeout_s=auto"),
         (
             ["policy.boundaries_tokens={tp1: 30}", "policy.name=fifo"],
             "type policy.name=cmlfq, or policy.boundaries_tokens={}",

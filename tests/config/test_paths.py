@@ -94,7 +94,7 @@ def test_every_shard_of_the_index_has_to_be_there(tmp_path: Path) -> None:
 def test_a_broken_index_is_a_model_error(tmp_path: Path, text: str) -> None:
     directory = make_model(tmp_path / "model", "config.json")
     (directory / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ModelError, match="no index of weights"):
+    with pytest.raises(ModelError, match="not an index of weights"):
         resolve_model(str(directory))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doc_pages import reference_markdown
 
 from libra.config import config_from_dict
-from libra.config.field_help import field_references, one_line_yaml
-from libra.config.models import RunConfig
-from libra.config.reference_page import reference_markdown
-from libra.config.yaml_text import read_value
+from libra.config.field_help import field_references
+from libra.config.run_config import RunConfig
+from libra.config.yaml_text import one_line_yaml, read_value
 
 
 def test_the_page_in_docs_is_up_to_date(repository: Path) -> None:

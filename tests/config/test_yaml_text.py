@@ -49,8 +49,8 @@ def test_every_key_has_its_line() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\na: 2\n", "here:2: the key a stands twice"),
-        ("a:\n  b: 1\n  b: 2\n", "here:3: the key a.b stands twice"),
+        ("a: 1\na: 2\n", "here:2: the key a is repeated"),
+        ("a:\n  b: 1\n  b: 2\n", "here:3: the key a.b is repeated"),
         ("1: x\n", "here:1: the key 1 is not text"),
         ("a: 1\n  b: 2\n", "here:2: not valid YAML"),
         ("- a\n", "here:1: a configuration is a mapping"),

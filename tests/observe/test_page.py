@@ -16,9 +16,10 @@ import pytest
 from tornado.httpclient import AsyncHTTPClient
 
 from libra.observe import page as page_module
-from libra.observe import page_document
-from libra.observe.page import Feed, attach_page, numbers, overview_html, summary_html, tokens_per_s
-from libra.observe.page_workers import workers_html
+from libra.observe import page_document, page_panels
+from libra.observe.page import attach_page
+from libra.observe.page_html import overview_html, summary_html, workers_html
+from libra.observe.page_snapshot import Feed, numbers, tokens_per_s
 
 UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>",
            "again_in_s": 90.2}  # fmt: skip
@@ -39,7 +40,8 @@ async def fetch(scheduler, path):
 
 def drawn(page):
     """Columns of every source of a page, as lists."""
-    sources = (page.buckets, page.outcomes, page.samples, page.levels, page.served, page.rewards, page.lag)
+    sources = (page.buckets.source, page.outcomes.source, page.levels.source, page.versions.source)
+    sources += (page.time.samples, page.iterations.rewards, page.iterations.lag)
     return {s.name: {column: list(values) for column, values in s.data.items()} for s in sources}
 
 
@@ -80,9 +82,9 @@ def test_an_iteration_without_a_graded_trajectory_is_a_gap(make_snapshot):
         assert numbers(runs[0])["reward"] == ("–", "in 1; 0.500 in 0")
         page = page_document.LibraPage(Feed(lambda runs=runs: runs))
         page.update()
-        assert page.rewards.data["reward"][0] == 0.5
-        assert math.isnan(page.rewards.data["reward"][1])
-        assert page.lag_plot.y_range.end == pytest.approx(1.15)
+        assert page.iterations.rewards.data["reward"][0] == 0.5
+        assert math.isnan(page.iterations.rewards.data["reward"][1])
+        assert page.iterations.lag_plot.y_range.end == pytest.approx(1.15)
 
 
 def test_the_policys_tile_says_how_far_forecasts_are_followed(make_snapshot):
@@ -91,7 +93,7 @@ def test_the_policys_tile_says_how_far_forecasts_are_followed(make_snapshot):
         return numbers(make_snapshot(policy=policy))["policy"][1]
 
     assert said() == "makespan, skill 0.21 (joint 0.41)"
-    assert said(skill=0.0) == "makespan, forecasts not trusted yet"
+    assert said(skill=0.0) == "makespan, forecasts not used yet"
     assert said(skill=None, objective="") == "no forecasts"
 
 
@@ -209,7 +211,7 @@ def test_document_holds_the_snapshots_values(make_snapshot):
         "at_home": [19, 9, 0], "waiting": [11, 3, 18], "left_tokens": [310, 2210, 0],
     }  # fmt: skip
     assert data["libra_outcomes"] == {"first": [500, 510], "half": [800, 300], "tokens": [900, 250]}
-    assert page.outcome_plot.title.text == "Forecast against outcome, the latest 2, skill 0.21"
+    assert page.outcomes.plot.title.text == "Forecast against outcome, the latest 2, skill 0.21"
     assert data["libra_rewards"] == {"iteration": [0, 1, 2], "reward": [0.28125, 0.40625, 0.5625]}
     assert data["libra_lag"] == {"iteration": [0, 1, 2], "lag": [0.0, 0.5, 0.75]}
     assert data["libra_served"]["version"] == ["v2", "v3"]
@@ -217,26 +219,28 @@ def test_document_holds_the_snapshots_values(make_snapshot):
     for index, name in enumerate(("t_s", "queued_rollout", "queued_tool", "used_rollout", "used_tool")):
         assert data["libra_samples"][name] == [row[index] for row in snapshot["history"]]
     assert data["libra_samples"]["tokens_per_s"][10:] == pytest.approx([74.0] * 110)
-    assert page.slot_plot.title.text == "Slots in use: ROLLOUT 14 of 16, TOOL 3 of 8"
-    assert {str(phase): span.location for phase, span in page.capacity.items()} == {"ROLLOUT": 16, "TOOL": 8}
+    assert page.time.slot_plot.title.text == "Slots in use: ROLLOUT 14 of 16, TOOL 3 of 8"
+    assert {str(phase): span.location for phase, span in page.time.capacity.items()} == {"ROLLOUT": 16, "TOOL": 8}
 
 
 def test_update_streams_new_samples_only_and_keeps_a_bound(make_snapshot, monkeypatch):
-    monkeypatch.setattr(page_document, "MAX_SAMPLES", 100)
+    monkeypatch.setattr(page_panels, "MAX_SAMPLES", 100)
     history = [(0.5 * i, i, 0, 0, 0, 10 * i) for i in range(60)]
     runs = [make_snapshot(history=list(history))]
     page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))
     page.update()
     streamed = []
-    original = page.samples.stream
-    monkeypatch.setattr(type(page.samples), "stream", lambda _self, new, n: (streamed.append(new), original(new, n)))
+    original = page.time.samples.stream
+    monkeypatch.setattr(
+        type(page.time.samples), "stream", lambda _self, new, n: (streamed.append(new), original(new, n))
+    )
     page.update()
     assert streamed == []
     history += [(0.5 * i, i, 0, 0, 0, 10 * i) for i in range(60, 130)]
     runs[0] = make_snapshot(history=history[10:])  # the oldest samples have left the plugin's own bound
     page.update()
     assert [list(new["queued_rollout"]) for new in streamed] == [list(range(60, 130))]
-    assert list(page.samples.data["queued_rollout"]) == list(range(30, 130))
+    assert list(page.time.samples.data["queued_rollout"]) == list(range(30, 130))
     assert streamed[0]["tokens_per_s"] == pytest.approx([20.0] * 70)
 
 
@@ -263,13 +267,13 @@ def test_choosing_a_run_or_starting_it_anew_replaces_the_samples(make_snapshot):
     page.update()
     assert page.select.value == "other"
     assert page.select.visible
-    assert list(page.samples.data["t_s"]) == [0.0]
+    assert list(page.time.samples.data["t_s"]) == [0.0]
     page.select.value = "demo"
-    assert len(page.samples.data["t_s"]) == 120
+    assert len(page.time.samples.data["t_s"]) == 120
     assert "1,517" in page.summary.text
     runs[0] = make_snapshot(epoch=2, history=[(0.0, 1, 1, 1, 1, 0), (0.5, 1, 1, 1, 1, 3)])
     page.update()
-    assert list(page.samples.data["t_s"]) == [0.0, 0.5]
+    assert list(page.time.samples.data["t_s"]) == [0.0, 0.5]
     del runs[0]
     page.update()
     assert page.select.value == "other"

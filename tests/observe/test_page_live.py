@@ -12,7 +12,7 @@ from distributed import Client, Reschedule, Worker, get_worker
 
 from libra import keys
 from libra.observe.metrics import read_metrics
-from libra.scheduler import LibraPlugin
+from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.role_plugin import RolePlugin
 from libra.store.event_log import read_events
 from libra.types import Phase
@@ -98,7 +98,7 @@ def test_page_of_the_plugin_agrees_with_the_event_log(live_scheduler, chromium, 
 
     async def main():
         async with emulated_cluster(live_scheduler) as live:
-            answer = live.plugin.register_run("demo", 0, str(tmp_path), 1, 4, 2, True)
+            answer = live.plugin.register_run(RunRegistration("demo", 0, str(tmp_path), 1, 4, 2, True))
             assert "error" not in answer
             published = {"kind": "published", "version": 0, "digest": "d0", "num_bytes": 10}
             await live.client.submit(say, "demo", [published], key="say-0")
@@ -154,7 +154,7 @@ def test_page_follows_a_change_of_roles_and_a_worker_that_cannot_be_set_up(live_
 
     async def main():
         async with emulated_cluster(live_scheduler) as live:
-            assert "error" not in live.plugin.register_run("demo", 0, str(tmp_path), 1, 4, 2, True)
+            assert "error" not in live.plugin.register_run(RunRegistration("demo", 0, str(tmp_path), 1, 4, 2, True))
             await live.client.register_plugin(RolePlugin())
             roles = live.scheduler.plugins[RolePlugin.name]
             assert roles.register_roles("demo", 0) == {}

@@ -29,6 +29,20 @@ def pipe():
     return Console(file=io.StringIO(), force_terminal=False, width=80)
 
 
+def test_nothing_to_learn_is_told_once_with_its_cause_and_when_it_ends():
+    console = pipe()
+    with RunProgress("demo", 4, URL, console=console, clock_s=lambda: 0.0) as progress:
+        none = "all 4 rewards are 0"
+        for k, cause in enumerate(["", none, "", none, none, none, none, "", none]):
+            progress.iteration(values(k, no_signal=cause, groups_without_signal=2 * bool(cause)))
+    told = [line for line in console.file.getvalue().splitlines() if "to learn" in line]
+    assert told == [
+        "iteration 1: nothing to learn: all 4 rewards are 0",
+        "iteration 5: nothing to learn, 3 iterations in a row: all 4 rewards are 0",
+        "iteration 7: something to learn again, after 4 without",
+    ]
+
+
 def terminal(width=120):
     return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, _environ={"TERM": "xterm"})
 
@@ -95,14 +109,14 @@ def test_what_was_tried_again_and_why_is_said_only_where_there_is_any():
         progress.iteration(rough)
     assert console.file.getvalue().splitlines()[1:] == [
         "iteration 0 (1 of 2): failures 0",
-        "iteration 1 (2 of 2): failures 1, tried again 3; not the model's: engine 2, tool 2",
+        "iteration 1 (2 of 2): failures 1, new attempts 3; not the model's: engine 2, tool 2",
     ]
     live = terminal()
     with RunProgress("demo", 2, URL, console=live, refreshes_per_s=0) as progress:
         progress.iteration(calm)
-        assert "tried again" not in live.file.getvalue()
+        assert "new attempts" not in live.file.getvalue()
         progress.iteration(rough)
-        assert "tried again" in live.file.getvalue()
+        assert "new attempts" in live.file.getvalue()
 
 
 def test_pipe_says_the_newest_iteration_when_the_run_breaks_off():

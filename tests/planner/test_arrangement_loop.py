@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.planner.arrangement_loop import ArrangementLoop, Run, SplitDecision
+from libra.planner.arrangement_forecast import EndedIteration
+from libra.planner.arrangement_loop import ArrangementLoop, SplitDecision
 from libra.planner.arrangements import Seat, arranged
-from libra.planner.cost import Workload
-from libra.planner.hybrid_splits import Batch
+from libra.planner.cost import TrajectoryTotals
+from libra.planner.kv_memory import MAX_DEMAND, ContextTrend
 from libra.planner.measured_step import StepForecast, Taken
 from libra.planner.replan import REBUCKET, ROLES, SLOTS, Rules
-from libra.planner.selector import MAX_DEMAND, ContextTrend
+from libra.planner.run_facts import RunFacts
+from libra.planner.split_forecast import Batch
 from libra.types import EngineCapacity, StepSeconds
 
 TOKENS_S = 100.0
@@ -25,10 +27,11 @@ LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
 STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
 
 
-def run(engine: str = "vllm", ratio: float | None = 0.8, **changes: int) -> Run:
+def run(engine: str = "vllm", ratio: float | None = 0.8, **changes: int) -> RunFacts:
     why = "" if engine == "vllm" else "rollout.engine=vllm"
     values = {"core_trainers": 1, "overlap_steps": 0, "batch_trajectories": 16, "max_context_tokens": 4096} | changes
-    return Run(**values, may_have=lambda _, tp: why, ratio=lambda *_: ratio, model_name="the cost model of X")
+    found = None if ratio is None else (ratio, "the cost model of X")
+    return RunFacts(**values, may_have=lambda _, tp: why, ratio=lambda *_: found)
 
 
 def seat(
@@ -60,8 +63,9 @@ class MadeUpRun:
         step_s = max(rollout_s, training_s) if overlap else rollout_s + training_s
         taken = Taken(rollout_s, training_s, 0.0, step_s, {now.engines[0].kind: int(batch.generated_tokens)}, [])
         self.forecast = self.forecast.after(taken, now.by_kind)
-        self.loop.learn(self.forecast, self.seats.values(), batch, 1 + len(now.training), training_s, step_s, overlap)
-        weighed = self.loop.weigh(k, self.forecast, self.seats.values(), batch, None, 50, overlap, step_s)
+        ended = EndedIteration(k, list(self.seats.values()), batch, None, step_s, 50, overlap)
+        self.loop.learn(self.forecast, ended, 1 + len(now.training), training_s)
+        weighed = self.loop.weigh(self.forecast, ended)
         assert weighed is not None
         if weighed.kinds:
             assert weighed.kinds == (ROLES,)
@@ -97,8 +101,8 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches: list[Bat
 # ---------------------------------------------------------------- memory
 
 
-def lengths(context: float, number: int = 16) -> Workload:
-    return Workload.of(np.full(number, 0.5 * context), np.full(number, 0.5 * context))
+def lengths(context: float, number: int = 16) -> TrajectoryTotals:
+    return TrajectoryTotals.of(np.full(number, 0.5 * context), np.full(number, 0.5 * context))
 
 
 def measured(seats: list[Seat], tokens: float = 2000.0, rollout_s: float = 4.0) -> StepForecast:
@@ -120,8 +124,10 @@ def weighed_after(
     found = []
     forecast = measured(seats) if forecast is None else forecast
     for k, context in enumerate(contexts, first):
-        loop.saw(k, lengths(context))
-        weighed = loop.weigh(k, forecast, seats, Batch(2000.0, 2000.0), lengths(context), 20, False, 5.0)
+        loop.learn_contexts(k, lengths(context))
+        weighed = loop.weigh(
+            forecast, EndedIteration(k, seats, Batch(2000.0, 2000.0), lengths(context), 5.0, 20, False)
+        )
         assert weighed is not None
         found.append(weighed)
     return found
@@ -237,9 +243,10 @@ def test_boundaries_share_out_the_tokens_by_what_degrees_generate() -> None:
     lent = replace(seat("rollout-1", slots=4), role="lent", bond=frozenset({"rollout-0"}))
     third = seat("rollout-2", slots=4, kv=9000, steps=STEPS, may_change=False)
     loop = ArrangementLoop(run(), Rules(first_cost_s=1e9))
-    spread = Workload.of(np.full(20, 10.0), np.arange(1, 21) * 10.0)
-    loop.saw(0, spread)
-    weighed = loop.weigh(0, measured([lead, lent, third]), [lead, lent, third], LONG, spread, 5, False, 5.0)
+    spread = TrajectoryTotals.of(np.full(20, 10.0), np.arange(1, 21) * 10.0)
+    loop.learn_contexts(0, spread)
+    seats = [lead, lent, third]
+    weighed = loop.weigh(measured(seats), EndedIteration(0, seats, LONG, spread, 5.0, 5, False))
     assert weighed is not None
     (end,) = weighed.boundaries_tokens.values()
     assert list(weighed.boundaries_tokens) == ["tp1"]

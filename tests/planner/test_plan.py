@@ -12,18 +12,18 @@ import pytest
 from libra.errors import ConfigError, PlanError
 from libra.hardware import engine_seconds, load_gpu, load_shape
 from libra.planner.build_plan import compare, plan
-from libra.planner.cost import Layout, Workload, rollout_cost
+from libra.planner.cost import Layout, TrajectoryTotals, rollout_cost
+from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_pace import Pace, best_concurrency
 from libra.planner.explain import text
 from libra.planner.plan import Plan
 from libra.planner.snapshot import PlanningSnapshot, formulate
-from libra.planner.trace_workload import COLUMNS, drawn, workload_of_turns
 from libra.traces.agent_turns import agent_turns
 
 
 def snapshot(num_gpus: int = 32, **changes: object) -> PlanningSnapshot:
     tokens = np.random.default_rng(0).lognormal(8.5, 0.7, 96).clip(200, 30_000)
-    workload = Workload.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
+    workload = TrajectoryTotals.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
     settings = {"training": Layout(), "update_s": 5.0, **changes}
     return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ def test_what_holds_no_engine_is_left_out_with_its_reason() -> None:
 
 
 def test_an_engine_with_one_trajectory_takes_its_time_alone() -> None:
-    workload = Workload.of(500.0, np.array([3000.0, 100.0]), tool_wait_s=np.array([7.0, 1.0]))
+    workload = TrajectoryTotals.of(500.0, np.array([3000.0, 100.0]), tool_wait_s=np.array([7.0, 1.0]))
     engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
     alone_s = rollout_cost(workload, engine, concurrency=1).alone_s
     pace = Pace.of(workload, engine, alone_s)
@@ -107,7 +107,7 @@ def test_an_engine_with_one_trajectory_takes_its_time_alone() -> None:
 
 def test_longest_first_drains_sooner_and_the_best_concurrency_is_the_quickest() -> None:
     tokens = np.array([400.0] * 60 + [4000.0] * 4)
-    workload = Workload.of(200.0, tokens)
+    workload = TrajectoryTotals.of(200.0, tokens)
     engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
     pace, items = Pace.of(workload, engine, rollout_cost(workload, engine, concurrency=1).alone_s), np.arange(64)
     assert pace.engine_s(items, 16) < pace.engine_s(items, 16, longest_first=False)
@@ -124,20 +124,22 @@ b,0,0,50,5,
 
 
 def test_a_trace_becomes_a_workload() -> None:
-    workload = workload_of_turns(agent_turns(io.StringIO(TRACE), COLUMNS, "planner.trace"), tool_s=9.0)
+    workload = totals_of_trace(agent_turns(io.StringIO(TRACE), TRACE_COLUMNS, "planner.trace"), tool_s=9.0)
     assert workload.prompt_tokens.tolist() == [100, 50]
     assert workload.generated_tokens.tolist() == [50, 5]
     assert workload.observation_tokens.tolist() == [40, 0]
     assert workload.num_turns.tolist() == [2, 1]
     assert workload.tool_wait_s.tolist() == [1.75, 9.0]
-    batch = drawn(workload, 40, 0, max_context_tokens=110)
+    batch = workload.resampled(40, 0, max_context_tokens=110)
     assert batch.final_context_tokens.max() <= 110
     assert len(batch) == 40
     with pytest.raises(ConfigError, match="columns sample, prompt_tokens, completion_tokens are missing"):
-        agent_turns(io.StringIO("task,turn\na,0\n"), COLUMNS, "planner.trace")
-    with pytest.raises(ConfigError, match="line 2, task 'b': completion_tokens 'x' is no number"):
-        agent_turns(io.StringIO(f"{','.join(COLUMNS)}\nb,0,0,50,x\n"), COLUMNS, "planner.trace")
+        agent_turns(io.StringIO("task,turn\na,0\n"), TRACE_COLUMNS, "planner.trace")
+    with pytest.raises(ConfigError, match="line 2, task 'b': completion_tokens 'x' is not a number"):
+        agent_turns(io.StringIO(f"{','.join(TRACE_COLUMNS)}\nb,0,0,50,x\n"), TRACE_COLUMNS, "planner.trace")
     with pytest.raises(PlanError, match="turn 0 has no prompt_tokens"):
-        workload_of_turns(agent_turns(io.StringIO(f"{','.join(COLUMNS)}\nb,0,0,,5\n"), COLUMNS, "planner.trace"), 1.0)
+        totals_of_trace(
+            agent_turns(io.StringIO(f"{','.join(TRACE_COLUMNS)}\nb,0,0,,5\n"), TRACE_COLUMNS, "planner.trace"), 1.0
+        )
     with pytest.raises(PlanError, match="no row"):
-        workload_of_turns([], 1.0)
+        totals_of_trace([], 1.0)

@@ -153,7 +153,7 @@ def test_layouts_of_the_same_workload_are_remembered(random_problem: Make) -> No
         ({"fixed_train_gpus": 7}, "type planner.fixed_train_gpus=6"),
         ({"fixed_train_gpus": 8, "min_rollout_gpus": 6}, "leave 4 for rollout"),
         ({"fixed_engines": {4: 3}}, "type planner.num_gpus=14"),
-        ({"fixed_engines": {2: 1}}, "TP 2 is no degree"),
+        ({"fixed_engines": {2: 1}}, "TP 2 is not a degree"),
         ({"train_s": [np.inf] * 4}, "its memory does not fit"),
         ({"load_s": np.full((2, 3), np.inf)}, "fit no kind of engine"),
         ({"gpus_per_node": 6}, "do not nest"),

@@ -13,9 +13,8 @@ from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
 from libra.hardware.shapes import shape_digest
-from libra.planner.cost import Layout, Workload, training_cost
+from libra.planner.cost import Layout, TrajectoryTotals, training_cost
 from libra.planner.from_config import snapshot_of
-from libra.planner.plan_commands import Deployed
 from libra.planner.plan_settings import (
     CPU,
     check_planned,
@@ -25,6 +24,7 @@ from libra.planner.plan_settings import (
     planned,
     with_plan,
 )
+from libra.planner.replan import Deployed
 from libra.planner.snapshot import PlanningSnapshot
 
 QWEN, LLAMA = load_shape("Qwen/Qwen3-4B"), load_shape("Meta-Llama-3-8B")
@@ -96,7 +96,7 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, e
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled() -> None:
-    tokens = Workload.of([512.0] * 512, [1500.0] * 512)
+    tokens = TrajectoryTotals.of([512.0] * 512, [1500.0] * 512)
     gpu = load_gpu("L40S-48G")
     snapshot = PlanningSnapshot(
         gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2
@@ -120,11 +120,11 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both() -> N
     check_planned(_layout(gpu=CPU), QWEN, CPU, 0)
     with pytest.raises(PlanError, match=rf"{QWEN.name}.*{LLAMA.name}.*--write"):
         check_planned(layout, LLAMA, "A800-80G", 8)
-    with pytest.raises(PlanError, match=r"8 x A800-80G, here is 8 x H100-80G"):
+    with pytest.raises(PlanError, match=r"8 x A800-80G, this cluster has 8 x H100-80G"):
         check_planned(layout, QWEN, "H100-80G", 8)
-    with pytest.raises(PlanError, match=r"8 x A800-80G, here is no GPU"):
+    with pytest.raises(PlanError, match=r"8 x A800-80G, this cluster has no GPU"):
         check_planned(layout, QWEN, CPU, 0)
-    with pytest.raises(PlanError, match=r"8 x A800-80G, here is 4 x A800-80G.*planner\.num_gpus=4"):
+    with pytest.raises(PlanError, match=r"8 x A800-80G, this cluster has 4 x A800-80G.*planner\.num_gpus=4"):
         check_planned(layout, QWEN, "A800-80G", 4)
 
 
@@ -183,7 +183,7 @@ def test_what_is_to_be_planned_is_not_also_given(cluster: dict[str, object], fie
 
 def test_the_block_says_what_was_chosen_why_and_what_lost() -> None:
     text = "\n".join(layout_lines(_layout()))
-    assert "policy.name=fifo heeds no lengths" in "\n".join(layout_lines(_layout(), "fifo"))
+    assert "policy.name=fifo ignores lengths" in "\n".join(layout_lines(_layout(), "fifo"))
     assert "heeds" not in text
     for words in (
         "8 x A800-80G",

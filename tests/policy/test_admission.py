@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate
+from libra.policy.admission import KEPT_BATCHES
 
 
 def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, list[int]]:
@@ -113,3 +115,42 @@ def test_a_group_without_any_token_still_counts() -> None:
     admission.batch_parked(0)
     (opened,) = admission.group_committed(CommittedGroup(0, 0, -1))
     assert isinstance(opened, OpenBatch)
+
+
+def train(admission: Admission, iterations: range, groups: int) -> None:
+    for k in iterations:
+        admission.version_published(k)
+        admission.gate_parked(k)
+        admission.batch_parked(k)
+        for g in range(groups):
+            admission.generation_started(k, g, k)
+            admission.group_committed(CommittedGroup(k, g, k))
+
+
+def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consumed() -> None:
+    short, long = Admission(1, 3), Admission(1, 3)
+    train(short, range(KEPT_BATCHES + 50), 3)
+    train(long, range(KEPT_BATCHES + 5000), 3)
+    assert len(long.opened) == len(short.opened) == KEPT_BATCHES + 1
+    assert len(json.dumps(long.snapshot())) < 1.3 * len(json.dumps(short.snapshot()))
+    for admission in (long, Admission.resumed(1, 3, version=-1, opened=every_batch(5064), committed=(), started={})):
+        before = admission.snapshot()
+        assert admission.batch_parked(7) == (OpenBatch(7, (), "opened long before; its members are in its file"),)
+        admission.generation_started(7, 0, 7)
+        assert admission.group_committed(CommittedGroup(7, 0, 7)) == ()
+        assert admission.snapshot() == before
+
+
+def every_batch(number: int) -> dict[int, tuple[tuple[int, int], ...]]:
+    return {batch: tuple((batch, group) for group in range(3)) for batch in range(number)}
+
+
+def test_a_snapshot_of_an_older_libra_has_every_batch_and_means_the_same() -> None:
+    admission, restored = Admission(1, 3), Admission(0, 1)
+    train(admission, range(200), 3)
+    older = admission.snapshot()
+    for name in ("consumed", "whole_below", "told_below"):
+        del older[name]
+    older["opened"] = [[batch, [list(group) for group in members]] for batch, members in every_batch(200).items()]
+    restored.restore(older)
+    assert restored.snapshot() == admission.snapshot()

@@ -96,13 +96,13 @@ def test_boundaries_come_in_the_order_of_degrees() -> None:
 
 
 def test_they_change_who_begins_where_live_as_in_the_simulator_and_in_the_replay(tmp_path: Path) -> None:
+    from benchmarks import emulated_run
     from libra.hardware import engine_seconds
     from libra.hardware.virtual_engine import EngineTables
     from libra.policy import make_ordering
     from libra.sim import SimulationOptions, Simulator, synthetic
     from libra.sim import fleet as fleet_of
-    from libra.store.line_log import LineReader
-    from libra.testing import emulated_run
+    from libra.store.event_log import EventReader
 
     tables = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2)}
     specs = fleet_of({1: 2, 2: 1}, tables, dict.fromkeys(tables, 6))
@@ -116,12 +116,12 @@ def test_they_change_who_begins_where_live_as_in_the_simulator_and_in_the_replay
             emulated_run.emulate(workload, specs, policy | {"boundaries_tokens": boundaries}, directory, tool_slots=6)
         )
         around = SimulationOptions(tool_slots=6, boundaries=boundaries_of(boundaries))
-        outcome = Simulator(workload, specs, make_ordering(**policy), surroundings=around).run()  # type: ignore[arg-type]
+        outcome = Simulator(workload, specs, make_ordering(**policy), options=around).run()  # type: ignore[arg-type]
         first = {d.key: d.worker for d in reversed(outcome.dispatched) if d.phase is ROLLOUT}
         seen = {key: worker for phase, key, worker in reversed(live) if phase == "ROLLOUT"}
         homes[name] = sum(worker.startswith("tp1") for worker in first.values())
         assert sum(worker.startswith("tp1") for worker in seen.values()) == homes[name]
-        log = [(line, from_dict(event)) for line, event in LineReader(directory / "events.jsonl")]
+        log = [(line, from_dict(event)) for line, event in EventReader(directory / "events.jsonl")]
         assert not [told.difference for told in replay(log) if told.difference]
         assert len([event for _, event in log if event.name == "boundaries_set"]) == bool(boundaries)
     assert homes["planned"] > homes["load"]

@@ -9,7 +9,7 @@ import pytest
 
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, groups_named
 from libra.policy.posterior import Posterior, PosteriorConfig
-from libra.policy.posterior.history import FIRST_BELIEF, KEPT, History
+from libra.policy.posterior.prompt_history import FIRST_PERSISTENCE, KEPT, History
 from libra.types import Phase, ToolStatus
 
 PROMPTS, SAMPLES = 40, 4
@@ -92,7 +92,7 @@ def test_lengths_may_drift_together() -> None:
 def test_as_much_is_believed_as_has_survived(survives: float, low: float, high: float) -> None:
     prompts, means = prompts_and_means(5)
     posterior = Posterior()
-    assert History().belief == FIRST_BELIEF
+    assert History().persistence == FIRST_PERSISTENCE
     assert posterior.weights["history"] == 0.0  # nothing was measured yet
     rng = np.random.default_rng(6)
     for iteration in range(4):

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.errors import ConfigError
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecaster
-from libra.policy.posterior import FORECASTERS, LengthPredictor, OraclePosterior, PaperTree, Posterior, PosteriorConfig
+from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
 from libra.types import NO_TOOL, Phase, ToolStatus
 
+CHOICES = [(), *((signal,) for signal in SIGNALS), SIGNALS]
 KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])
 STEPS = st.lists(
     st.one_of(
@@ -76,13 +75,11 @@ def run(forecaster: Forecaster, key: str, turns: list[tuple[int, str]], *, group
     forecaster.learn()
 
 
-@pytest.mark.parametrize("make", FORECASTERS.values(), ids=FORECASTERS)
+@pytest.mark.parametrize("signals", CHOICES, ids="-".join)
 @given(before=STEPS, after=STEPS)
 @settings(max_examples=25, deadline=None)
-def test_a_snapshot_changes_no_later_answer(
-    make: Callable[[], Forecaster], before: list[Any], after: list[Any]
-) -> None:
-    one, other = make(), make()
+def test_a_snapshot_changes_no_later_answer(signals: tuple[str, ...], before: list[Any], after: list[Any]) -> None:
+    one, other = (Posterior(PosteriorConfig(signals=signals)) for _ in range(2))
     for step in before:
         take(one, step)
     other.restore(through_json(one))
@@ -91,11 +88,11 @@ def test_a_snapshot_changes_no_later_answer(
     assert through_json(other) == through_json(one)
 
 
-@pytest.mark.parametrize("make", FORECASTERS.values(), ids=FORECASTERS)
+@pytest.mark.parametrize("signals", CHOICES, ids="-".join)
 @given(steps=STEPS)
 @settings(max_examples=25, deadline=None)
-def test_every_forecast_is_a_length(make: Callable[[], Forecaster], steps: list[Any]) -> None:
-    forecaster = make()
+def test_every_forecast_is_a_length(signals: tuple[str, ...], steps: list[Any]) -> None:
+    forecaster = Posterior(PosteriorConfig(signals=signals))
     for step in steps:
         said = take(forecaster, step)
         if said is not None:
@@ -288,34 +285,3 @@ def test_a_snapshot_of_another_schema_is_refused() -> None:
     snapshot = Posterior().snapshot()
     with pytest.raises(ValueError, match="schema 99"):
         Posterior().restore({**snapshot, "schema": 99})
-
-
-def test_the_papers_tree_backs_off_to_the_ancestor_and_its_length_there() -> None:
-    tree = PaperTree()
-    run(tree, "a", [(10, "ls"), (20, "cat"), (30, "")], group="p")
-    run(tree, "b", [(10, "ls"), (40, "cat"), (50, "")], group="q")
-    tree.handle(parked("c", "unseen"))
-    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "ls", ToolStatus.OK, 1.0))
-    assert tree.remaining("c").mean_tokens == pytest.approx((50 + 90) / 2)
-    assert tree.mean_and_p90("c")[1] == pytest.approx(50 + 0.9 * 40)
-    tree.handle(QuantumFinished("c", Phase.ROLLOUT, 500, "never seen", ToolStatus.OK, 1.0))
-    assert tree.remaining("c").mean_tokens == pytest.approx(70)
-    tree.handle(parked("d", "p"))
-    assert tree.remaining("d").mean_tokens == pytest.approx(60)
-
-
-def test_the_oracle_says_the_truth_and_a_predictor_what_it_is_asked_for() -> None:
-    rng = np.random.default_rng(0)
-    truth = {f"t-{i}": int(tokens) for i, tokens in enumerate(np.exp(rng.normal(8, 1, 4000)))}
-    oracle, predictor = OraclePosterior(truth), LengthPredictor(truth, 0.7, rng)
-    said = []
-    for key in truth:
-        for forecaster in (oracle, predictor):
-            forecaster.handle(parked(key))
-        assert oracle.remaining(key).mean_tokens == truth[key]
-        said.append(predictor.remaining(key).order_tokens)
-    assert np.corrcoef(np.log(said), np.log(list(truth.values())))[0, 1] == pytest.approx(0.7, abs=0.03)
-    oracle.handle(QuantumFinished("t-0", Phase.ROLLOUT, 5, "ls", ToolStatus.OK, 1.0))
-    assert oracle.remaining("t-0").order_tokens == truth["t-0"] - 5
-    with pytest.raises(ConfigError, match="accuracy"):
-        LengthPredictor(truth, 0.0, rng)

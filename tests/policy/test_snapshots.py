@@ -208,8 +208,8 @@ def test_a_run_resumed_from_disk_consumes_every_group_once_and_in_time(
 def test_numbers_of_snapshots_may_differ_by_noise_and_by_nothing_more() -> None:
     said = {"gram": [[1.0, 2.0], [3.0, 4e6]], "count": 3}
     assert _unlike(said, {"gram": [[1.0, 2.0 + 1e-12], [3.0, 4e6 + 1e-4]], "count": 3}, "order") == ""
-    assert "order.gram[1][0]: the log says 3.0, now 3.001" in _unlike(
+    assert "order.gram[1][0]: logged 3.0, now 3.001" in _unlike(
         said, {**said, "gram": [[1.0, 2.0], [3.001, 4e6]]}, "order"
     )
-    assert "order.count: the log says 3, now 4" in _unlike(said, {**said, "count": 4}, "order")
+    assert "order.count: logged 3, now 4" in _unlike(said, {**said, "count": 4}, "order")
     assert "order.gram" in _unlike(said, {"count": 3}, "order")

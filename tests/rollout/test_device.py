@@ -1,4 +1,4 @@
-"""Slots of an engine on another device than the host: `libra.testing.pretended_gpu` computes on the CPU and refuses mixtures."""
+"""Slots of an engine on another device than the host: `pretended_gpu` computes on the CPU and refuses mixtures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from libra.projections import project_tensors
 from libra.rollout import kv_slots as slot_cache
-from libra.rollout.slot_batch import Job, SlotBatch
+from libra.rollout.slot_batch import SlotBatch
+from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
-from libra.testing.pretended_gpu import PretendedTensor, pretended_gpu
+from pretended_gpu import PretendedTensor, pretended_gpu
 
 
 @pytest.fixture(autouse=True)

@@ -117,7 +117,8 @@ def test_cancelling_the_caller_aborts_its_request_and_no_later_one(make_engine, 
     async def body(engine):
         await engine.pause()
         task = asyncio.create_task(engine.generate(make_request("a")))
-        await engine.abort("nobody")
+        await engine.abort("nobody")  # the request is in the mailbox now,
+        await engine.abort("nobody")  # and taken from it
         assert engine.stats().waiting == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from libra.errors import EngineError, ModelError, WeightsError
 from libra.rollout import vllm_settings
-from libra.rollout.safetensors_check import HEAD, ExpectedWeights
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import CPU_BLOCK_TOKENS, VLLMSettings, environment, kv_bytes, max_model_tokens
+from libra.rollout.weight_loading import HEAD, ExpectedWeights
 
 EMBEDDING = "model.embed_tokens.weight"
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 32}
@@ -27,7 +27,7 @@ def settings(**fields) -> VLLMSettings:
 
 @pytest.fixture
 def expected(make_model) -> ExpectedWeights:
-    return ExpectedWeights.of(make_model("qwen3"), tied=True)
+    return ExpectedWeights.of_directory(make_model("qwen3"), tied=True)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_environment_of_this_process_is_as_before(monkeypatch) -> None:
 
 
 def test_weights_with_either_name_of_a_tied_head_are_this_models(expected, tensors, tmp_path) -> None:
-    assert expected.tied_to == EMBEDDING
+    assert expected.tied == {HEAD: EMBEDDING}
     assert expected.check(written(tmp_path, tensors)) == tmp_path / "model.safetensors"
     renamed = {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()}
     expected.check(written(tmp_path, renamed))
@@ -124,4 +124,4 @@ def test_a_torn_file_is_refused(expected, tensors, tmp_path) -> None:
 def test_a_directory_without_safetensors_is_no_model_for_it(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     with pytest.raises(ModelError, match="safetensors"):
-        ExpectedWeights.of(tmp_path, tied=False)
+        ExpectedWeights.of_directory(tmp_path, tied=False)

@@ -16,7 +16,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
-from libra.scheduler import LibraPlugin
+from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
 
 DONE: dict[str, int] = {}
@@ -67,7 +67,7 @@ async def cluster(rollout: int = 2, tool: int = 2) -> AsyncIterator[SimpleNamesp
 def register(live: SimpleNamespace, directory: Path, run: str = "demo", **changes: Any) -> Any:
     """Make a run known to the plugin, with a version 0."""
     arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
-    answer = live.plugin.register_run(run=run, directory=str(directory), **arguments)
+    answer = live.plugin.register_run(RunRegistration(run=run, directory=str(directory), **arguments))
     published = {
         "kind": "published",
         "run": run,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import emulated_run
 from libra.events import from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
 from libra.policy.log_replay import replay
 from libra.sim import SimulationOptions, Simulator, Workload, fleet, synthetic
-from libra.testing import emulated_run
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}
@@ -50,7 +50,7 @@ def test_live_dispatch_is_the_simulators(name: str, layout: str, tmp_path: Path)
     live, live_s = asyncio.run(emulated_run.emulate(workload, specs, policy, tmp_path, tool_slots=6))
 
     simulator = Simulator(
-        in_live_order(workload, tmp_path), specs, make_ordering(**policy), surroundings=SimulationOptions(tool_slots=6)
+        in_live_order(workload, tmp_path), specs, make_ordering(**policy), options=SimulationOptions(tool_slots=6)
     )
     outcome = simulator.run()
     simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]

@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from distributed import Worker
 
@@ -128,7 +128,7 @@ def test_what_was_learned_is_read_from_the_log_and_those_that_lived_are_not(
     assert snapshot is not None and of_tail is not None
     assert of_tail["forecaster"]["all"] == pytest.approx(snapshot["forecaster"]["all"])
     assert snapshot["forecaster"]["all"][0] > 0
-    died_at_once = learned([*whole, (len(whole) + 1, replace(whole[0][1], epoch=1))])
+    died_at_once = learned([*whole, (len(whole) + 1, msgspec.structs.replace(whole[0][1], epoch=1))])
     assert died_at_once is not None and died_at_once["forecaster"]["all"] == snapshot["forecaster"]["all"]
 
     cut = next(at for at, (_, event) in enumerate(whole) if event.name == "quantum_dispatched")
@@ -138,7 +138,9 @@ def test_what_was_learned_is_read_from_the_log_and_those_that_lived_are_not(
     ordering = CMLFQ()
     ordering.restore(json.loads(json.dumps(snapshot)))
     assert ordering.snapshot() == snapshot
-    fifo = [(line, replace(event, policy="fifo")) for line, event in whole if event.name == "run_started"]
+    fifo = [
+        (line, msgspec.structs.replace(event, policy="fifo")) for line, event in whole if event.name == "run_started"
+    ]
     assert learned(fifo) is None is learned([])
 
 
@@ -219,7 +221,7 @@ def test_every_kind_of_tampering_is_found_and_named(recorded: Path) -> None:
         (dispatched, {"priority": [9, 9, 9]}, "was dispatched with priority [9, 9, 9]"),
         (gate, {"iteration": 9}, "iteration was 9, now 2"),
         (batch, {"members": [[0, 0]]}, "members was"),
-        (snapshot, {"order": events[snapshot]["order"] | {"arrivals": 0}}, "order.arrivals: the log says 0"),
+        (snapshot, {"order": events[snapshot]["order"] | {"arrivals": 0}}, "order.arrivals: logged 0"),
     ):
         changed = [*events]
         changed[at] = events[at] | change

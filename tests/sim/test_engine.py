@@ -90,7 +90,7 @@ def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables: T
 
 
 def test_a_request_that_never_fits_is_refused_with_what_to_do(tables: Tables) -> None:
-    with pytest.raises(ConfigError, match="needs 10001 tokens of KV, e holds 10000; take engines of more GPUs"):
+    with pytest.raises(ConfigError, match=r"needs 10001 tokens of KV, e holds 10000; type simulation\.layout"):
         engine_of(tables()).submit(0.0, Request("a", "g", 10_000, 0, 1), ())
 
 

@@ -47,8 +47,8 @@ def test_slots_bound_how_many_run_and_the_rest_wait_in_order(engines: Engines, w
 
 def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Workloads) -> None:
     two = workload([(100, 0.0)], [(200, 0.0)], iterations=2)
-    sync = Simulator(two, engines(1), Fifo(), surroundings=SimulationOptions(train_s=7.0)).run()
-    overlapped = Simulator(two, engines(1, slots=4), Fifo(), surroundings=SimulationOptions(eta=1, train_s=7.0)).run()
+    sync = Simulator(two, engines(1), Fifo(), options=SimulationOptions(train_s=7.0)).run()
+    overlapped = Simulator(two, engines(1, slots=4), Fifo(), options=SimulationOptions(eta=1, train_s=7.0)).run()
     second = [d.at_s for d in sync.dispatched if d.key.startswith("trajectory-train-1")]
     assert min(second) == pytest.approx(sync.iteration_s[0])
     assert sync.iteration_s[0] == pytest.approx(7.0 + max(d.at_s for d in sync.dispatched[:2]) + 2.3, rel=0.05)
@@ -58,7 +58,7 @@ def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Worklo
 def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engines, workload: Workloads) -> None:
     work = workload(*[[(100, 1.0), (100, 0.0)]] * 4)
     loss = SimulationOptions(losses=(Loss("tp1-0", 0.5, 20.0),))
-    outcome = Simulator(work, engines(2), Fifo(), surroundings=loss).run()
+    outcome = Simulator(work, engines(2), Fifo(), options=loss).run()
     assert outcome.lost_quanta == 2 and outcome.trajectories == 4
     again = Counter((d.key, d.quantum) for d in outcome.dispatched)
     assert sorted(again.values()) == [1] * 6 + [2] * 2
@@ -68,8 +68,8 @@ def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engin
 
 def test_when_all_engines_are_gone_it_says_so(engines: Engines, workload: Workloads) -> None:
     around = SimulationOptions(losses=(Loss("tp1-0", 0.5),))
-    with pytest.raises(ConfigError, match="1 trajectories can never run: 1 wait for engines \\(0 are there\\)"):
-        Simulator(workload([(100, 0.0)]), engines(1), Fifo(), surroundings=around).run()
+    with pytest.raises(ConfigError, match="1 trajectories can never run: 1 wait for engines \\(0 are running\\)"):
+        Simulator(workload([(100, 0.0)]), engines(1), Fifo(), options=around).run()
 
 
 @pytest.mark.parametrize("name", ORDERINGS)
@@ -79,7 +79,7 @@ def test_the_same_seed_gives_the_same_bytes(name: str, engines: Engines) -> None
 
     def digest(seed: int) -> str:
         fleet = engines(2, slots=3, kv=200_000)
-        return Simulator(work, fleet, ORDERINGS[name](), seed=seed, surroundings=around).run().digest()
+        return Simulator(work, fleet, ORDERINGS[name](), seed=seed, options=around).run().digest()
 
     assert digest(0) == digest(0) != digest(1)
 
@@ -135,7 +135,7 @@ def test_every_turn_runs_once_and_slots_are_never_exceeded(
     losses = tuple(Loss(f"tp1-{i}", at, 1.0) for i, at in lost if i < count)
     ordering = Watched(ORDERINGS[name]())
     around = SimulationOptions(tool_slots=tool_slots, train_s=1.0, load_s=0.5, losses=losses)
-    simulator = Simulator(work, engines(count, slots, 3000), ordering, surroundings=around)
+    simulator = Simulator(work, engines(count, slots, 3000), ordering, options=around)
     outcome = simulator.run()
     again = Counter((d.key, d.quantum) for d in outcome.dispatched)
     rollouts = sum(d.phase is Phase.ROLLOUT for d in outcome.dispatched)

@@ -99,13 +99,13 @@ def test_a_workload_file_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "w.json: no workload"),
+        ("{", "w.json: not a workload"),
         ('{"schema": 9}', "schema 9, this Libra reads 1"),
         ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[0,"","",0,0]]]]}', "turn 0 of trajectory"),
         ('{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[]]]}', "has 0 turns"),
         (
             '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"t","success",3,1.5],[1,"","",0,0]]]]}',
-            r"w.json: turn 0 of trajectory \(0, 0, 0\): status 'success' is no tool outcome; allowed are ok, .*--save-workload",
+            r"w.json: turn 0 of trajectory \(0, 0, 0\): status 'success' is not a tool outcome; allowed are ok, .*--save-workload",
         ),
         (
             '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",[[7,"","",3,1.5],[1,"","",0,0]]]]}',
@@ -128,7 +128,7 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("task,turn\nx,0\n")
     with pytest.raises(ConfigError, match="columns tool, status, completion_tokens are missing"):
         load_traces(tmp_path / "bad.csv")
-    with pytest.raises(ConfigError, match="there is no"):
+    with pytest.raises(ConfigError, match="no file"):
         agent_turn_files(tmp_path)
     with pytest.raises(ConfigError, match="none to draw from"):
         draw([], num_groups=1, group_size=1, seed=0)

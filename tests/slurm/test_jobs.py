@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from libra.cluster.slurm.jobs import scripts, worker_resources
+from libra.cluster.local import worker_resources
+from libra.cluster.slurm.jobs import number_of_jobs, scripts
 from libra.cluster.slurm.queue import lost
 from libra.config import RunConfig, config_from_dict
 from libra.config.slurm import SlurmRolloutJobs
@@ -26,7 +27,7 @@ def config(**more: object) -> RunConfig:
 
 
 def test_every_worker_has_the_resources_of_its_role_and_one_commits() -> None:
-    workers = worker_resources(config())
+    workers = worker_resources(config(), number_of_jobs(config()))
     assert set(workers) == {"rollout-0", "rollout-1", "train-0", "tool-0"}
     assert workers["rollout-1"] == {"ROLLOUT": 32}
     assert worker_resources(config(cluster={"hybrid_workers": 1}))["rollout-0"] == {"ROLLOUT": 32, "HYBRID": 1}
@@ -73,7 +74,7 @@ def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tm
         cluster={"engines": ENGINES, "train_workers": 2, "hybrid_workers": 1},
         slurm_rollout={"gpus": 1, "cpus": 4, "memory": "3 GiB"},
     )
-    workers = worker_resources(kinds)
+    workers = worker_resources(kinds, number_of_jobs(kinds))
     assert set(workers) == {"rollout-0", "rollout-1", "rollout-2", "train-0", "train-1", "tool-0"}
     assert workers["rollout-0"] == {"ROLLOUT": 48, "TP": 1, "HYBRID": 1}
     assert workers["rollout-2"] == {"ROLLOUT": 8, "TP": 2, "THREADS": 3}

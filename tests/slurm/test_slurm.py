@@ -166,8 +166,10 @@ def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_ar
         assert (cores[jobs["rollout-0"]], cores[jobs["rollout-1"]]) == ("1", "2")
         other = slurm.libra("run", "my.yaml", "--scheduler", "slurm/cluster.json", "run.name=other")
         assert other.returncode == 2
-        assert "1 engines of TP 1, 1 threads, 128 slots are listed, 0 are there" in other.stderr
-        assert "1 engines of TP 2, 1 threads, 4 slots are there, 0 are listed; type cluster.engines=[]" in other.stderr
+        assert "1 engines of TP 1, 1 threads, 128 slots are listed, the cluster has 0" in other.stderr
+        assert (
+            "1 engines of TP 2, 1 threads, 4 slots are running, 0 are listed; type cluster.engines=[]" in other.stderr
+        )
         assert "Traceback" not in other.stderr
     finally:
         slurm.libra("cluster", "slurm", "kinds.yaml", "down")
@@ -190,7 +192,7 @@ def test_nobody_without_the_key_gets_in(slurm: Slurm) -> None:
             Client(contact.address, security=ours, timeout=3)
         again = slurm.libra("cluster", "slurm", "my.yaml", "up")
         assert again.returncode == 2
-        assert "is up already" in again.stderr
+        assert "is already up" in again.stderr
     finally:
         slurm.libra("cluster", "slurm", "my.yaml", "down")
 

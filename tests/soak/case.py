@@ -23,6 +23,7 @@ import yaml
 import zarr
 
 from faults import STAGES, VICTIMS
+from libra.driver import damage
 from libra.store.event_log import read_events
 
 ITERATIONS, PROMPTS, GROUP_SIZE, TURNS = 4, 2, 2, 3
@@ -172,6 +173,8 @@ def check_run(directory: Path) -> dict[str, Any]:
     )
     twice = [quantum for quantum, count in quanta.items() if count > 1]
     assert not twice, f"done twice: {twice}"
+    damages = damage.check_run(directory).damages
+    assert not damages, f"a death left damaged files: {damages}"
     checkpoint = sorted((directory / "checkpoints").glob("step-*"))[-1]
     assert checkpoint.name == f"step-{ITERATIONS:06d}"
     return {"epochs": len(list((directory / "epochs").iterdir())), "trajectories": len(ids)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def in_turn(run: str, marker: str, nth: int, dask_worker: Any) -> None:
 
     def deadly(batch: Any) -> Any:
         ended = step(batch)
-        half = [slot for slot, job in enumerate(batch.jobs) if job is not None and batch.generated[slot]]
+        half = [slot for slot, job in enumerate(batch.table.jobs) if job is not None and batch.table.generated[slot]]
         if half:
             seen.append(1)
             if len(seen) == nth:
@@ -81,63 +80,38 @@ def in_fetch(run: str, marker: str, fraction: float, dask_worker: Any) -> None:
     """A worker that fetches weights, when it has this fraction of a large file."""
     from libra.weights import transfer
 
-    transfer.CHUNK_BYTES = CHUNK_BYTES
+    transfer.WINDOW_BYTES = CHUNK_BYTES
     fetch_file = _original(transfer, "_fetch_file")
 
-    def armed(version: int, name: str, holder: Any, path: Path, secret: str) -> None:
-
-        class Sockets:
-            def __getattr__(self, attribute: str) -> Any:
-                return getattr(socket, attribute)
-
-            def create_connection(self, *args: Any, **kwargs: Any) -> Any:
-                return _Line(socket.create_connection(*args, **kwargs), at_fraction)
-
+    def armed(channel: Any, version: int, path: Path, max_bytes: int) -> None:
         def at_fraction(got: int, size: int) -> None:
             if got >= fraction * size and size > 64 * CHUNK_BYTES:
                 part = path.stat().st_size
-                die(marker, worker=str(dask_worker.name), version=version, file=name, got=got, size=size, written=part)
+                facts = {"version": version, "file": path.name, "got": got, "size": size, "written": part}
+                die(marker, worker=str(dask_worker.name), **facts)
 
-        transfer.socket = Sockets()  # type: ignore[assignment]
-        try:
-            fetch_file(version, name, holder, path, secret)
-        finally:
-            transfer.socket = socket
+        fetch_file(_Counted(channel, at_fraction), version, path, max_bytes)
 
     transfer._fetch_file = armed
 
 
-class _Line:
-    """A connection whose answers are counted."""
+class _Counted:
+    """A channel whose bytes of one file are counted."""
 
-    def __init__(self, line: Any, counted: Any) -> None:
-        self._line, self._counted = line, counted
+    def __init__(self, channel: Any, counted: Any) -> None:
+        self._channel, self._counted = channel, counted
         self._size = self._got = 0
 
-    def __enter__(self) -> _Line:
-        return self
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
-    def __exit__(self, *error: Any) -> None:
-        self._line.close()
+    def recv_frame(self) -> Any:
+        answer = self._channel.recv_frame()
+        self._size = int((answer or {}).get("size", 0))
+        return answer
 
-    def close(self) -> None:
-        self._line.close()
-
-    def sendall(self, data: bytes) -> None:
-        self._line.sendall(data)
-
-    def makefile(self, mode: str) -> _Line:
-        self._file = self._line.makefile(mode)
-        return self
-
-    def readline(self, limit: int) -> bytes:
-        line: bytes = self._file.readline(limit)
-        self._size = int(json.loads(line).get("size", 0))
-        return line
-
-    def read(self, num_bytes: int) -> bytes:
-        data: bytes = self._file.read(num_bytes)
-        if self._size and data:
-            self._got += len(data)
-            self._counted(self._got, self._size)
-        return data
+    def recv_some(self, view: memoryview) -> int:
+        got: int = self._channel.recv_some(view)
+        self._got += got
+        self._counted(self._got, self._size)
+        return got

@@ -65,15 +65,15 @@ def dask_setup(worker: Any) -> None:
         return
     plan = Plan(text)
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
-    from libra.graph import nodes
+    from libra.graph import batch_nodes, rollout_nodes
     from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint
     from libra.train.replica import Replica
     from libra.weights import WeightStore
 
     plan.around(Journal, "append", lambda journal, name, quantum, record: record["kind"])
-    plan.around(nodes, "write_group", "group")
-    plan.around(nodes, "commit_batch", "batch")
+    plan.around(rollout_nodes, "write_group", "group")
+    plan.around(batch_nodes, "commit_batch", "batch")
     plan.around(Replica, "step", "step")
     plan.around(checkpoint, "_sync", "checkpoint")  # a checkpoint is half written then
     plan.around(WeightStore, "publish", "publish")

@@ -39,7 +39,7 @@ from replaying import SAID, Replayer
 
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, load_config
-from libra.driver import session
+from libra.driver import run_checkpoints
 from libra.driver.session import Session
 from libra.store.event_log import read_events
 
@@ -334,7 +334,7 @@ def main() -> int:
 
 
 # Records of groups are kept, whatever checkpoints there are: they are what is replayed.
-session.prune_groups = lambda spec, first, before: before
+run_checkpoints.prune_groups = lambda spec, first, before: before
 sys.path.append(str(Path(__file__).parents[1] / "slurm"))  # for single_node
 os.environ["PATH"] = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))  # where Debian puts Slurm's daemons
 

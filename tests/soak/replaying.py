@@ -20,7 +20,7 @@ def replay(directory: Path, group: Any) -> list[dict[str, Any]]:
     """What each step of a run comes to."""
     from libra.config import load_config, resolve_model
     from libra.store.batch_membership import read_batch_facts
-    from libra.worker.batch_members import members_of
+    from libra.worker.batch_rows import members_of
     from libra.worker.replica_factory import make_replica
     from libra.worker.run_spec import RunSpec
 
@@ -79,15 +79,20 @@ def main(rank: int, size: int, port: int) -> None:
     """Answer until the standard input ends."""
     import torch
 
+    from libra.train.rendezvous import Rendezvous
     from libra.train.replica_group import TrainGroup
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(1)
-    group = TrainGroup.join(("127.0.0.1", port), rank, size) if size > 1 else None
+    token = "of replicas without a secret"
+    rendezvous = Rendezvous(token, "127.0.0.1", port) if size > 1 and rank == 0 else None
+    group = TrainGroup.join(("127.0.0.1", port), rank, size, token=token) if size > 1 else None
     for line in sys.stdin:
         answers.write(json.dumps(replay(Path(line.strip()), group)) + "\n")
         answers.flush()
+    if rendezvous is not None:
+        rendezvous.close()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ from libra.cluster.scheduler_address import Contact
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]
-KEEPING = "from libra.graph import driver; driver.prune_groups = lambda spec, first, before: before; "
+KEEPING = (
+    "from libra.driver import run_checkpoints; run_checkpoints.prune_groups = lambda spec, first, before: before; "
+)
 """Records of groups are what is replayed."""
 VICTIMS = ("rollout-1", "train-0", "rollout-0", "tool-0")
 WORKERS = 4

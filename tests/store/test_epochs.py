@@ -46,7 +46,9 @@ def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_wa
     third = take_epoch(directory)
     third.check()
     for old in (first, second):
-        with pytest.raises(FencedOff, match=rf"my_run: epoch {old.number} is over.* as epoch 2; .*writes nothing more"):
+        with pytest.raises(
+            FencedOff, match=rf"my_run: epoch {old.number} has ended.* as epoch 2; .*writes nothing more"
+        ):
             old.check()
     with pytest.raises(PermissionError):  # what a caller who knows nothing of us would catch
         Epoch(directory, 0).check()

@@ -16,11 +16,11 @@ def _gate(iteration: int) -> GateOpened:
     return GateOpened(run="demo", t_s=float(iteration), iteration=iteration, reason="because")
 
 
-def test_events_and_dicts_come_back_in_order(tmp_path):
+def test_events_and_lines_come_back_in_order(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
     with EventLog(path) as log:
         log.write(_gate(0))
-        log.write({"schema": 1, "name": "custom", "t_s": 1.0})
+        log.write_line('{"schema":1,"name":"custom","t_s":1.0}')
         log.flush()
         log.flush()
         log.write(WorkerLost(run="demo", t_s=2.0, address="tcp://w0"))
@@ -63,7 +63,7 @@ def test_a_torn_last_line_is_reported_and_cut_by_the_next_writer(tmp_path, caplo
 def test_a_bad_line_in_the_middle_is_an_error_with_its_number(tmp_path, line):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"name":"a"}\n' + line + b'\n{"name":"b"}\n')
-    with pytest.raises(StoreError, match=r"events.jsonl, line 2 of 3"):
+    with pytest.raises(StoreError, match=r"events.jsonl, line 2: not (a )?JSON"):
         read_events(path)
 
 

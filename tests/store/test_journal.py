@@ -143,6 +143,23 @@ def test_many_records_of_many_trajectories_lie_in_few_files(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_forgets_logs_that_are_read_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "MOST_RECORDS", 10)
+    monkeypatch.setattr(journal_module, "KEPT_LOOKUPS", 40)
+    writer, reader = Journal(tmp_path), Journal(tmp_path)
+    held = []
+    for number in range(300):
+        trajectory = f"train-{number}-0-0"
+        writer.append(trajectory, 0, {"at": number})
+        assert [record["at"] for record in reader.read(trajectory)] == [number]
+        held.append(sum(len(index.places) for index in reader._indexes.values()))
+        assert reader.trajectories() == {trajectory, "train-0-0-0"}
+        assert reader.read("train-0-0-0")[0]["at"] == 0  # its log is read on, and kept
+        if number:
+            writer.remove(trajectory)
+    assert max(held) == held[-1] < 60
+
+
 def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, monkeypatch):
     loser, winner, reader = Journal(tmp_path), Journal(tmp_path), Journal(tmp_path)
     loser.append(ID, 0, {"by": "loser"})

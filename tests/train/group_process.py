@@ -21,6 +21,7 @@ from libra.errors import LibraError
 from libra.train import Replica, TrainSettings
 from libra.train.hybrid_pool import HybridPool
 from libra.train.hybrid_replica import HybridReplica
+from libra.train.rendezvous import Rendezvous
 from libra.train.replica_group import TrainGroup
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 
@@ -64,7 +65,7 @@ class Recorded:
             model_dir, TrainSettings(**{**defaults, **settings}), dtype=torch.float64, threads=1, group=group
         )
         self.gradients: list[np.ndarray] = []
-        apply = self.replica._apply_gradient
+        apply = self.replica.apply_gradient
 
         def record(step: int, tally: Any) -> None:
             grads = [p.grad for p in self.replica.parameters().values()]
@@ -72,7 +73,7 @@ class Recorded:
             self.gradients.append(torch.cat([g.flatten() for g in full]).numpy().copy())
             apply(step, tally)
 
-        self.replica._apply_gradient = record
+        self.replica.apply_gradient = record
 
     def listen(self, timeout_s: float = 60.0) -> HybridPool:
         return self.replica.admit_hybrids(TOKEN, timeout_s=timeout_s)
@@ -130,7 +131,9 @@ class Member:
         self.serving: threading.Thread | None = None
 
     def join(self, port: int, rank: int, size: int, epoch: int = 0) -> None:
-        self.group = TrainGroup.join(("127.0.0.1", port), rank, size, epoch=epoch, timeout_s=60)
+        if rank == 0:
+            self.rendezvous = Rendezvous(TOKEN, "127.0.0.1", port)
+        self.group = TrainGroup.join(("127.0.0.1", port), rank, size, token=TOKEN, epoch=epoch, timeout_s=60)
         if hasattr(self, "recorded"):
             self.recorded.replica.group = self.group
 
@@ -164,7 +167,7 @@ class Member:
         """Become a hybrid; with ``die_at`` killed in the midst of that slice."""
         replica = Recorded(self.model_dir, settings).replica
         if die_at is not None:
-            accumulate, calls = replica.micro_batch_loss, []
+            accumulate, calls = replica.gradient.micro_batch_loss, []
 
             def deadly(*args: Any) -> Any:
                 calls.append(1)
@@ -172,7 +175,7 @@ class Member:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return accumulate(*args)
 
-            replica.micro_batch_loss = deadly
+            replica.gradient.micro_batch_loss = deadly
         self.hybrid = HybridReplica(replica, (address[0], address[1]), TOKEN)
         self.serving = threading.Thread(target=self.hybrid.run)
         self.serving.start()

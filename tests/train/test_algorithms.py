@@ -39,8 +39,8 @@ def settings_of(variant: str) -> dict[str, object]:
     name, changes = VARIANTS[variant]
     if name == "dr_grpo":
         changes = {"loss_divisor": 64.0, **changes}
-    settings = TrainSettings.of_algorithm(name, **changes)
-    return {field: getattr(settings, field) for field in settings.__slots__ if field != "lr"}
+    settings = TrainSettings(algorithm=name, **changes)
+    return settings.model_dump(exclude={"lr"})
 
 
 def samples_of(batch, rng: np.random.Generator, spread: float = 0.2):
@@ -64,13 +64,13 @@ def near(model: Replica, batch, score, rng: np.random.Generator) -> None:
 
 def gradient(model: Replica, samples, layout: tuple[int, int]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient accumulated over the micro-batches of a layout."""
-    denominator = model._objective.aggregation.denominator(
+    denominator = model.gradient.objective.aggregation.denominator(
         num_tokens=sum(sample.num_actions for sample in samples), num_sequences=len(samples)
     )
     model.optimizer.zero_grad()
     total = 0.0
     for micro in pack(samples, max_row_tokens=layout[0], micro_batch_tokens=layout[1], logp_dtype=torch.float64):
-        loss = model.micro_batch_loss(micro, Tally()) / denominator
+        loss = model.gradient.micro_batch_loss(micro, Tally()) / denominator
         loss.backward()
         total += float(loss.detach())
     return total, {name: parameter.grad.clone() for name, parameter in model.parameters().items()}
@@ -199,14 +199,14 @@ def test_proximal_log_probabilities_are_those_before_the_first_optimizer_step(re
     model = replica(**{**settings_of("ppo_decoupled"), "epochs": 2, "minibatches": 2, "lr": 3e-3})
     near(model, batch, score, np.random.default_rng(0))
     seen = {}
-    whole = model._with_proximal
+    whole = model.gradient.with_proximal
 
     def spy(samples):
         scored = whole(samples)
         seen.update({sample.token_ids.tobytes(): sample.proximal_logp for sample in scored})
         return scored
 
-    model._with_proximal = spy
+    model.gradient.with_proximal = spy
     before = {s.token_ids.tobytes(): logp for s, logp in zip(*_scored(model, batch, score), strict=True)}
     report = model.step(batch, 0)
     assert report.optimizer_steps == 4
@@ -231,7 +231,7 @@ def test_weights_that_leave_their_bounds_are_counted(replica, batch, score):
 
 
 def test_an_algorithm_that_does_not_exist_is_named():
-    with pytest.raises(ConfigError, match=r"trainer\.algorithm: got 'ppo2'; allowed is one of grpo, "):
-        TrainSettings.of_algorithm("ppo2")
+    with pytest.raises(ConfigError, match=r"trainer\.algorithm: got 'ppo2'; Input should be 'grpo', "):
+        TrainSettings(algorithm="ppo2")
     with pytest.raises(ConfigError, match=r"trainer\.loss_divisor: got None; allowed is a number above 0"):
-        TrainSettings.of_algorithm("dr_grpo")
+        TrainSettings(algorithm="dr_grpo")

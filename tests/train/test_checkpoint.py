@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from libra.errors import CheckpointError, TrainError
+from libra.seals import sealed_text, unseal
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.checkpoint import complete, newest, read_facts, verify
@@ -84,7 +84,7 @@ def test_a_whole_checkpoint_is_never_overwritten_and_the_same_one_is_written_onc
     with pytest.raises(TrainError, match="never overwritten"):
         model.save(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
         model.save(tmp_path / "b")
 
 
@@ -122,13 +122,13 @@ def test_the_newest_is_the_last_whole_one(replica, batch, tmp_path, caplog):
     assert newest(tmp_path) == tmp_path / "step-000003"
     (tmp_path / "step-000003" / "model.safetensors").write_bytes(b"torn")
     assert newest(tmp_path) == tmp_path / "step-000002"
-    assert "step-000003 is passed over" in caplog.text
+    assert "step-000003 is skipped" in caplog.text
 
 
 def test_a_checkpoint_of_another_schema_is_refused_with_what_can_be_done(replica, tmp_path):
     replica().save(tmp_path / "a")
-    facts = json.loads((tmp_path / "a" / "trainer.json").read_text())
-    (tmp_path / "a" / "trainer.json").write_text(json.dumps(facts | {"schema": 1}))
+    facts = unseal((tmp_path / "a" / "trainer.json").read_bytes())
+    (tmp_path / "a" / "trainer.json").write_text(sealed_text(facts | {"schema": 1}))
     with pytest.raises(CheckpointError, match=r"schema 1, .* type model\.path="):
         read_facts(tmp_path / "a")
 

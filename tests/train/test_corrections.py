@@ -47,6 +47,15 @@ def test_normalised_weights_have_mean_one(values):
     assert float(weights.mean()) == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float64, 1.000000005), (torch.float32, 1.0)])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_mean_of_weights_counts_as_the_peer_does(level, dtype, expected):
+    """verl divides by tokens + 1e-8: two tokens of weight 1 have the mean 1 / 1.000000005."""
+    zeros = torch.zeros(1, 2, dtype=dtype)
+    weights = importance_weights(zeros, Padded(torch.ones(1, 2)), level=level, normalize=True)
+    assert weights.tolist() == [[pytest.approx(expected, abs=1e-15)] * 2]
+
+
 @given(log_ratios)
 def test_the_effective_sample_is_between_one_token_and_all(values):
     log_ratio, sequences = one_sequence(values)

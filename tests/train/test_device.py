@@ -1,4 +1,4 @@
-"""A replica on another device than the host: `libra.testing.pretended_gpu`, which computes on the CPU and refuses mixtures."""
+"""A replica on another device than the host: `pretended_gpu`, which computes on the CPU and refuses mixtures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from libra.errors import ConfigError
 from libra.tensors import compute_device
-from libra.testing.pretended_gpu import PretendedTensor, pretended_gpu
 from libra.train import Replica, TrainSettings
 from libra.train.model_loading import load_model
 from libra.weights import VersionCheck, WeightStore
 from libra.worker.weight_publishing import publish_checked
+from pretended_gpu import PretendedTensor, pretended_gpu
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -120,7 +120,7 @@ def test_the_pretence_refuses_what_a_gpu_refuses(model_dir, batch):
         with pytest.raises(TypeError, match="numpy"):
             np.asarray(moved)
         replica = Replica(model_dir, TrainSettings(), device=device)
-        replica.device = torch.device("cpu")  # as if micro-batches were not moved
+        replica.gradient.device = torch.device("cpu")  # as if micro-batches were not moved
         with pytest.raises(RuntimeError, match="same device"):
             replica.step(batch, 0)
 

@@ -195,7 +195,7 @@ def test_a_core_killed_in_the_reduction_ends_the_epoch_and_no_weight_moves(
     second.tell("step", k=1)
     failed = first.answer()
     assert (failed["error"], failed["done"]) == ("GroupLost", 1)
-    assert "taken again by a new group" in failed["text"]
+    assert "a new group repeats the step" in failed["text"]
     assert second.popen.wait() < 0
     first.ask("save", directory=str(tmp_path / "step-000001"))
     replacement.ask("new", settings={})

@@ -13,7 +13,7 @@ from libra.scoring import score_alone
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.mismatch import alarm_text, observe, raise_alarm, stretches
-from libra.train.sequence_packing import sample_of
+from libra.train.samples import sample_of
 from libra.train.step_report import Tally
 
 LENGTHS = (5, 4, 3, 6)
@@ -86,7 +86,7 @@ def test_exact_logprobs_give_a_gap_of_exactly_zero_and_one_weight_gives_one_abov
     switch=st.integers(0, 20),
 )
 def test_stretches_are_what_one_version_generated_in_one_turn(turns, switch):
-    from libra.train.sequence_packing import Sample
+    from libra.train.samples import Sample
 
     at, starts, position = [], [], 3
     for generated, observed in turns:
@@ -109,7 +109,7 @@ def test_stretches_are_what_one_version_generated_in_one_turn(turns, switch):
 def test_stop_refuses_the_step_and_names_the_numbers(make_replica, trajectory):
     replica = make_replica(mismatch_alarm=0.05, mismatch_action="stop")
     before = {name: tensor.clone() for name, tensor in replica.weights().items()}
-    with pytest.raises(MismatchAlarm, match=r"trainer\.mismatch_alarm: step 0: .* nats in the mean .* above 0\.05"):
+    with pytest.raises(MismatchAlarm, match=r"trainer\.mismatch_alarm: step 0: .* nats on average .* above 0\.05"):
         replica.step([trajectory(1), trajectory(2)], 0)
     assert replica.steps_done == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in replica.weights().items())

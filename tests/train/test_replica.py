@@ -23,7 +23,7 @@ def gradient(replica: Replica, samples, **layout: int) -> dict[str, torch.Tensor
     denominator = sum(sample.num_actions for sample in samples)
     replica.optimizer.zero_grad()
     for micro in pack(samples, logp_dtype=torch.float64, **layout):
-        (replica.micro_batch_loss(micro, Tally()) / denominator).backward()
+        (replica.gradient.micro_batch_loss(micro, Tally()) / denominator).backward()
     return {name: parameter.grad.clone() for name, parameter in replica.parameters().items()}
 
 

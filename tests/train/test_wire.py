@@ -1,11 +1,11 @@
-"""What two replicas say to each other arrives as it was, or not at all; strangers are not listened to."""
+"""Messages between two replicas arrive as they were sent, or not at all."""
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -13,44 +13,38 @@ import torch
 from libra.errors import TransferError
 from libra.train import Sample, sample_of
 from libra.train.minibatch_slices import from_tensors, split, to_tensors
-from libra.train.wire import CHUNK_BYTES, DTYPES, Wire, accept, connect
+from libra.train.wire import DTYPES, PURPOSE, Wire, connect
+from libra.transport import Channel, Server
+from libra.transport.channel import WINDOW_BYTES
 
 
 @pytest.fixture
-def wires() -> Callable[..., tuple[Wire, Wire]]:
-    """Maker of both ends of a connection; tokens may differ."""
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    """Both ends of a connection: the core's, and a hybrid's."""
+    accepted: SimpleQueue[Channel] = SimpleQueue()
+    ended = threading.Event()
 
-    def make(token: str = "ours", other: str = "ours") -> tuple[Wire, Wire]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            found: list[Wire | TransferError] = []
+    def handle(channel: Channel, client: str) -> None:
+        accepted.put(channel)
+        ended.wait()
 
-            def serve() -> None:
-                try:
-                    found.append(accept(listener.accept()[0], token))
-                except TransferError as error:
-                    found.append(error)
-
-            thread = threading.Thread(target=serve)
-            thread.start()
-            try:
-                client = connect(listener.getsockname(), other)
-            finally:
-                thread.join()
-        assert isinstance(found[0], Wire)
-        return found[0], client
-
-    return make
+    server = Server(handle, secret="ours", purpose=PURPOSE, host="127.0.0.1")
+    hybrid = connect(server.address, "ours")
+    yield Wire(accepted.get()), hybrid
+    ended.set()
+    hybrid.close()
+    server.close()
 
 
-def test_tensors_of_every_dtype_arrive_bit_for_bit(wires: Callable[..., tuple[Wire, Wire]]) -> None:
-    core, hybrid = wires()
-    bits = torch.randint(0, 256, (CHUNK_BYTES * 2 + 24,), dtype=torch.uint8)  # more than two chunks
+def test_tensors_of_every_dtype_arrive_bit_for_bit(wires: tuple[Wire, Wire]) -> None:
+    core, hybrid = wires
+    bits = torch.randint(0, 256, (2 * WINDOW_BYTES + 24,), dtype=torch.uint8)  # more than two windows
     tensors = {name: (bits % 2 if dtype is torch.bool else bits).view(dtype) for name, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(-0.0), "empty": torch.zeros(0, 3), "strided": torch.arange(12).view(3, 4).T}
-    sending = threading.Thread(target=core.send, args=("state", {"version": 3, "x": 0.1}, tensors))
-    sending.start()
-    message = hybrid.receive()
-    sending.join()
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(core.send, "state", {"version": 3, "x": 0.1}, tensors)
+        message = hybrid.receive()
+        assert message.num_bytes == sending.result()
     assert (message.kind, message.fields) == ("state", {"version": 3, "x": 0.1})
     assert list(message.tensors) == list(tensors)
     for name, tensor in tensors.items():
@@ -59,36 +53,38 @@ def test_tensors_of_every_dtype_arrive_bit_for_bit(wires: Callable[..., tuple[Wi
         assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8))
 
 
-def test_who_does_not_know_the_token_is_told_nothing(wires: Callable[..., tuple[Wire, Wire]]) -> None:
-    with pytest.raises(TransferError, match=r"does not know this group's token|no handshake"):
-        wires("ours", "theirs")
+def test_a_server_of_another_token_is_refused() -> None:
+    server = Server(lambda channel, client: None, secret="theirs", purpose=PURPOSE, host="127.0.0.1")
+    with pytest.raises(TransferError, match=r"no handshake with the core: .*secret"):
+        connect(server.address, "ours")
+    server.close()
 
 
-def test_a_message_that_comes_twice_or_was_changed_is_refused(wires: Callable[..., tuple[Wire, Wire]]) -> None:
-    for tamper, whole in ((lambda frame: frame + frame, 1), (lambda frame: frame.replace(b"leave", b"loave"), 0)):
-        core, hybrid = wires()
-        ours, theirs = socket.socketpair()
-        real, hybrid._socket = hybrid._socket, ours
-        hybrid.send("leave")
-        ours.close()
-        frame = b"".join(iter(lambda end=theirs: end.recv(4096), b""))
-        real.sendall(tamper(frame))
-        for _ in range(whole):
-            assert core.receive().kind == "leave"
-        with pytest.raises(TransferError, match="out of turn"):
-            core.receive()
-
-
-def test_a_broken_connection_is_no_short_tensor(wires: Callable[..., tuple[Wire, Wire]]) -> None:
-    core, hybrid = wires()
-    header = json.dumps({"kind": "state", "tensors": [["w", "float32", [1000]]]}).encode()
-    mac = core._mac(b"S", 0, header)
-    core._socket.sendall(b"LBR1" + len(header).to_bytes(4, "big") + header + mac + bytes(1000))
+def test_a_broken_connection_is_no_short_tensor(wires: tuple[Wire, Wire]) -> None:
+    core, hybrid = wires
+    core._channel.send_frame(kind="state", tensors=[["w", "float32", [1000]]], fields={})
+    core._channel.send_bytes([memoryview(bytes(1000))])
     core.close()
-    with pytest.raises(TransferError, match="the other end is gone"):
+    with pytest.raises(TransferError, match="closed the connection during a transfer"):
         hybrid.receive()
-    with pytest.raises(TransferError, match="failed"):
+    with pytest.raises(TransferError, match="sending 'leave' failed"):
         core.send("leave")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error"),
+    [
+        (["w", "float32", [-1]], "has no room"),
+        (["w", "float32", [2**60]], "has no room"),
+        (["w", "object", [1]], "allowed are float64"),
+        (["w"], "receiving failed"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_refused(wires: tuple[Wire, Wire], tensor: list[object], error: str) -> None:
+    core, hybrid = wires
+    core._channel.send_frame(kind="state", tensors=[tensor], fields={})
+    with pytest.raises(TransferError, match=error):
+        hybrid.receive()
 
 
 def test_a_slice_comes_back_as_it_was(batch: list, trajectory: Callable[..., object]) -> None:

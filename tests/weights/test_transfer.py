@@ -1,22 +1,23 @@
-"""Versions from process to process: whole or absent, from whoever has them, and only to who knows the secret."""
+"""Versions from process to process: whole or absent, from any server that has them, and only between ends with the secret."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from libra.errors import WeightsError
+from libra.seals import sealed_text, unseal
+from libra.transport import Address, Channel, Server, connect
 from libra.weights import WeightStore
-from libra.weights.transfer import CHALLENGE_BYTES, Holder, WeightServer, _fetch_file, fetch
+from libra.weights.transfer import MAX_SMALL_BYTES, PURPOSE, WeightServer, fetch
 
 SECRET = "a secret of one run"
 SERVE = """
@@ -24,7 +25,7 @@ import sys
 from libra.weights import WeightStore
 from libra.weights.transfer import WeightServer
 server = WeightServer(WeightStore(sys.argv[1]), sys.argv[2], "127.0.0.1")
-print(server.holder.port, flush=True)
+print(server.address[1], flush=True)
 sys.stdin.read()
 """
 
@@ -36,39 +37,66 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def serving(store: WeightStore, secret: str = SECRET) -> Iterator[Holder]:
+def serving(store: WeightStore, secret: str = SECRET) -> Iterator[Address]:
     server = WeightServer(store, secret, "127.0.0.1")
     try:
-        yield server.holder
+        yield server.address
     finally:
         server.close()
 
 
+Change = Callable[[bytes, int], bytes]
+
+
 @contextlib.contextmanager
-def scripted(*conversations) -> Iterator[Holder]:
-    """A holder that says what the test wants: each conversation is a function of (socket, what was asked)."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def rogue(
+    store: WeightStore, requests: list[tuple[str, int]] | None = None, size: int | None = None, **changed: Change
+) -> Iterator[Address]:
+    """A server that knows the secret and serves version 0 with the ``changed`` content of some files (model, version, check).
 
-    def run() -> None:
-        for conversation in conversations:
-            line, _ = listener.accept()
-            with line, line.makefile("rb") as asked:
-                line.sendall(bytes(CHALLENGE_BYTES))
-                conversation(line, json.loads(asked.readline()))
-        listener.close()  # whoever asks for more is refused at once
+    A change maps content and offset to what is sent; the sha256 is that of what is sent. ``size`` is announced for the tensors.
+    """
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    def handle(channel: Channel, client: str) -> None:
+        while (request := channel.recv_frame()) is not None:
+            name, offset = request["file"], request["offset"]
+            if requests is not None:
+                requests.append((name, offset))
+            path = store.directory(0) / name
+            if not path.exists():
+                channel.send_frame(error="none", absent=True)
+                continue
+            whole = path.read_bytes()
+            sent = changed.get(name.partition(".")[0], lambda data, offset: data[offset:])(whole, offset)
+            is_small = name.endswith(".json")
+            announced = len(sent) if is_small else len(whole) if size is None else size
+            channel.send_frame(size=announced, sha256=hashlib.sha256(sent).hexdigest() if is_small else None)
+            channel.send_bytes([memoryview(sent)])
+            if offset + len(sent) < announced:
+                return
+
+    server = Server(handle, secret=SECRET, purpose=PURPOSE, host="127.0.0.1")
     try:
-        yield Holder("127.0.0.1", listener.getsockname()[1])
+        yield server.address
     finally:
-        listener.close()
-        thread.join()
+        server.close()
 
 
-def closed_port() -> Holder:
+def manifest_with(**fields: Any) -> Change:
+    """A liar seals what it made up."""
+    return lambda data, offset: sealed_text({**unseal(data), **fields}).encode()
+
+
+def closed_port() -> Address:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        return Holder("127.0.0.1", listener.getsockname()[1])
+        return "127.0.0.1", listener.getsockname()[1]
+
+
+def check_only(store: WeightStore, *numbers: int) -> None:
+    """Nothing but these versions is under the root, each with its digest."""
+    assert sorted(path.name for path in store.root.iterdir()) == [f"{number:08d}" for number in numbers]
+    for number in numbers:
+        store.read(number)
 
 
 def test_a_version_comes_whole_from_another_process_with_a_directory_of_its_own(tmp_path):
@@ -77,8 +105,8 @@ def test_a_version_comes_whole_from_another_process_with_a_directory_of_its_own(
         [sys.executable, "-c", SERVE, str(tmp_path / "trainer"), SECRET], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        holder = Holder("127.0.0.1", int(process.stdout.readline()))
-        found = fetch(7, [closed_port(), holder], tmp_path / "worker", secret=SECRET, content=published.digest)
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        found = fetch(7, [closed_port(), address], tmp_path / "worker", secret=SECRET, content=published.digest)
     finally:
         process.communicate(b"")
     assert found.directory.parent == tmp_path / "worker"
@@ -86,7 +114,7 @@ def test_a_version_comes_whole_from_another_process_with_a_directory_of_its_own(
     own = WeightStore(tmp_path / "worker")
     assert own.check_text(7) == f'"check of {published.digest}"\n'
     assert all(torch.equal(tensor, tensors()[name]) for name, tensor in own.read(7).items())
-    # Whoever has fetched it can give it on, and asks nobody for what it has.
+    # A worker that has fetched it can pass it on, and requests nothing that it has.
     with serving(own) as second:
         assert fetch(7, [second], tmp_path / "third", secret=SECRET).digest == published.digest
     assert fetch(7, [], tmp_path / "third", secret=SECRET).digest == published.digest
@@ -95,76 +123,103 @@ def test_a_version_comes_whole_from_another_process_with_a_directory_of_its_own(
 def test_a_version_without_a_check_comes_without_one(tmp_path):
     store = WeightStore(tmp_path / "a")
     store.publish(0, tensors())
-    with serving(store) as holder:
-        fetch(0, [holder], tmp_path / "b", secret=SECRET)
+    with serving(store) as address:
+        fetch(0, [address], tmp_path / "b", secret=SECRET)
     assert WeightStore(tmp_path / "b").check_text(0) is None
 
 
-def test_who_does_not_know_the_secret_gets_nothing(tmp_path):
+def test_ends_with_different_secrets_exchange_nothing(tmp_path):
     store = WeightStore(tmp_path / "a")
     store.publish(0, tensors())
-    with serving(store) as holder, pytest.raises(WeightsError, match="secret is not this run's"):
-        fetch(0, [holder], tmp_path / "b", secret="another")
-    assert WeightStore(tmp_path / "b").numbers() == []
-    assert not any((tmp_path / "b").iterdir())
+    with serving(store) as address, pytest.raises(WeightsError, match="does not know this run's secret"):
+        fetch(0, [address], tmp_path / "b", secret="another")
+    check_only(WeightStore(tmp_path / "b"))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "model.safetensors/..", "events.jsonl", ""])
-def test_only_files_of_a_version_can_be_asked_for(tmp_path, name):
+def test_only_files_of_a_version_are_served(tmp_path, name):
     store = WeightStore(tmp_path / "a")
     store.publish(0, tensors())
     (tmp_path / "a" / "00000000" / "events.jsonl").write_text("not for others")
-    with serving(store) as holder, pytest.raises(WeightsError, match="no file of a version"):
-        _fetch_file(0, name, holder, tmp_path / "got", SECRET)
-    assert not (tmp_path / "got").exists()
+    with serving(store) as address, contextlib.closing(connect(address, SECRET, purpose=PURPOSE)) as channel:
+        for request, error in (
+            ({"version": 0, "file": name, "offset": 0}, "is not a file of a version"),
+            ({"version": 1, "file": "version.json", "offset": 0}, "version 1 has no version.json here"),
+            ({"version": 0, "file": "version.json", "offset": -1}, "none from -1 on"),
+        ):
+            channel.send_frame(**request)
+            assert error in channel.recv_frame()["error"]
 
 
-def test_a_holder_that_dies_in_the_middle_of_a_file_is_left_and_the_next_goes_on_from_there(tmp_path):
+def test_a_server_that_dies_during_a_file_is_left_and_the_next_continues(tmp_path):
     store = WeightStore(tmp_path / "a")
     published = store.publish(0, tensors())
-    data = published.path.read_bytes()
-    facts = json.dumps({"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}).encode()
-    asked_from = []
-
-    def dies(line, asked) -> None:
-        line.sendall(facts + b"\n" + data[:1000])
-
-    def goes_on(line, asked) -> None:
-        asked_from.append(asked["offset"])
-        line.sendall(facts + b"\n" + data[asked["offset"] :])
-
-    with scripted(dies) as first, pytest.raises(WeightsError, match=r"ended after 1000 of \d+ bytes"):
+    requests = []
+    with (
+        rogue(store, model=lambda data, offset: data[offset:1000]) as first,
+        pytest.raises(WeightsError, match="closed the connection during a transfer"),
+    ):
         fetch(0, [first], tmp_path / "alone", secret=SECRET)
-    with scripted(dies) as first, scripted(goes_on) as second, serving(store) as third:
-        # The second has the tensors only; the rest comes from the third.
-        assert fetch(0, [first, second, third], tmp_path / "b", secret=SECRET).digest == published.digest
-    assert asked_from == [1000]
-    assert (tmp_path / "b" / "00000000" / "model.safetensors").read_bytes() == data
+    check_only(WeightStore(tmp_path / "alone"))
+    with rogue(store, model=lambda data, offset: data[offset:1000]) as first, rogue(store, requests) as second:
+        assert fetch(0, [first, second], tmp_path / "b", secret=SECRET).digest == published.digest
+    assert requests == [("version.json", 0), ("check.json", 0), ("model.safetensors", 1000)]
+    assert (tmp_path / "b" / "00000000" / "model.safetensors").read_bytes() == published.path.read_bytes()
 
 
-def test_altered_bytes_are_refused(tmp_path):
+def test_a_file_that_begins_with_wrong_bytes_of_another_server_is_fetched_again(tmp_path):
     store = WeightStore(tmp_path / "a")
-    data = bytearray(store.publish(0, tensors()).path.read_bytes())
-    sha256 = hashlib.sha256(data).hexdigest()
-    data[-1] ^= 1
-
-    def lies(line, asked) -> None:
-        line.sendall(json.dumps({"size": len(data), "sha256": sha256}).encode() + b"\n" + bytes(data))
-
-    with scripted(lies) as liar, pytest.raises(WeightsError, match="sha256"):
-        fetch(0, [liar], tmp_path / "b", secret=SECRET)
-    with scripted(lies) as liar, serving(store) as holder:
-        assert fetch(0, [liar, holder], tmp_path / "b", secret=SECRET).number == 0
-    assert torch.equal(WeightStore(tmp_path / "b").read(0)["head.weight"], tensors()["head.weight"])
+    published = store.publish(0, tensors())
+    requests = []
+    with rogue(store, model=lambda data, offset: b"wrong" * 100) as first, rogue(store, requests) as second:
+        assert fetch(0, [first, second], tmp_path / "b", secret=SECRET).digest == published.digest
+    assert [offset for name, offset in requests if name == "model.safetensors"] == [500, 0]
+    check_only(WeightStore(tmp_path / "b"), 0)
 
 
-def test_another_content_than_announced_is_refused(tmp_path):
+def flipped(data: bytes, offset: int) -> bytes:
+    return data[offset:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("lies", "error"),
+    [
+        ({"model": flipped}, "the file was altered"),
+        ({"model": lambda data, offset: bytes(len(data))}, "torn or not readable"),
+        ({"size": 2**50}, r"size of \d+ bytes, 0 to \d+ are allowed by the manifest"),
+        ({"version": lambda data, offset: bytes(MAX_SMALL_BYTES + 1)}, f"0 to {MAX_SMALL_BYTES} are allowed"),
+        ({"version": lambda data, offset: b"{}"}, "missing required field"),
+        ({"version": manifest_with(number=1)}, "expected schema 1, number 0"),
+        ({"version": manifest_with(digest="abc")}, "was announced as"),
+        ({"version": manifest_with(num_bytes=2**50)}, "num_bytes 1125899906842624, but its tensors have"),
+        ({"version": manifest_with(tensors={"w": {"shape": [-1], "dtype": "float32"}})}, r"shape \(-1,\)"),
+        ({"version": manifest_with(tensors={"w": {"shape": [1], "dtype": "nn"}})}, "dtype 'nn'"),
+    ],
+)
+def test_what_a_rogue_server_gives_is_deleted_and_the_next_one_is_used(tmp_path, lies, error):
     store = WeightStore(tmp_path / "a")
+    published = store.publish(0, tensors())
+    own = WeightStore(tmp_path / "b")
+    with rogue(store, **lies) as liar, serving(store) as honest:
+        with pytest.raises(WeightsError, match=error):
+            fetch(0, [liar], own.root, secret=SECRET, content=published.digest)
+        check_only(own)
+        assert fetch(0, [liar, honest], own.root, secret=SECRET, content=published.digest) == own.get(0)
+    check_only(own, 0)
+
+
+def test_a_version_of_another_content_than_announced_is_not_kept(tmp_path):
+    store, own = WeightStore(tmp_path / "a"), WeightStore(tmp_path / "b")
     store.publish(0, tensors(1))
-    with serving(store) as holder, pytest.raises(WeightsError, match="was announced as abc"):
-        fetch(0, [holder], tmp_path / "b", secret=SECRET, content="abc")
+    with serving(store) as address:
+        with pytest.raises(WeightsError, match="was announced as abc"):
+            fetch(0, [address], own.root, secret=SECRET, content="abc")
+        check_only(own)
+        fetch(0, [address], own.root, secret=SECRET)
+    with pytest.raises(WeightsError, match="was announced as abc"):
+        fetch(0, [], own.root, secret=SECRET, content="abc")
 
 
-def test_without_a_holder_the_error_says_so(tmp_path):
-    with pytest.raises(WeightsError, match="no holder is known"):
+def test_without_a_server_the_error_says_so(tmp_path):
+    with pytest.raises(WeightsError, match="no server is known"):
         fetch(0, [], tmp_path / "b", secret=SECRET)

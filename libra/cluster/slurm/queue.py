@@ -1,4 +1,4 @@
-"""What Slurm's queue says of our jobs."""
+"""States of our jobs in Slurm's queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEU
 
 
 def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """State and reason (or node) of each job that the queue still knows, by job id; ClusterError where squeue fails."""
+    """State and reason (or node) of each job in the queue, by job id; ClusterError where squeue fails."""
     ids = set(job_ids)
     if not ids:
         return {}
@@ -25,7 +25,7 @@ def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
         ) from None
     except subprocess.TimeoutExpired:
         raise ClusterError(
-            "squeue: Slurm's controller did not answer in 60 s; type sinfo, and ask your administrator"
+            "squeue: Slurm's controller did not answer within 60 s; type sinfo, and ask your administrator"
         ) from None
     if answer.returncode != 0:
         raise ClusterError(
@@ -36,5 +36,5 @@ def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def lost(states: dict[str, tuple[str, str]], job_ids: Iterable[str]) -> list[str]:
-    """Jobs that have ended, or that the queue no longer knows."""
+    """Jobs that have ended, or are no longer in the queue."""
     return [job for job in job_ids if states.get(job, ("GONE", ""))[0] not in ALIVE]

@@ -6,12 +6,12 @@ of those for their sum, each times its ``weight`` (1 unless given). ``docs/rewar
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from libra.envs.choices import nearest
 from libra.envs.rewards import boxed, completion_format, dapo_math, gsm8k, symbolic
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode, Prompt
@@ -21,7 +21,7 @@ _READS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "answer": lambda given: str(given["answer"]),
     "episode": lambda given: given["episode"].num_tokens,
 }
-"""What a term is called with, by the parameter it asks an environment for."""
+"""The value of each parameter that a term reads."""
 
 REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "gsm8k": (gsm8k.score, ("completion", "answer")),
@@ -32,7 +32,7 @@ REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "tag_count": (completion_format.tag_count, ("completion",)),
     "overlong": (completion_format.overlong, ("episode",)),
 }
-"""Function and what it reads, by name; its keyword-only parameters, and "method", are the options."""
+"""Function and the parameters it reads, by name; its keyword-only parameters, and "method", are the options."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A sum of rewards chosen by name. Asks for just what its terms read, so no other column can become an option."""
+    """A sum of rewards chosen by name. Its signature has only what its terms read, so no other column can become an option."""
 
     terms: tuple[_Term, ...]
 
@@ -62,7 +62,7 @@ class NamedReward:
 
 
 def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> NamedReward:
-    """The reward that a name, a mapping with "name" and options, or a list of those asks for.
+    """The reward of a name, of a mapping with "name" and options, or of a list of those.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any
     if not several:
         raise ConfigError(f"reward: got an empty list; name at least one of {', '.join(REWARDS)}")
     reward = NamedReward(tuple(_term(each) for each in several))
-    # An empty answer costs nothing to grade, and options that cannot be are told before a run starts.
+    # An empty answer costs nothing to grade, and reports impossible options before a run starts.
     episode = Episode("", Prompt("", ()), (), EndReason.ANSWERED)
     reward(completion="", answer="", episode=episode)
     return reward
@@ -84,7 +84,7 @@ def _term(given: str | Mapping[str, Any]) -> _Term:
     name, weight = options.pop("name", None), options.pop("weight", 1.0)
     if name not in REWARDS:
         raise ConfigError(
-            f"reward: no reward is called {name!r}{_nearest(name, REWARDS)}; there are {', '.join(REWARDS)}"
+            f"reward: no reward is called {name!r}{nearest(name, REWARDS)}; there are {', '.join(REWARDS)}"
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"reward {name}: weight is {weight!r}; it must be a number")
@@ -94,7 +94,7 @@ def _term(given: str | Mapping[str, Any]) -> _Term:
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"reward {name}: no option {option!r}{_nearest(option, known)}; it takes {', '.join(known) or 'none'}"
+                f"reward {name}: no option {option!r}{nearest(option, known)}; it takes {', '.join(known) or 'none'}"
             )
     missing = [
         each for each, parameter in known.items() if parameter.default is parameter.empty and each not in options
@@ -102,8 +102,3 @@ def _term(given: str | Mapping[str, Any]) -> _Term:
     if missing:
         raise ConfigError(f"reward {name}: option {missing[0]!r} is missing; type {{name: {name}, {missing[0]}: ...}}")
     return _Term(name, float(weight), options)
-
-
-def _nearest(given: object, known: Mapping[str, Any]) -> str:
-    match = difflib.get_close_matches(str(given), list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,8 +1,8 @@
-r"""Answers of competition problems: what stands in the last ``\boxed{}``, compared as normalised LaTeX.
+r"""Answers of competition problems: the content of the last ``\boxed{}``, compared as normalised LaTeX.
 
 The convention of the MATH dataset (Hendrycks et al., arXiv:2103.03874), in the version of verl 0.9.1
 (``math_reward.compute_score``), with which every score agrees. It is a comparison of text: ``\frac12``, ``1/2`` and ``0.5``
-are one half, but ``1,000`` is not ``1000`` and ``\fbox{7}`` is no answer. `libra.envs.rewards.symbolic` compares values.
+are one half, but ``1,000`` is not ``1000`` and ``\fbox{7}`` is not an answer. `libra.envs.rewards.symbolic` compares values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]{0,999})/(0|-?[1-9][0-9]{0,999})")
 
 
 def closed_brace(text: str, start: int) -> int:
-    """Position of the ``}`` that brings the count of braces from ``start`` on back to 0, or -1."""
+    """Position of the ``}`` that closes the first brace from ``start`` on, or -1."""
     depth = 0
     for match in re.finditer(r"[{}]", text[start:]):
         depth += 1 if match.group() == "{" else -1
@@ -38,7 +38,7 @@ def closed_brace(text: str, start: int) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""What the last box holds, None where there is none.
+    r"""The content of the last box, None without one.
 
     A box written ``\boxed 5`` holds everything up to the next dollar sign, and wins over boxes with braces.
     """
@@ -82,7 +82,7 @@ def normalised(latex: str) -> str:
 
 
 def equal(one: str, other: str) -> bool:
-    """Whether two answers are the same once normalised, or as they are where either cannot be."""
+    """Whether two answers are equal, normalised where both can be."""
     try:
         return normalised(one) == normalised(other)
     except ValueError:
@@ -90,7 +90,7 @@ def equal(one: str, other: str) -> bool:
 
 
 def score(text: str, answer: str) -> float:
-    """1.0 where the last box of ``text`` holds ``answer``, else 0.0."""
+    """1.0 if the last box of ``text`` holds ``answer``, else 0.0."""
     found = extract(text)
     return float(found is not None and equal(found, answer))
 

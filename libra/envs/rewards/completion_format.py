@@ -1,4 +1,4 @@
-"""Rewards for the shape of a completion and for its length, whatever the answer is.
+"""Rewards for the format and the length of a completion, independent of its answer.
 
 Reading is linear in the text: tags are searched for, never matched by a pattern that could backtrack.
 """
@@ -13,11 +13,11 @@ TAGS = ("think", "answer")
 
 
 def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False) -> float:
-    """1.0 where ``text`` is ``<think>...</think> <answer>...</answer>`` and nothing else, else 0.0.
+    """1.0 if ``text`` is ``<think>...</think> <answer>...</answer>`` and nothing else, else 0.0.
 
     Each tag opens and closes once, in order; white space may stand before, between and after. DeepSeek-R1,
-    arXiv:2501.12948 (format reward). ``trailing`` allows text after the last closing tag, so that ``tags=["think"]`` asks for
-    one block of thought before the answer.
+    arXiv:2501.12948 (format reward). ``trailing`` allows text after the last closing tag, so that ``tags=["think"]`` requires
+    one thought block before the answer.
     """
     marks = _marks(tags)
     position, between = 0, True
@@ -36,10 +36,10 @@ def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
 
 
 def overlong(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
-    """What a long response costs: DAPO, arXiv:2503.14476, eq. 13 (soft overlong punishment).
+    """Penalty of a long response: DAPO, arXiv:2503.14476, eq. 13 (soft overlong punishment).
 
     0 up to ``max_tokens - buffer_tokens``, falling linearly to ``-penalty`` at ``max_tokens``, and ``-penalty`` above. Up
-    to ``max_tokens`` this is what verl 0.9.1 adds (``overlong_buffer``: len, penalty_factor); above it, verl goes on falling.
+    to ``max_tokens`` it equals verl 0.9.1 (``overlong_buffer``: len, penalty_factor), whose penalty keeps growing above.
 
     Raises
     ------

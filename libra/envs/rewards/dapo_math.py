@@ -49,7 +49,7 @@ _PATTERNS = (
 
 
 class MathVerdict(NamedTuple):
-    """``score`` is 1.0 or -1.0; ``given`` the answer found, None where a box was asked for and there is none."""
+    """``score`` is 1.0 or -1.0; ``given`` the answer found, None if a box was required and there is none."""
 
     score: float
     correct: bool
@@ -93,7 +93,7 @@ def verdict(text: str, answer: str, *, box_only: bool = False, box_within: int |
 
 
 def score(text: str, answer: str, *, box_only: bool = False) -> float:
-    """1.0 where ``text`` ends with ``answer``, else -1.0."""
+    """1.0 if ``text`` ends with ``answer``, else -1.0."""
     return verdict(text, answer, box_only=box_only).score
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from libra.envs.rewards.options import one_of
+from libra.envs.choices import one_of
 
 Method = Literal["strict", "flexible"]
 _VERL_TAIL_CHARS = 300
@@ -22,7 +22,7 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | None = None) -> str | None:
-    """The answer given in ``text``, None where there is none.
+    """The answer in ``text``, None without one.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | Non
     like : "verl", optional
         What verl 0.9.1 returns instead; see the module's docstring.
     """
-    one_of("method", method, ("strict", "flexible"))
-    one_of("like", like, (None, "verl"))
+    one_of("reward option method", method, ("strict", "flexible"))
+    one_of("reward option like", like, (None, "verl"))
     pattern = _MARKED if method == "strict" else _NUMERALS
     if like is None:
         found = (canonical(numeral) for numeral in reversed(pattern.findall(text)))
@@ -45,7 +45,7 @@ def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | Non
 
 
 def canonical(numeral: str) -> str | None:
-    """One spelling for each number: without commas, full stop at the end, and zeros that change nothing; None: no number."""
+    """One spelling per number: without commas, final full stop and redundant zeros; None: no number."""
     whole, _, fraction = numeral.removeprefix("-").replace(",", "").rstrip(".").partition(".")
     digits = whole + fraction
     if not (digits.isascii() and digits.isdigit()):
@@ -64,7 +64,7 @@ def score(
     full_score: float = 1.0,
     like: Literal["verl"] | None = None,
 ) -> float:
-    """``full_score`` where the extracted answer is ``answer``, ``format_score`` where another one is given, 0 where none is."""
+    """``full_score`` where the extracted answer is ``answer``, ``format_score`` for another answer, 0 for none."""
     found = extract(text, method, like=like)
     if found is None:
         return 0.0

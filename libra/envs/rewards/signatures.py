@@ -1,4 +1,4 @@
-"""Reward functions as other libraries write them, told apart by their parameters and called as those libraries would.
+"""Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and called as their library does.
 
 Three forms
 -----------
@@ -6,17 +6,18 @@ libra
     ``reward(completion, ...)``: any of prompt, completion (text of the last turn), episode and columns, by name; one number.
 trl
     ``reward(prompts, completions, completion_ids, **columns)`` of TRL's GRPOTrainer (1.16): every argument is a list with one
-    entry per completion, the result too; None means that the function has nothing to say of it. Known by ``completions``.
+    entry per completion, and so is the result; None: the function does not apply. Recognised by ``completions``.
 verifiers
-    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics: messages in, one number out. Known by a
-    parameter ``state``, ``info`` or ``task`` that is no column and has no default, by ``completion`` being annotated as messages or
-    a list, or by the mark of ``@vf.reward`` (0.4.0), whose weight counts.
+    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics: messages in, one number out.
+    Recognised by a parameter ``state``, ``info`` or ``task`` that is not a column and has no default, by ``completion``
+    annotated as messages or a list, or by the mark of ``@vf.reward`` (0.4.0), whose weight is used.
 
-Every one may be ``async``. What the parameters leave open is an error that names ``form``.
+All may be ``async``. Ambiguous parameters are an error that names ``form``.
 
-Differs from TRL: a function sees one completion per call, since groups are graded as they finish; ``completion_ids`` are the
-generated tokens, without what tools returned; there is no ``trainer_state`` and no ``environments``. Differs from verifiers: group
-rewards are refused; ``state`` is a plain dict with the keys of `_state`. In both, the text of a call stays in ``content``.
+Differs from TRL: a function gets one completion per call, because groups are graded as they finish; ``completion_ids``
+are the generated tokens, without what tools returned; there is no ``trainer_state`` and no ``environments``. Differs
+from verifiers: group rewards are refused; ``state`` is a plain dict with the keys of `_state`. In both, the text of a
+call stays in ``content``.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ import importlib
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from libra.envs.rewards import REWARDS, make_reward
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode
+from libra.untrusted import repr_text, shown_line
 
 logger = logging.getLogger(__name__)
 
 FORMS = ("libra", "trl", "verifiers")
 OWN = ("prompt", "completion", "episode")
-"""What rewards of Libra's form are given besides columns."""
+"""Arguments of rewards in Libra's form, beside columns."""
 _TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 _VERIFIERS = ("prompt", "completion", "answer", "state", "info", "task")
-_TELLING = ("state", "info", "task")
+_TELLTALE = ("state", "info", "task")
 
 Given = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any]
 
@@ -53,9 +55,9 @@ class Term:
     Attributes
     ----------
     names : tuple of str
-        What it is called with, all by name.
+        Its arguments, passed by name.
     objects : mapping
-        Further arguments that always are the same, such as a rubric's parser.
+        Further arguments that never change, such as a rubric's parser.
     """
 
     function: Callable[..., Any]
@@ -72,19 +74,19 @@ class RewardSum:
     Attributes
     ----------
     plain : bool
-        Whether prompts were given as text: then functions of TRL's form are given text, else messages.
+        Whether prompts were given as text: functions in TRL's form then get text, else messages.
     """
 
     terms: tuple[Term, ...]
     plain: bool
 
     def __call__(self, episode: Episode) -> Any:
-        """The sum of what the functions give, each times its weight; a single one's value as it is.
+        """The weighted sum of the functions' values; the value of a single one unchanged.
 
         Raises
         ------
         ValueError
-            Every function answered None, or one of TRL's form did not answer with a list of one.
+            Every function returned None, or one in TRL's form did not return a list of one.
         """
         values = [term.function(**self._arguments(term, episode)) for term in self.terms]
         if any(inspect.isawaitable(value) for value in values):
@@ -94,7 +96,7 @@ class RewardSum:
             return told[0]
         known = [term.weight * value for term, value in zip(self.terms, told, strict=True) if value is not None]
         if not known:
-            raise ValueError(f"no reward: {', '.join(_name(term.function) for term in self.terms)} answered None")
+            raise ValueError(f"no reward: {', '.join(_name(term.function) for term in self.terms)} returned None")
         return sum(known)
 
     def _arguments(self, term: Term, episode: Episode) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class RewardSum:
 
 
 def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> RewardSum:
-    """The rewards that a user gave.
+    """The rewards given by a user.
 
     Parameters
     ----------
@@ -133,14 +135,14 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
     Raises
     ------
     ConfigError
-        No reward; a parameter that nobody gives; a form that the parameters do not tell.
+        No reward; a parameter without a value; ambiguous parameters.
     """
     if hasattr(given, "funcs") and hasattr(given, "weights"):
         return RewardSum(_of_rubric(given, columns), plain)
     several = [given] if isinstance(given, str | Mapping) or not isinstance(given, Sequence) else list(given)
     named_ones = [each for each in several if isinstance(each, str | Mapping) and not _is_function(each)]
     if len(named_ones) == len(several):
-        named = make_reward(named_ones)  # the options of each are checked, and an empty list refused
+        named = make_reward(named_ones)  # checks the options of each, and refuses an empty list
         return RewardSum((_term(named, columns, form="libra", weight=1.0),), plain)
     return RewardSum(tuple(_read(each, columns) for each in several), plain)
 
@@ -218,13 +220,13 @@ def _form(function: Callable[..., Any], columns: Collection[str]) -> str:
     parameters = inspect.signature(function).parameters
     if "completions" in parameters:
         return "trl"
-    telling = [n for n in _TELLING if n in parameters and parameters[n].default is inspect.Parameter.empty]
-    if hasattr(function, "_vf_weight") or _takes_messages(parameters) or any(n not in columns for n in telling):
+    telltale = [n for n in _TELLTALE if n in parameters and parameters[n].default is inspect.Parameter.empty]
+    if hasattr(function, "_vf_weight") or _takes_messages(parameters) or any(n not in columns for n in telltale):
         return "verifiers"
-    if telling:
+    if telltale:
         raise ConfigError(
-            f"reward {_name(function)}: {telling[0]!r} is a column of the prompts and also what verifiers' rewards are given, "
-            "where 'completion' is a list of messages; say which is meant: reward={'function': f, 'form': 'libra'} or 'verifiers'"
+            f"reward {_name(function)}: {telltale[0]!r} is a column of the prompts and also an argument of verifiers' rewards, "
+            "where 'completion' is a list of messages; type reward={'function': f, 'form': 'libra'} or 'verifiers'"
         )
     return "libra"
 
@@ -238,7 +240,7 @@ def _takes_messages(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _names(function: Callable[..., Any], form: str, columns: Collection[str], bound: set[str]) -> tuple[str, ...]:
-    """What to hand to ``function`` by name."""
+    """Arguments to pass to ``function``, by name."""
     own = {"trl": _TRL, "verifiers": _VERIFIERS}.get(form, OWN)
     known = [*own, *sorted(set(columns) - set(own))]
     names: list[str] = []
@@ -246,12 +248,12 @@ def _names(function: Callable[..., Any], form: str, columns: Collection[str], bo
         if parameter.kind is parameter.VAR_KEYWORD:
             names.extend(each for each in known if each not in names and each not in bound)
         elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"reward: parameter {parameter} has no name to be called by; use plain named parameters")
+            raise ConfigError(f"reward: parameter {parameter} cannot be passed by name; use plain named parameters")
         elif name in known and name not in bound:
             names.append(name)
         elif parameter.default is parameter.empty and name not in bound:
             raise ConfigError(
-                f"reward: its parameter {name!r} is none of {', '.join(own)}, and not a column of every prompt "
+                f"reward: its parameter {name!r} is not one of {', '.join(own)}, and not a column of every prompt "
                 f"(columns: {', '.join(sorted(columns)) or 'none'}); rename it, or add the column to the prompts"
             )
     return tuple(dict.fromkeys(names))
@@ -298,13 +300,10 @@ def _one(term: Term, value: Any) -> Any:
 
 
 async def _all(values: Sequence[Any]) -> list[Any]:
-    async def awaited(value: Awaitable[Any]) -> Any:
-        return await value
+    async def awaited(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
 
-    async def same(value: Any) -> Any:
-        return value
-
-    return list(await asyncio.gather(*(awaited(v) if inspect.isawaitable(v) else same(v) for v in values)))
+    return await asyncio.gather(*map(awaited, values))
 
 
 def _name(function: Any) -> str:
@@ -312,8 +311,8 @@ def _name(function: Any) -> str:
 
 
 def _log_extra(column: str, values: Sequence[Any]) -> None:
-    logger.info("reward column %s: %s", column, list(values))
+    logger.info("reward column %s: %s", shown_line(str(column)), shown_line(repr_text(list(values))))
 
 
 def _log_metric(name: str, value: float) -> None:
-    logger.info("reward metric %s: %s", name, value)
+    logger.info("reward metric %s: %s", shown_line(str(name)), shown_line(repr_text(value)))

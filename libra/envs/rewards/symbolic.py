@@ -6,7 +6,7 @@ Needs the package math-verify (``pip install 'libra-rl[math]'``). Same extractio
 Invariants
 ----------
 1. A comparison takes at most ``timeout_s``; its process is then killed, and the next comparison gets a fresh one.
-2. At most `MAX_PROCESSES` comparisons run at once on a worker; waiting for one of them does not count.
+2. At most `MAX_PROCESSES` comparisons run at once on a worker; time spent waiting for a process does not count.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import ConfigError, RewardFault
+from libra.untrusted import shown_line
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _idle: list[subprocess.Popen[bytes]] = []
 
 
 def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: float = 0.0) -> float:
-    """1.0 where ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` where that takes too long.
+    """1.0 if ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` where that takes too long.
 
     Raises
     ------
@@ -57,13 +58,13 @@ def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: flo
             return timeout_score
         _idle.append(process)
     if "error" in reply:
-        logger.info("math-verify failed, which scores 0: %s", reply["error"])
+        logger.info("math-verify failed, which scores 0: %s", shown_line(str(reply["error"])))
         return 0.0
     return float(reply["score"])
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # -P: the directory of the program is no place to import from.
+    # -P: do not import from the directory of the program.
     return subprocess.Popen(
         [sys.executable, "-P", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -75,7 +76,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, Any] | None:
-    """The reply to one request; None where none came in time."""
+    """The reply to one request; None if none came in time."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + timeout_s

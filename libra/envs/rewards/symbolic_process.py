@@ -1,7 +1,7 @@
 """The process in which math-verify runs: one JSON object a line on standard input, one answer a line on standard output.
 
-It is a program, started by path and importing nothing of Libra. math-verify bounds its own steps with ``SIGALRM``, which
-only a main thread has, and sympy can be killed only with its process.
+It is started by its path and imports nothing of Libra. math-verify bounds its steps with ``SIGALRM``, which only a main thread has,
+and sympy can be killed only with its process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TextIO
 
 
 def compare(text: str, answer: str) -> float:
-    """1.0 where any expression found in ``text`` equals any found in the boxed ``answer``."""
+    """1.0 if any expression found in ``text`` equals any found in the boxed ``answer``."""
     from math_verify.grader import verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, parse
 

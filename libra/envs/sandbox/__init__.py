@@ -1,7 +1,7 @@
 """Runs programs that a model wrote, confined as well as the machine allows.
 
 `Session` is one sandbox in which programs run one after another. `available` says which `Level` works on this machine and why no
-better one does; `level_for` is what a setting comes to.
+better one does; `level_for` gives the level of a setting.
 """
 
 from libra.envs.sandbox.isolation import available, level_for

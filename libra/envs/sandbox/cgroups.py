@@ -1,7 +1,8 @@
-"""A control group around one sandbox, where this process may make one: a bound on processes and memory that also binds root.
+"""A control group around one sandbox, where this process may make one: bounds on processes, memory and CPU that also bind root.
 
-Version 1 hierarchies (`/sys/fs/cgroup/pids`, `/sys/fs/cgroup/memory`) and a delegated version 2 group are used; elsewhere there is
-none, and limits of the processes themselves are all there is.
+Version 1 hierarchies (`/sys/fs/cgroup/pids`, `memory`, `cpu`), the version 2 group of this process where it was delegated, and as
+root the version 2 root are used. On other machines there is no control group, and only the limits of each process
+apply.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 EXTRA_PROCESSES = 8
 """Of the sandbox itself: bubblewrap and the supervisor."""
+PERIOD_US = 100_000
+"""In which a group may use its share of the cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """Directories of one group; empty where none can be made."""
+    """Directories of one group; empty if none can be made."""
 
     places: tuple[Path, ...]
 
     @classmethod
-    def make(cls, processes: int, memory_bytes: int) -> ControlGroup:
+    def make(cls, processes: int, memory_bytes: int, cpus: float) -> ControlGroup:
         """A new group with these bounds."""
         name = f"libra-{os.getpid()}-{secrets.token_hex(6)}"
         made: list[Path] = []
@@ -40,6 +43,9 @@ class ControlGroup:
                     ("memory.max", memory_bytes),
                     ("memory.swap.max", 0),
                     ("memory.limit_in_bytes", memory_bytes),
+                    ("cpu.max", f"{round(cpus * PERIOD_US)} {PERIOD_US}"),
+                    ("cpu.cfs_period_us", PERIOD_US),
+                    ("cpu.cfs_quota_us", round(cpus * PERIOD_US)),
                 ):
                     if (place / file).exists():
                         (place / file).write_text(str(value))
@@ -68,7 +74,7 @@ class ControlGroup:
             time.sleep(0.005)
 
     def remove(self) -> None:
-        """Delete the group; what is left of it after that is the system's."""
+        """Delete the group; if that fails, it is left to the system."""
         for place in self.places:
             with contextlib.suppress(OSError):
                 place.rmdir()
@@ -91,10 +97,11 @@ def _parents() -> tuple[Path, ...]:
     """Where groups can be made."""
     found = [ROOT / kind for kind in ("pids", "memory") if os.access(ROOT / kind / "cgroup.procs", os.W_OK)]
     if found:
-        return tuple(found)
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        if line.startswith("0::"):
-            own = ROOT / line[3:].strip().lstrip("/")
-            if {"pids", "memory"} <= set(_read(own / "cgroup.subtree_control").split()) and os.access(own, os.W_OK):
-                return (own,)
+        cpu = ROOT / "cpu"
+        bounded = (cpu / "cpu.cfs_quota_us").exists() and os.access(cpu / "cgroup.procs", os.W_OK)
+        return (*found, cpu) if bounded else tuple(found)
+    own = [line[3:].strip() for line in _read(Path("/proc/self/cgroup")).splitlines() if line.startswith("0::")]
+    for place in (*(ROOT / path.lstrip("/") for path in own), ROOT):
+        if {"pids", "memory"} <= set(_read(place / "cgroup.subtree_control").split()) and os.access(place, os.W_OK):
+            return (place,)
     return ()

@@ -1,4 +1,4 @@
-"""Which level this machine can confine programs at, found out by trying, and what a setting asks for."""
+"""The sandbox level of this machine, found by trying each one, and the level that a setting requires."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import functools
 import os
 import shutil
 
-from libra.envs.sandbox.cgroups import can_make_groups
-from libra.envs.sandbox.levels import Level, Limits, interpreter_paths, readable_by_others
+from libra.envs.sandbox.levels import Level, Limits, why_no_user_of_its_own
 from libra.envs.sandbox.session import SandboxFailed, Session
 from libra.errors import ConfigError
 
@@ -23,10 +22,10 @@ def _landlock_abi() -> int:
 
 @functools.cache
 def available() -> tuple[Level, dict[str, str]]:
-    """The best level that works here, tried by running a program in it, and why each better one does not; found out once."""
+    """The best level that works here, tried by running a program in it, and why each better one does not; cached."""
     missing: dict[str, str] = {}
     for level in sorted(Level, reverse=True):
-        reason = _cannot(level)
+        reason = why_not(level)
         if reason is None:
             try:
                 with Session(level, Limits()) as session:
@@ -41,10 +40,13 @@ def available() -> tuple[Level, dict[str, str]]:
 
 
 def level_for(isolation: str) -> Level:
-    """The level for ``environment.args.isolation``; ConfigError where it is none, or asks for more than the machine has."""
+    """The level for ``environment.args.isolation``; ConfigError if it is not a level, or requires more than the machine has."""
     if isolation not in ("require", "best"):
         raise ConfigError(f"environment.args.isolation: got {isolation!r}; allowed are 'require' and 'best'")
-    level, missing = available()
+    try:
+        level, missing = available()
+    except SandboxFailed as error:
+        raise ConfigError(f"environment: this machine cannot run programs that a model writes: {error}") from error
     if isolation == "require" and level is Level.RLIMITS:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ConfigError(
@@ -54,19 +56,10 @@ def level_for(isolation: str) -> Level:
     return level
 
 
-def _cannot(level: Level) -> str | None:
+def why_not(level: Level) -> str | None:
     """Why this level is not to be tried at all."""
     if level is Level.BUBBLEWRAP and shutil.which("bwrap") is None:
         return "bwrap is not installed; type: apt-get install bubblewrap"
-    if (
-        level is Level.RLIMITS
-        and os.geteuid() == 0
-        and not readable_by_others(interpreter_paths()[1])
-        and not can_make_groups()
-    ):
-        return "programs would run as root, whom no limit on processes binds, and no control group can be made here"
     if level is Level.LANDLOCK and (os.geteuid() != 0 or _landlock_abi() < LEAST_ABI):
         return f"needs Landlock ABI {LEAST_ABI} (Linux 6.12; this is {_landlock_abi()}), and root, for a user of the program's own"
-    if level is Level.LANDLOCK and os.geteuid() == 0 and not readable_by_others(interpreter_paths()[1]):
-        return f"another user cannot read {interpreter_paths()[1]}, and programs must not run as root; install Python elsewhere"
-    return None
+    return None if level is Level.BUBBLEWRAP else why_no_user_of_its_own()

@@ -1,4 +1,4 @@
-"""What this machine can confine a program with, and the command that starts a supervisor so confined.
+"""Levels of confinement, and the command that starts a supervisor confined at one of them.
 
 Levels, best first:
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import random
+import socket
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Level(IntEnum):
 
     @property
     def label(self) -> str:
-        """As people and the store spell it."""
+        """Its name in messages and in the store."""
         return self.name.lower()
 
 
@@ -60,6 +61,8 @@ class Limits:
     cpu_s : int
         CPU seconds of one process.
     open_files : int
+    cpus : float
+        Cores that all processes together may use, where a control group can be made.
     """
 
     memory_bytes: int = 512 * MEGABYTE
@@ -68,6 +71,7 @@ class Limits:
     processes: int = 16
     cpu_s: int = 60
     open_files: int = 64
+    cpus: float = 1.0
 
     def rlimits(self) -> dict[str, int]:
         """By the name of the constant in the module ``resource``."""
@@ -90,16 +94,36 @@ def interpreter_paths() -> tuple[Path, Path, tuple[Path, ...]]:
     return python, stdlib, tuple(path for path in packages if path.is_dir())
 
 
-def command(level: Level, limits: Limits, work: Path, requests: int, answers: int) -> list[str]:
+def reserve_uid() -> tuple[int, socket.socket] | None:
+    """A user id that no other sandbox of this machine has while the socket is open; None where Libra does not run as root.
+
+    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it when that process
+    ends.
+    """
+    if os.geteuid() != 0:
+        return None
+    for uid in random.SystemRandom().sample(UIDS, len(UIDS)):
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0libra-sandbox-{uid}")
+        except OSError:
+            mark.close()
+            continue
+        return uid, mark
+    raise OSError(f"all {len(UIDS)} user ids of sandboxes are taken")
+
+
+def command(level: Level, limits: Limits, work: Path, requests: int, answers: int, uid: int | None) -> list[str]:
     """The command line of a supervisor; descriptors ``requests`` and ``answers`` are to be passed on to it."""
     python, stdlib, hidden = interpreter_paths()
-    uid = secrets.choice(UIDS) if os.geteuid() == 0 else None
+    if level is not Level.BUBBLEWRAP and (reason := why_no_user_of_its_own()):
+        raise OSError(reason)
     orders: dict[str, Any] = {
         "requests": requests,
         "answers": answers,
         "dies_with_parent": True,
         "alone": level is Level.BUBBLEWRAP or (level is Level.LANDLOCK and uid is not None),
-        "uid": uid if level is Level.BUBBLEWRAP or readable_by_others(stdlib) else None,
+        "uid": uid,
         "readable": None,
         "writable": [],
         "limits": limits.rlimits(),
@@ -118,8 +142,8 @@ def command(level: Level, limits: Limits, work: Path, requests: int, answers: in
                 "/dev/null",
             ]
             orders["writable"] = [str(work), "/dev/null"]
-        if orders["uid"] is not None:
-            os.chown(work, orders["uid"], orders["uid"])
+        if uid is not None:
+            os.chown(work, uid, uid)
         return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), json.dumps(orders)]
     inside = [
         "/py/bin/python", "-I", "-S", "-u", "-B", "/supervisor.py", json.dumps(orders),
@@ -131,7 +155,8 @@ def _bubblewrap(python: Path, stdlib: Path, hidden: Sequence[Path], limits: Limi
     """bubblewrap's part of the command."""
     library = f"/py/lib/{stdlib.name}"
     words = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    words += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    # As process 1 the supervisor cannot be killed or stopped from inside, and there is no process of bubblewrap's to attack.
+    words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if as_root:  # a user namespace would keep the supervisor root outside, whom no limit on processes binds
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -144,30 +169,28 @@ def _bubblewrap(python: Path, stdlib: Path, hidden: Sequence[Path], limits: Limi
             words += ["--ro-bind", str(folder), str(folder)]
     for path in sorted(Path("/usr/lib").glob("python3*")):
         if path != stdlib:
-            words += ["--tmpfs", str(path)]
+            words += ["--tmpfs", str(path), "--remount-ro", str(path)]
     for made in ("/py", "/py/bin", "/py/lib"):  # bubblewrap makes what lies above a mount for its owner alone
         words += ["--perms", "0755", "--dir", made]
     words += ["--ro-bind", str(stdlib), library, "--ro-bind", str(python), "/py/bin/python"]
     for path in hidden:
         if path.parent == stdlib:
-            words += ["--tmpfs", f"{library}/{path.name}"]
+            words += ["--tmpfs", f"{library}/{path.name}", "--remount-ro", f"{library}/{path.name}"]
     for shared in sorted(python.parent.parent.glob("lib/libpython*.so*")):
         words += ["--ro-bind", str(shared), f"/py/lib/{shared.name}"]
     words += ["--setenv", "PYTHONHOME", "/py", "--setenv", "LD_LIBRARY_PATH", "/py/lib", "--setenv", "LANG", "C.UTF-8"]
     words += ["--ro-bind", str(SUPERVISOR), "/supervisor.py", "--proc", "/proc", "--dev", "/dev"]
-    words += [
-        "--perms",
-        "1777",
-        "--size",
-        str(limits.disk_bytes),
-        "--tmpfs",
-        "/tmp",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/tmp",
-    ]
+    words += ["--remount-ro", "/dev", "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
+    words += ["--remount-ro", "/", "--chdir", "/tmp"]
     return words
+
+
+def why_no_user_of_its_own() -> str | None:
+    """Why a program would run as root without namespaces, where it could kill every process of the machine; None: it would not."""
+    stdlib = interpreter_paths()[1]
+    if os.geteuid() != 0 or readable_by_others(stdlib):
+        return None
+    return f"another user cannot read {stdlib}, and programs must not run as root; install Python elsewhere"
 
 
 def readable_by_others(path: Path) -> bool:

@@ -1,9 +1,11 @@
-"""A sandbox that lasts: one supervisor, one program after another, files in /tmp kept between them.
+"""A persistent sandbox: one supervisor runs one program after another and keeps files in /tmp between them.
 
 Invariants
 ----------
-1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S`, whatever the program does, and no process of it is left.
-2. Whatever goes wrong inside is the program's failure, a `Finished`; only a sandbox that cannot be started raises.
+1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S`, whatever the program does, and leaves no process of
+   it.
+2. Whatever goes wrong inside is the program's failure, a `Finished`; only what the machine refuses raises: a sandbox that cannot be
+   started, a supervisor that cannot fork while nothing runs in it.
 3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are ever in memory here.
 """
 
@@ -14,27 +16,31 @@ import json
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from libra.envs.sandbox.cgroups import ControlGroup
-from libra.envs.sandbox.levels import Level, Limits, command
+from libra.envs.sandbox.levels import Level, Limits, command, reserve_uid
 
 GRACE_S = 2.0
-"""How much later than its deadline a program's supervisor may answer before the whole sandbox is killed."""
+"""Seconds after a program's deadline until the whole sandbox is killed, if its supervisor has not answered."""
 START_S = 20.0
-"""How long a supervisor may take to start on a machine that does other things too."""
+"""Seconds that a supervisor may take to start, on a loaded machine too."""
 MAX_ANSWER_BYTES = 64 * 2**20
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="libra-sandbox")
+"""Starts supervisors: the kernel ends them with the thread that started them, and threads of tool calls end."""
 
 
 class SandboxFailed(OSError):
-    """The sandbox could not be started; a fault of the machine, never of a program."""
+    """The sandbox could not be started, or not start a program; a fault of the machine, never of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +50,11 @@ class Finished:
     Attributes
     ----------
     exit_code : int or None
-        Negative where a signal ended it; None where it was cut off, or took its supervisor with it.
+        Negative where a signal ended it; None if it was cut off, or took its supervisor with it.
     output : str
         Standard output and error together.
     result : str or None
-        JSON of what the called function returned; None where nothing was called, or it did not return.
+        JSON of what the called function returned; None if nothing was called, or it did not return.
     level : Level
         What confined it.
     """
@@ -73,6 +79,7 @@ class Session:
         self._process: subprocess.Popen[bytes] | None = None
         self._work: Path | None = None
         self._group = ControlGroup(())
+        self._uid: tuple[int, socket.socket] | None = None
         self._requests = self._answers = -1
         try:
             self._start()
@@ -100,7 +107,7 @@ class Session:
         return self._ask(request, timeout_s, 20_000, result_bytes)
 
     def close(self) -> None:
-        """Kill all that runs in it, and delete its files; never raises for what a program left behind."""
+        """Kill every process in it, and delete its files; never raises because of what a program left behind."""
         process, self._process = self._process, None
         if process is not None:
             for descriptor in (self._requests, self._answers):
@@ -113,6 +120,9 @@ class Session:
             if process.stderr is not None:
                 process.stderr.close()
             self._group.remove()
+        if self._uid is not None:
+            self._uid[1].close()
+            self._uid = None
         work, self._work = self._work, None
         if work is not None:
             _delete(work)
@@ -125,9 +135,12 @@ class Session:
         try:
             self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
             limits = self.limits
-            self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes)
-            words = self._group.around(command(self.level, limits, self._work, inside_requests, inside_answers))
-            self._process = subprocess.Popen(
+            self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes, limits.cpus)
+            self._uid = reserve_uid()
+            uid = None if self._uid is None else self._uid[0]
+            words = self._group.around(command(self.level, limits, self._work, inside_requests, inside_answers, uid))
+            self._process = _STARTER.submit(
+                subprocess.Popen,
                 words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -136,7 +149,7 @@ class Session:
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 pass_fds=(inside_requests, inside_answers),
                 start_new_session=True,
-            )
+            ).result()
         except OSError as error:
             os.close(self._requests)
             os.close(self._answers)
@@ -166,6 +179,9 @@ class Session:
         if answer is None:  # the program killed or stopped its supervisor, or filled what that needs
             self.close()
             return Finished(None, "[the program ended the sandbox that it ran in]", None, self.level)
+        if "fault" in answer:
+            self.close()
+            raise SandboxFailed(f"{self.level.label}: {answer['fault']}")
         output = _text(answer.get("output"))
         result = _text(answer.get("result")) if request.get("call") else ""
         code = answer.get("exit_code")
@@ -181,7 +197,7 @@ class Session:
         return True
 
     def _answer(self, deadline: float) -> dict[str, Any] | None:
-        """The next answer; None where there is none until the deadline, or it is none."""
+        """The next answer; None if none comes before the deadline, or it is not an answer."""
         head = self._read(4, deadline)
         if head is None:
             return None
@@ -213,7 +229,7 @@ def _ready(descriptor: int, what: int, deadline: float) -> bool:
 
 
 def _text(raw: Any) -> str:
-    """UTF-8 of the bytes that were sent as Latin-1; replaced where it is none."""
+    """UTF-8 text of bytes that were sent as Latin-1; invalid bytes are replaced."""
     return raw.encode("latin-1", "replace").decode("utf-8", "replace") if isinstance(raw, str) else ""
 
 

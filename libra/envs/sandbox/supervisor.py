@@ -8,6 +8,7 @@ Invariants
 1. A program has neither of those descriptors, and no privilege to trace or read the supervisor.
 2. After an answer every process that its program started is dead.
 3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no request waits for ever.
+4. Limits are each program's own: one that uses up its CPU seconds takes none from the supervisor or from the next program.
 """
 
 # ruff: noqa: PTH112, PTH123, SIM105, SIM115, BLE001, ANN
@@ -31,7 +32,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option, value=0, *more):
-    """prctl(2); OSError where the kernel refuses."""
+    """prctl(2); OSError if the kernel refuses."""
     words = [ctypes.c_ulong(word) for word in (value, *more, 0, 0, 0)[:4]]
     if libc.prctl(option, *words) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
@@ -161,19 +162,28 @@ def restrict_files(readable, writable):
 # ---------------------------------------------------------------- one program
 
 
-def run_forked(request, alone):
-    """Fork, run the program of ``request``, and say how it ended; everything that it started is dead afterwards."""
+def run_forked(request, alone, limits):
+    """Fork, run the program of ``request``, and return how it ended; every process that it started is dead
+    afterwards."""
     output, output_end = os.pipe()
     result, result_end = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:  # nothing of a program is left here: the machine has no room
+        for end in (output, output_end, result, result_end):
+            os.close(end)
+        return {"fault": f"no process can be started: {error}"}
     if child == 0:
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setpgid(0, 0)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(output_end, 1)
             os.dup2(output_end, 2)
             os.dup2(result_end, 3)
             os.closerange(4, 2**20)
+            for name, value in limits.items():
+                resource.setrlimit(getattr(resource, name), (value, value))
             _become_program(request)
         finally:
             os._exit(120)
@@ -198,7 +208,7 @@ def run_forked(request, alone):
             status = os.waitpid(child, 0)[1]
     os.close(ended)
     killed = kill_all(child, alone)
-    for end in list(waiting):  # what it had written before it ended; nobody is left to write more
+    for end in list(waiting):  # what it had written before it ended; no process remains that could write more
         os.set_blocking(end, False)
         try:
             while got := os.read(end, 65536):
@@ -214,7 +224,7 @@ def run_forked(request, alone):
 
 
 def kill_all(child, alone):
-    """Kill what ``child`` started and has left behind; what they ended with, by process."""
+    """Kill the processes that ``child`` started and left behind; returns their exit statuses by process id."""
     ended = {}
     for _ in range(200):
         if alone:
@@ -257,7 +267,7 @@ def descendants():
 
 
 def _become_program(request):
-    """In the fork: run the source, then call its function where one is asked for."""
+    """In the fork: run the source, then call its function if one is requested."""
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
@@ -282,8 +292,8 @@ def _become_program(request):
     except BaseException:
         import traceback
 
+        code = 1  # first: where memory has run out, printing fails too
         traceback.print_exc()
-        code = 1
     finally:
         try:
             sys.stdout.flush()
@@ -333,8 +343,7 @@ def main():
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     if orders["readable"] is not None:
         restrict_files(orders["readable"], orders["writable"])
-    for name, value in orders["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as process 1 it is sent no signal that it does not handle
     filtered = refuse_system_calls() if orders["filter"] else False
     os.umask(0o077)
     import traceback  # noqa: F401  # loaded once, not in every fork
@@ -345,7 +354,7 @@ def main():
             request = json.loads(exactly(requests, struct.unpack("!I", exactly(requests, 4))[0]))
         except EOFError:
             return
-        send(answers, run_forked(request, orders["alone"]))
+        send(answers, run_forked(request, orders["alone"], orders["limits"]))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 Invariants, for every format
 ----------------------------
 1. Any text is read without raising, in time linear in its length.
-2. Each opening tag gives at most one malformed call; a malformed call has ``error`` set and is shown to the model, which may
-   try again. No call is dropped in silence.
-3. A right call is read as it was written, whatever its arguments hold, closing tags included.
+2. Each opening tag gives at most one malformed call, with ``error`` set; the model reads the error and may try again. No call is
+   dropped silently.
+3. A well-formed call is read as it was written, also with closing tags in its arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["TOOL_FORMATS", "ToolFormat", "parse_hermes", "parse_qwen3_coder"]
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read, and what a model that got one wrong is shown as the shape of a right one."""
+    """The parser of a format, and the shape of a right call to show after a malformed one."""
 
     parse: Callable[[str, Sequence[Tool]], tuple[ToolCall, ...]]
     usage: Callable[[Tool], str]
@@ -33,4 +33,4 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(lambda text, tools: parse_hermes(text), lambda tool: tool.usage),
     "qwen3_coder": ToolFormat(parse_qwen3_coder, qwen3_coder.usage),
 }
-"""By the name that ``rollout.tool_format`` takes."""
+"""By the value of ``rollout.tool_format``."""

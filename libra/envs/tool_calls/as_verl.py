@@ -1,8 +1,8 @@
-"""What verl 0.9.1's parsers read from the same text, for moving a run here and for comparing.
+"""The parsers of verl 0.9.1, for runs moved from verl and for comparisons.
 
-They differ from Libra's on purpose-made and on broken text. Hermes: a call ends at the first ``</tool_call>``, so one with that
-text inside a string argument is lost. Both: a call that is not right is dropped, and the model never learns of it.
-Qwen3-Coder: a parameter ends at the first ``</parameter>``, an unclosed one at the end of its function, and "null" is no value
+They differ from Libra's on adversarial and on broken text. Hermes: a call ends at the first ``</tool_call>``, so one with that
+text inside a string argument is lost. Both: a malformed call is dropped, and the model gets no error.
+Qwen3-Coder: a parameter ends at the first ``</parameter>``, an unclosed one at the end of its function, and "null" is None
 whatever the type.
 """
 
@@ -74,9 +74,9 @@ def verl_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> VerlReading:
 
 
 def _call(name: object, arguments: object) -> VerlCall:
-    """TypeError where the name is no text, or the arguments are nothing that JSON can say."""
+    """TypeError if the name is not text, or JSON cannot express the arguments."""
     if not isinstance(name, str):
-        raise TypeError("the name is no text")
+        raise TypeError("the name is not text")
     return VerlCall(name, json.dumps(arguments, ensure_ascii=False))
 
 

@@ -17,8 +17,8 @@ _LONGEST_WORD_CHARS = 16  # "-Infinity" or "\\ud83d\\ude00", cut by the end of a
 def parse_hermes(text: str) -> tuple[ToolCall, ...]:
     """The calls in ``text``, in order.
 
-    The JSON is decoded rather than searched for its end, so an argument may itself contain ``</tool_call>``. A call
-    that is not right is returned with ``error`` set, and reading goes on after its closing tag.
+    The JSON is decoded, not searched for its end, so an argument may contain ``</tool_call>``. A malformed call is returned with
+    ``error`` set, and reading continues after its closing tag.
     """
     calls: list[ToolCall] = []
     closing = Places(text, CLOSE)
@@ -31,7 +31,7 @@ def parse_hermes(text: str) -> tuple[ToolCall, ...]:
 
 
 def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
-    """The call whose JSON begins at or after ``start``, and where to read on."""
+    """The call whose JSON begins at or after ``start``, and the position behind it."""
     close = closing.after(start)
     resume = close + len(CLOSE) if close >= 0 else start
     try:
@@ -47,9 +47,9 @@ def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
 def _decode(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at ``start``, and where it ends.
 
-    Decoded from windows that grow only while the value may go on: an error of `json` counts the lines before it, which
-    would be quadratic over many bad calls. How far all calls of a text read together is linear too: reading goes over a
-    tag only inside a string, where a call that begins at this tag is outside one, and so ends at the next tag at the latest.
+    Decoded from windows that grow only while the value may continue: an error of `json` counts the lines before it, which would be
+    quadratic over many bad calls. All calls of a text together are linear too: reading passes a tag only inside a string, and a
+    call that begins at this tag is outside one, so it ends at the next tag at the latest.
     """
     size = _WINDOW_CHARS
     while True:

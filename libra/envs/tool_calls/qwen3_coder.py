@@ -2,10 +2,10 @@
 
 Values are not escaped, so where one ends is a rule: at the first ``</parameter>`` that is followed, white space aside, by
 another ``<parameter=`` or by ``</function>``. A value may therefore hold ``</parameter>``, ``</function>`` or ``</tool_call>``
-in any other place, and a call whose last parameter is never closed takes up what follows until one is.
+in any other place, and a last parameter without end includes the text up to the next end.
 
-A value is a string unless the tool's schema says otherwise; then it is read as JSON, and stays a string where it is none, so
-that the model is told what was expected.
+A value is a string unless the tool's schema has another type. Then it is read as JSON, and stays a string where it is not JSON, so
+that the model reads which type was expected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def usage(tool: Tool) -> str:
 
 
 class _Malformed(Exception):
-    """What is wrong with a call, and up to where it was read; never leaves this module."""
+    """A malformed call, and the position up to which it was read; internal."""
 
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
@@ -78,7 +78,7 @@ class _Reader:
                 call, position = self._function(position)
                 calls.append(call)
         except _Malformed as problem:
-            # Not from the start of the call: what was read is never read again, so all calls together are linear.
+            # Not from the start of the call: nothing is read twice, so all calls together take linear time.
             close = self.closing.after(problem.position)
             resume = close + len(CLOSE) if close >= 0 else problem.position
             return [ToolCall("", {}, str(problem))], resume
@@ -116,7 +116,7 @@ class _Reader:
 
 
 def _converted(value: str, schema: Mapping[str, Any]) -> Any:
-    """``value`` as its schema wants it, or as it is."""
+    """``value`` in the type of its schema, or unchanged."""
     kinds = schema.get("type", "string")
     kinds = {kinds} if isinstance(kinds, str) else set(kinds)
     if schema.get("nullable"):

@@ -1,4 +1,4 @@
-"""Searching generated text for tags, in linear time however often and from wherever it is asked."""
+"""Searching generated text for tags, in linear time over all searches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Places:
-    """Where a mark occurs in a text: found once, then looked up.
+    """Positions of a mark in a text: found once, then looked up.
 
     ``str.find`` from every opening tag on is quadratic where the mark is far away or nowhere.
     """
@@ -27,7 +27,7 @@ class Places:
 
 
 def skip_space(text: str, position: int) -> int:
-    """The first position at or after ``position`` that is no white space."""
+    """The first position at or after ``position`` that is not white space."""
     while position < len(text) and text[position].isspace():
         position += 1
     return position

@@ -1,126 +1,34 @@
 """Seconds and bytes of one training step, for the layouts that our trainer runs: data parallel and FSDP2.
 
 1. Every token of the batch is computed once per pass; packing wastes ``padding_frac`` of the rows and nothing else.
-2. Bytes of a GPU are counted per GPU (`libra.planner.cost.training_memory`): what FSDP2 shards is divided by the GPUs once, what
-   data parallel copies by none.
-3. A step that does not fit is an answer (``fits`` false and by how much), never a smaller step.
+2. Bytes of a GPU are counted per GPU (`libra.planner.cost.training_memory`): what FSDP2 shards is divided by the number of
+   GPUs once; what data parallel replicates is not divided.
+3. A step that does not fit is returned as such (``fits`` is false, and ``headroom_bytes`` says by how much), never as a
+   smaller step.
 
-Tensor, pipeline and expert parallel training are not here: `Layout.kind` is where they will be named.
+Tensor, pipeline and expert parallel training are not modelled; they would be values of `Layout.kind`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ConfigError
-from libra.hardware import GPU, Efficiencies, ModelOnGPU, ModelShape
-from libra.hardware.rooflines import all_reduce_s
-from libra.hardware.training_seconds import backward_over_forward
-from libra.hardware.training_seconds import forward_s as model_forward_s
-from libra.planner.cost.training_memory import WIDE_BYTES, MemoryOptions, MicroBatchSize, step_bytes
+from libra.hardware import GPU, Efficiencies, ModelShape
+from libra.hardware.operators import layer_s, operator_s
+from libra.hardware.rooflines import all_reduce_s, attention_prefill_s
+from libra.planner.cost.training_layout import Layout
+from libra.planner.cost.training_memory import WIDE_BYTES, MicroBatchSize, step_bytes
 
 Array = NDArray[np.float64]
 
-LayoutKind = Literal["ddp", "fsdp2"]
+BACKWARD_OVER_FORWARD = 2.0
+"""Seconds of a backward pass over a forward pass: each product has two, for its input and for its weight.
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a training step is laid out.
-
-    Attributes
-    ----------
-    kind : "ddp" or "fsdp2"
-        Copies of everything, or weights, gradients and optimizer states sharded over the GPUs: ``trainer.layout``.
-    gradient_checkpointing : bool
-        Keep only each layer's input and compute its forward again in the backward pass.
-    recompute_logprobs : bool
-        One forward pass more per step, before it, for the policy's own log-probabilities.
-    reference : bool
-        Likewise for a frozen reference model, whose weights are held too, whole on each GPU.
-    offload : bool
-        Of fsdp2: shards live in the host's memory and cross ``host_bytes_per_s``.
-    micro_batch_tokens : int
-        Tokens of one forward pass on one GPU.
-    max_row_tokens : int
-        Sequences are packed into rows of up to this length, which then have a mask; a longer one has a row of its own.
-    generated_frac : float
-        Share of the tokens that is scored.
-    logit_chunk_tokens : int
-        Tokens whose logits are held at once (`libra.train.chunked_logprobs`).
-    entropy_bonus : bool
-    epochs : int
-        Passes over the batch.
-    minibatches : int
-        Optimizer steps per pass.
-    weight_bytes : int
-        Of a weight in forward and backward passes.
-    master_bytes : int or None
-        Of the optimizer's copy of it. None: it updates the weights themselves.
-    on_cpu : bool
-        Training workers without a GPU.
-    runtime_bytes : float
-        Held beside tensors: the driver's context, NCCL's buffers, what the allocator cannot use.
-    padding_frac : float
-        Share of the rows that is padding.
-    overlap_frac : float
-        Share of FSDP2's communication that hides behind computation; data parallel sums after the last micro-batch.
-    host_bytes_per_s : float
-        One direction of PCIe 4.0 x16 as reached.
-    """
-
-    kind: LayoutKind = "fsdp2"
-    gradient_checkpointing: bool = True
-    recompute_logprobs: bool = False
-    reference: bool = False
-    offload: bool = False
-    micro_batch_tokens: int = 16384
-    max_row_tokens: int = 1
-    generated_frac: float = 1.0
-    logit_chunk_tokens: int = 1024
-    entropy_bonus: bool = False
-    epochs: int = 1
-    minibatches: int = 1
-    weight_bytes: int = 2
-    master_bytes: int | None = 4
-    on_cpu: bool = False
-    runtime_bytes: float = 2.0e9
-    padding_frac: float = 0.03
-    overlap_frac: float = 0.5
-    host_bytes_per_s: float = 20.0e9
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(LayoutKind):
-            raise ConfigError(
-                f"layout.kind: got {self.kind!r}; allowed are {', '.join(get_args(LayoutKind))}: the trainer has no tensor, "
-                "pipeline or expert parallelism yet"
-            )
-        if min(self.micro_batch_tokens, self.logit_chunk_tokens, self.epochs, self.minibatches) < 1:
-            raise ConfigError("layout: micro_batch_tokens, logit_chunk_tokens, epochs and minibatches are at least 1")
-        if not (0 <= self.padding_frac < 1 and 0 <= self.overlap_frac <= 1):
-            raise ConfigError(
-                f"layout: padding_frac {self.padding_frac} and overlap_frac {self.overlap_frac} are shares"
-            )
-
-    def memory_options(self, num_gpus: int) -> MemoryOptions:
-        """The same for `libra.planner.cost.training_memory`."""
-        return MemoryOptions(
-            shards=num_gpus if self.kind == "fsdp2" else 1,
-            replicas=num_gpus,
-            weight_bytes=self.weight_bytes,
-            master_bytes=self.master_bytes,
-            gradient_checkpointing=self.gradient_checkpointing,
-            reference=self.reference,
-            offload=self.offload,
-            backup=self.epochs * self.minibatches > 1,
-            entropy_bonus=self.entropy_bonus,
-            logit_chunk_tokens=self.logit_chunk_tokens,
-            on_cpu=self.on_cpu,
-        )
+Measured for Llama-3-8B on a GH200 without tensor parallelism: 1.97 (eth-easl/sailor, MIT)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +41,12 @@ class TrainingCost:
     step_s : float
         The sum of the four below.
     forward_backward_s, logprobs_s, communication_s, optimizer_s : float
-        Computation of the update; forward passes before it; what communication does not hide; optimizer and offload.
+        Computation of the update; forward passes before it; communication that computation does not hide; optimizer and
+        offload.
     memory_bytes : float
         Of the fullest GPU.
     headroom_bytes : float
-        Left of the GPU's memory; negative where the step does not fit.
+        Free memory of that GPU; negative if the step does not fit.
     memory_parts_bytes : dict
         The memory by what it holds.
     """
@@ -165,8 +74,6 @@ def training_cost(
     num_gpus: int,
     layout: Layout | None = None,
     *,
-    efficiencies: Efficiencies | None = None,
-    engine: ModelOnGPU | None = None,
     forward_s: Array | None = None,
 ) -> TrainingCost:
     """Seconds and bytes of one step over whole sequences.
@@ -180,15 +87,10 @@ def training_cost(
     num_gpus : int
         Data-parallel ranks.
     layout : Layout, optional
-    efficiencies : Efficiencies, optional
-        Of the forms; None: the package's.
-    engine : ModelOnGPU, optional
-        The same model on one GPU: its tables correct the forms where there are some.
     forward_s : (n,) array, optional
-        `sequences_s` of the same arguments, for whoever asks about many numbers of GPUs.
+        `sequences_s` of the same arguments, computed once for many numbers of GPUs.
     """
     layout = layout or Layout()
-    eff = efficiencies or Efficiencies()
     if num_gpus < 1:
         raise ConfigError(f"num_gpus: got {num_gpus}; allowed is at least 1")
     if gpu.gpus_per_node < num_gpus and num_gpus % gpu.gpus_per_node:
@@ -198,12 +100,12 @@ def training_cost(
             f"{nodes * gpu.gpus_per_node}"
         )
     if forward_s is None:
-        forward_s = sequences_s(gpu, shape, sequence_tokens, layout, efficiencies=eff, engine=engine)
+        forward_s = sequences_s(gpu, shape, sequence_tokens, layout)
     forward = float(max(forward_s.sum() / num_gpus, forward_s.max()))  # a sequence is never cut
     again = 1.0 if layout.gradient_checkpointing else 0.0
-    update = layout.epochs * forward * (1.0 + again + backward_over_forward(shape))
+    update = layout.epochs * forward * (1.0 + again + BACKWARD_OVER_FORWARD)
     logprobs = forward * (layout.recompute_logprobs + layout.reference)
-    communication = _communication_s(gpu, eff, shape, sequence_tokens, num_gpus, layout)
+    communication = _communication_s(gpu, shape, sequence_tokens, num_gpus, layout)
     hidden = min(layout.overlap_frac * communication, update + logprobs) if layout.kind == "fsdp2" else 0.0
     optimizer = _optimizer_s(gpu, shape, num_gpus, layout)
     parts = memory_parts_bytes(shape, sequence_tokens, num_gpus, layout)
@@ -224,29 +126,21 @@ def training_cost(
 def training_table(
     gpu: GPU, shape: ModelShape, sequence_tokens: Array, gpu_counts: list[int], layout: Layout | None = None
 ) -> dict[int, TrainingCost]:
-    """`training_cost` for each number of GPUs, those that do not fit included."""
+    """`training_cost` for each number of GPUs, also if the step does not fit."""
     each_s = sequences_s(gpu, shape, sequence_tokens, layout or Layout())
     return {num: training_cost(gpu, shape, sequence_tokens, num, layout, forward_s=each_s) for num in gpu_counts}
 
 
-def sequences_s(
-    gpu: GPU,
-    shape: ModelShape,
-    sequence_tokens: Array,
-    layout: Layout,
-    *,
-    efficiencies: Efficiencies | None = None,
-    engine: ModelOnGPU | None = None,
-) -> Array:
-    """Seconds of one GPU in a forward pass of each sequence, (n,)."""
-    eff = efficiencies or Efficiencies()
-    per_token, attention = model_forward_s(gpu, eff, shape, sequence_tokens, layout.micro_batch_tokens, engine)
-    return np.asarray(per_token * sequence_tokens / (1.0 - layout.padding_frac) + attention)
+def sequences_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, layout: Layout) -> Array:
+    """Seconds of one GPU in a forward pass of each sequence, (n,); causal attention grows with the square of its length."""
+    eff, micro_batch = Efficiencies(), float(layout.micro_batch_tokens)
+    layer, head = layer_s(gpu, eff, shape, 1, micro_batch), operator_s(gpu, eff, shape, 1, "lm_head", micro_batch)
+    token_s = float(shape.num_layers * layer + head) / micro_batch / (1.0 - layout.padding_frac)
+    attention = attention_prefill_s(gpu, eff, sequence_tokens, 0.0, shape.num_heads, shape.head_dim)
+    return np.asarray(token_s * sequence_tokens + shape.num_layers * attention)
 
 
-def _communication_s(
-    gpu: GPU, eff: Efficiencies, shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout
-) -> float:
+def _communication_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout) -> float:
     """Data parallel: an all-reduce of the gradient per optimizer step. FSDP2: weights gathered for every forward and backward
     of every micro-batch, gradients reduce-scattered likewise; a gather or scatter is half an all-reduce."""
     if num_gpus == 1:
@@ -254,12 +148,11 @@ def _communication_s(
     per_node = min(num_gpus, gpu.gpus_per_node)
 
     def reduce_s(num_bytes: float) -> float:
-        return float(all_reduce_s(gpu, eff, num_bytes, num_gpus, per_node))
+        return float(all_reduce_s(gpu, Efficiencies(), num_bytes, num_gpus, per_node))
 
     grads = shape.num_params * max(layout.weight_bytes, WIDE_BYTES)  # sums are at least float32
-    steps = layout.epochs * layout.minibatches
     if layout.kind == "ddp":
-        return steps * reduce_s(grads)
+        return layout.optimizer_steps * reduce_s(grads)
     weights = shape.num_params * layout.weight_bytes
     batch_tokens = float(sequence_tokens.sum()) / (1.0 - layout.padding_frac)
     micro_batches = max(1.0, np.ceil(batch_tokens / num_gpus / layout.micro_batch_tokens))
@@ -269,21 +162,18 @@ def _communication_s(
 
 def _optimizer_s(gpu: GPU, shape: ModelShape, num_gpus: int, layout: Layout) -> float:
     """States read and written once per optimizer step, at the memory's bandwidth, or over the host's link."""
-    options = layout.memory_options(num_gpus)
-    sharded = shape.num_params / options.shards
-    steps = layout.epochs * layout.minibatches
-    moved = sharded * (2 * options.optimizer_bytes + options.grad_bytes + layout.weight_bytes)
+    sharded = shape.num_params / layout.shards(num_gpus)
+    moved = sharded * (2 * layout.optimizer_bytes + layout.grad_bytes + layout.weight_bytes)
     seconds = moved / (0.8 * gpu.memory_bytes_per_s)
     if layout.offload:
-        seconds += 2 * sharded * options.optimizer_bytes / layout.host_bytes_per_s
-    return steps * seconds
+        seconds += 2 * sharded * layout.optimizer_bytes / layout.host_bytes_per_s
+    return layout.optimizer_steps * seconds
 
 
 def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout) -> dict[str, float]:
-    """Bytes of a step on one GPU by what they hold, at its fullest moment."""
+    """Bytes of a step on one GPU by content, at its fullest moment."""
     sizes = micro_batch_sizes(sequence_tokens, num_gpus, layout)
-    options = layout.memory_options(num_gpus)
-    each = [step_bytes(shape, size, options) for size in sizes]
+    each = [step_bytes(shape, size, layout, num_gpus) for size in sizes]
     fullest = max(each, key=lambda parts: sum(parts.values()))
     return {**fullest, "runtime": layout.runtime_bytes}
 
@@ -291,7 +181,7 @@ def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int,
 def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> list[MicroBatchSize]:
     """The micro-batches of a step that may take most memory, as `libra.train.sequence_packing` forms them: widest rows first.
 
-    Of rows that hold several sequences only their mean fill is known here, so they count as full.
+    For rows with several sequences only the mean fill is known here, so they count as full.
     """
     limit = min(layout.max_row_tokens, layout.micro_batch_tokens)
     tokens = np.sort(np.asarray(sequence_tokens, np.float64))[::-1]
@@ -307,7 +197,7 @@ def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> 
             continue
         at_once = np.clip(np.floor(layout.micro_batch_tokens / mine), 1, np.arange(len(mine), 0, -1))
         number = np.ceil(mine.sum() / layout.micro_batch_tokens)
-        for weight in (at_once * mine, at_once * mine * mine):  # most places, and largest mask
+        for weight in (at_once * mine, at_once * mine * mine):  # most tokens, and largest mask
             at = int(np.argmax(weight))
             num_rows, width = float(at_once[at]), float(mine[at])
             scored = num_rows * width * layout.generated_frac

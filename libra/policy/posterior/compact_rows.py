@@ -1,9 +1,9 @@
-"""What is kept of one trajectory until it is over: eleven 16-bit numbers per tool return, and what its next one needs.
+"""Compact rows of a running trajectory: eleven 16-bit numbers per tool return, and the state for its next one.
 
 Invariants
 ----------
 1. Row 0 is the start, before anything was generated; row i is the i-th tool return. At most ``MAX_ROWS`` are kept.
-2. The live side and the learning side see the same columns: both read the numbers as stored, in 16 bits.
+2. Forecasting and learning see the same columns: both use the numbers as stored, in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ STRIDE = 11
 """Numbers per row: state, tokens so far (low, high), siblings (shift, information, remaining), family's shift, and four
 forecasts as made then: progress-only (order, mean) and the unguarded mixture (order, mean)."""
 MAX_ROWS = 257
-"""Returns beyond are not learned from (24 bytes each would add up); forecasts go on."""
+"""Later returns are not learned from (their 24 bytes each would add up); forecasts continue."""
 CHUNK = 16 * STRIDE
-"""Numbers of a chunk of `Rows`: small enough for the allocator of small objects, which leaves no gaps between equals."""
+"""Numbers of a chunk of `Rows`: small enough for the allocator of small objects, which does not fragment."""
 LOG_STEPS = 4000.0
 """Steps per unit of a stored logarithm: 0.025 % of a number of tokens, up to e**16."""
 SHIFT_STEPS = 4000.0
@@ -37,7 +37,7 @@ START = 0
 class Rows:
     """The rows of one trajectory, as numbers one after another, in chunks of one size.
 
-    One array that grows row by row, a hundred thousand times, leaves as much unusable memory between as it holds.
+    A hundred thousand arrays that grow row by row would waste as much memory in gaps as they hold.
     """
 
     __slots__ = ("_full", "_last")
@@ -62,7 +62,7 @@ class Rows:
 
     @classmethod
     def frombytes(cls, numbers: bytes) -> Rows:
-        """What `tobytes` gave."""
+        """Load the output of `tobytes`."""
         rows, at = cls(), 0
         whole = []
         while len(numbers) - at > 2 * CHUNK:
@@ -74,7 +74,7 @@ class Rows:
 
 
 class Live:
-    """A trajectory that is not over."""
+    """A running trajectory."""
 
     __slots__ = (
         "family",
@@ -102,10 +102,10 @@ class Live:
         self.returns = 0
         self.rows = Rows()
         self.node = 0  # hash of the path of states
-        self.missed = 0  # returns since the tree knew the path
-        self.tree: tuple[float, float] = (0.0, 0.0)  # what it said then
-        self.imputed = 0.0  # logarithm of the expected total, as its cohorts count it
-        self.information = 0.0  # what it counts for in its cohorts while it runs, 0..1
+        self.missed = 0  # returns since the path was known to the tree
+        self.tree: tuple[float, float] = (0.0, 0.0)  # the tree's last forecast
+        self.imputed = 0.0  # logarithm of the expected total, in its cohorts
+        self.information = 0.0  # its weight in its cohorts, 0..1
         self.mean = 0.0
         self.order = 0.0
 

@@ -1,28 +1,28 @@
-"""What the posterior believes before it has seen anything."""
+"""Settings of the posterior: its priors and how fast it forgets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libra.policy.posterior.columns import SIGNALS
+from libra.policy.posterior.forecast_columns import SIGNALS
 
 
 @dataclass(frozen=True, slots=True)
 class PosteriorConfig:
-    """What the posterior believes before it has seen anything.
+    """Settings of the posterior.
 
     Attributes
     ----------
     signals : tuple of str
-        Those it may use, of `SIGNALS`.
+        Signals it may use, a subset of `SIGNALS`.
     forget : float
         Weight of a finished trajectory after each later one.
     version_forget : float
         Weight of everything learned after each new version of the weights.
     progress_shrink, signal_shrink, stack_shrink : float
-        Trajectories' worth of belief that a column of progress, a column of a signal, an expert says nothing.
+        Weight, in trajectories, of the prior that a column of progress, a column of a signal, an expert has no effect.
     sibling_prior, family_prior : float
-        Members' worth of belief that a group, a family is like all others.
+        Weight, in members, of the prior that a group, a family is like all others.
     guard_sigmas : (float, float)
         Standard errors by which a gain must stand out to be used in full: in the order, in the mean (whose errors have the
         heavier tail).
@@ -31,9 +31,9 @@ class PosteriorConfig:
     running_siblings : bool
         Count running siblings; else finished ones only.
     history : bool
-        Let groups begin with what is known of their prompt from when it came before.
+        Start groups with the history of their prompt from earlier iterations.
     sample : int
-        Running trajectories that a `learn` looks at.
+        Running trajectories that a `learn` uses.
     """
 
     signals: tuple[str, ...] = SIGNALS

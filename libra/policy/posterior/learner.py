@@ -1,7 +1,4 @@
-"""What is learned from trajectories: every expert's coefficients, the mixture's weights, the guard.
-
-Called off the critical path; milliseconds.
-"""
+"""Learning from trajectories: every expert's coefficients, the mixture's weights, the guard. Takes milliseconds."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.policy.posterior import mixtures, path_residuals, ridge
-from libra.policy.posterior.columns import OFFSETS, TOKEN_SCALE, WIDTH, matrix
+from libra.policy import snapshots
+from libra.policy.posterior import path_residuals
 from libra.policy.posterior.compact_rows import Floats, Rows, Table
 from libra.policy.posterior.config import PosteriorConfig
+from libra.policy.posterior.forecast_columns import OFFSETS, TOKEN_SCALE, WIDTH, matrix
 from libra.policy.posterior.mixtures import Guard, Mixture
 from libra.policy.posterior.path_residuals import States, Tree
 from libra.policy.posterior.ridge import EXPERTS, Sums, solve, targets
@@ -23,7 +21,7 @@ _LAST, _TREE = OFFSETS["last"], OFFSETS["tree"]
 
 
 class RunningMean(NamedTuple):
-    """A trajectory that is not over, and what is now expected of it (tokens)."""
+    """A running trajectory with its present forecast (tokens)."""
 
     rows: Rows
     tokens: int
@@ -32,41 +30,41 @@ class RunningMean(NamedTuple):
 
 
 class Learner:
-    """Sums over what has finished, and the coefficients that follow from them.
+    """Sums over finished trajectories, and the coefficients fitted to them.
 
     Attributes
     ----------
     final : float array (WIDTH, 4)
         Forecast = columns @ final: log order and mean (thousands of tokens) of progress alone, then of the mixture.
     unit : float
-        What one visit weighs now in ``states`` and ``tree``.
+        Weight of one visit in ``states`` and ``tree`` now.
     totals : (float, float)
-        Weight of what the lognormal totals of the group say, times how sure that is, in the order and in the mean. They are
-        an expert that is not fitted: with three siblings known they are better as they are than any line through them.
+        Weight of the group's lognormal totals, times their certainty, in the order and in the mean. They are an expert that
+        is not fitted: with three siblings known, no linear fit improves them.
     excess : float
-        By how much the logarithm of their mean is above the mean logarithm.
+        Logarithm of their mean minus their mean logarithm.
     guards : (Guard, Guard)
         Of the order and of the mean.
     """
 
-    def __init__(self, dials: PosteriorConfig) -> None:
-        self.dials = dials
+    def __init__(self, config: PosteriorConfig) -> None:
+        self.config = config
         self.states, self.tree, self.unit = States(), Tree(), 1.0
         self.sums = Sums()
-        self.mixtures = tuple(Mixture(len(EXPERTS), dials.stack_shrink) for _ in range(2))
-        self.guards = tuple(Guard(sigmas) for sigmas in dials.guard_sigmas)
+        self.mixtures = tuple(Mixture(len(EXPERTS), config.stack_shrink) for _ in range(2))
+        self.guards = tuple(Guard(sigmas) for sigmas in config.guard_sigmas)
         self.weights = np.zeros((WIDTH, 2 * len(EXPERTS)))
-        self.weights[1, 0::2] = 1.0  # knowing nothing: as much is to come as was, the least attained service first
+        self.weights[1, 0::2] = 1.0  # without data: the rest equals what was generated (least attained service first)
         self.weights[0, 1::2] = 1.0
         self.totals = (0.0, 0.0)
         self.excess = 0.0
-        self._gaps = [0.0, 0.0]  # returns with known siblings: how sure, and the sum of excesses
+        self._gaps = [0.0, 0.0]  # returns with known siblings: certainty, and the sum of excesses
         self.final: Floats
         self._mix()
 
     def published(self) -> None:
-        """The weights of the policy changed: what was learned is worth less."""
-        keep = self.dials.version_forget
+        """The weights of the model changed: reduce the weight of everything learned."""
+        keep = self.config.version_forget
         self.sums.scale(keep)
         for mixture, guard in zip(self.mixtures, self.guards, strict=True):
             mixture.scale(keep)
@@ -74,11 +72,11 @@ class Learner:
         self.unit /= keep
 
     def learn(self, finished: Sequence[tuple[Rows, int, str]], running: Sequence[RunningMean], weight: float) -> None:
-        """Take in finished trajectories (rows, total tokens, group), look at running ones (each stands for ``weight``), solve."""
+        """Add ended trajectories (rows, total tokens, group) and running ones (each with ``weight``), then solve."""
         table = Table([rows for rows, _, _ in finished])
         x = matrix(table)
         for part, (_, total, group) in zip(table.parts, finished, strict=True):
-            self._take_in(table, x, part, total, group)
+            self._add_ended(table, x, part, total, group)
         if self.unit > _LARGEST_UNIT:
             self.states.scale(1.0 / self.unit)
             self.tree.scale(1.0 / self.unit)
@@ -86,37 +84,37 @@ class Learner:
         self.tree.prune()
         sums = self.sums.copy()
         if running:
-            self._look_at(sums, running, weight)
-        self.weights = solve(sums, (self.dials.progress_shrink, self.dials.signal_shrink), self.dials.signals)
+            self._add_running(sums, running, weight)
+        self.weights = solve(sums, (self.config.progress_shrink, self.config.signal_shrink), self.config.signals)
         for mixture, guard in zip(self.mixtures, self.guards, strict=True):
             mixture.solve()
             guard.solve()
         self._mix()
 
     def _fill(self, x: Floats, states: list[int]) -> None:
-        """The columns of one trajectory that change with all that is learned: what states and paths say now."""
-        x[:, _LAST] = [self.states.says(state, self.unit) for state in states]
+        """Fill the columns of one trajectory that depend on what was learned: states and paths."""
+        x[:, _LAST] = [self.states.residual(state, self.unit) for state in states]
         x[:, _TREE] = self.tree.path(states, self.unit)
 
-    def _take_in(self, table: Table, columns: Floats, part: slice, total: int, group: str) -> None:
+    def _add_ended(self, table: Table, columns: Floats, part: slice, total: int, group: str) -> None:
         left = total - table.tokens[part]
-        scored = left >= 1.0  # after the last return nothing is left; that is no length
+        scored = left >= 1.0  # after the last return there is nothing to forecast
         if not scored.any():
             return
         states = table.state[part].tolist()
         self._fill(columns[part], states)
         x, y = columns[part][scored], targets(left[scored])
-        told = x @ self.weights
-        forget = self.dials.forget
+        predicted = x @ self.weights
+        forget = self.config.forget
         served = table.stored[part][scored]
         sure, rest = served[:, 1], served[:, 2]
         for i, value in enumerate((float(sure.sum()), float(sure @ (rest - y[:, 0])))):
             self._gaps[i] = forget * self._gaps[i] + value
         unfitted = (rest - self.excess, np.exp(rest) * TOKEN_SCALE)
         for target, (mixture, guard) in enumerate(zip(self.mixtures, self.guards, strict=True)):
-            base = told[:, target]
+            base = predicted[:, target]
             mixture.scale(forget)
-            away = np.column_stack([told[:, 2 + target :: 2] - base[:, None], sure * (unfitted[target] - base)])
+            away = np.column_stack([predicted[:, 2 + target :: 2] - base[:, None], sure * (unfitted[target] - base)])
             mixture.add(away, y[:, target] - base, 1.0)
             then, mixed = served[:, 4 + target], served[:, 6 + target]
             if target:
@@ -124,15 +122,15 @@ class Learner:
             guard.scale(forget)
             guard.add(mixed - then, y[:, target] - then, group)
         self.unit /= forget
-        residuals = (y - told[:, :2]).tolist()
+        residuals = (y - predicted[:, :2]).tolist()
         states = table.state[part][scored].tolist()
         self.states.learn(states, residuals, self.unit)
         self.tree.learn(states, residuals, self.unit)
         self.sums.scale(forget)
         self.sums.add(x, y, 1.0)
 
-    def _look_at(self, sums: Sums, running: Sequence[RunningMean], weight: float) -> None:
-        """Add running trajectories with the total that is now expected of each."""
+    def _add_running(self, sums: Sums, running: Sequence[RunningMean], weight: float) -> None:
+        """Add running trajectories with their expected totals."""
         table = Table([one.rows for one in running])
         x, y = matrix(table), np.empty((len(table.state), 2))
         for part, one in zip(table.parts, running, strict=True):
@@ -144,7 +142,7 @@ class Learner:
         sums.add(x, y, weight, len(running))
 
     def _mix(self) -> None:
-        """One matrix for the base and the mixture of both targets, but for the totals."""
+        """One matrix for the base and the mixture of both targets, without the totals."""
         self.final = np.empty((WIDTH, 4))
         for target, mixture in enumerate(self.mixtures):
             base = self.weights[:, target]
@@ -155,28 +153,25 @@ class Learner:
         self.excess = self._gaps[1] / (self._gaps[0] + 10.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it knows, as values that JSON can hold."""
+        """Its state, as JSON-able values."""
         return {
             "states": path_residuals.dump(self.states.sums),
             "tree": path_residuals.dump(self.tree.sums),
-            "unit": self.unit,
             "gaps": list(self._gaps),
-            "sums": ridge.dump(self.sums),
-            "mixtures": [mixtures.dump_mixture(mixture) for mixture in self.mixtures],
-            "guards": [mixtures.dump_guard(guard) for guard in self.guards],
-            "weights": self.weights.tolist(),
-        }
+            "sums": self.sums.snapshot(),
+            "mixtures": [mixture.snapshot() for mixture in self.mixtures],
+            "guards": [guard.snapshot() for guard in self.guards],
+        } | snapshots.save(self, ("unit", "weights"))
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Know what ``snapshot`` says and nothing else."""
+        """Take the state of ``snapshot``."""
         self.states.sums = path_residuals.load(snapshot["states"])
         self.tree.sums = path_residuals.load(snapshot["tree"])
-        self.unit = float(snapshot["unit"])
+        snapshots.load(self, ("unit", "weights"), snapshot)
         self._gaps = [float(value) for value in snapshot["gaps"]]
-        self.sums = ridge.load(snapshot["sums"])
-        for mixture, dumped in zip(self.mixtures, snapshot["mixtures"], strict=True):
-            mixtures.load_mixture(mixture, dumped)
-        for guard, dumped in zip(self.guards, snapshot["guards"], strict=True):
-            mixtures.load_guard(guard, dumped)
-        self.weights = np.array(snapshot["weights"], dtype=np.float64).reshape(WIDTH, 2 * len(EXPERTS))
+        self.sums.restore(snapshot["sums"])
+        for mixture, saved in zip(self.mixtures, snapshot["mixtures"], strict=True):
+            mixture.restore(saved)
+        for guard, saved in zip(self.guards, snapshot["guards"], strict=True):
+            guard.restore(saved)
         self._mix()

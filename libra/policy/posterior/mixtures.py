@@ -1,10 +1,10 @@
-"""How far each expert is followed away from the progress-only forecast: as far as it has earned.
+"""Weights of the experts relative to the progress-only forecast, and a guard on their mixture.
 
-Two stages, both fitted to trajectories that neither had seen when it forecast them:
+Two stages, both fitted to forecasts of trajectories that had not been seen:
 
 1. Weights >= 0, of sum <= 1, that minimise the squared error of ``base + sum(weight * (expert - base))``.
-2. A guard in [0, 1] on the mixture *as it was served at the time*: the lower end of what the best factor on it may be, so a
-   gain that chance explains counts as none.
+2. A guard in [0, 1] on the mixture *as it was served*: the lower confidence limit of its best factor, so that a gain that
+   chance explains counts as zero.
 
 Invariants
 ----------
@@ -21,14 +21,17 @@ from typing import Any
 
 import numpy as np
 
+from libra.policy import snapshots
 from libra.policy.posterior.compact_rows import Floats
 
 GROUPS = 1024
-"""Latest groups whose gain is remembered, to see siblings as one observation."""
+"""Latest groups whose gain is kept, so that siblings count as one observation."""
 
 
 SETTLED = 1e-12
-"""A sweep that moves all weights together by less is the last."""
+"""The sweeps end when one changes the sum of all weights by less than this."""
+_MIXTURE = ("gram", "cross", "trajectories", "weights")
+_GUARD = ("gain", "step", "noise", "base", "factor", "skill")
 
 
 class Mixture:
@@ -38,7 +41,7 @@ class Mixture:
     ----------
     num_experts : int
     shrink : float
-        Trajectories' worth of belief that an expert gains nothing.
+        Weight, in trajectories, of the prior that an expert gains nothing.
     """
 
     def __init__(self, num_experts: int, shrink: float) -> None:
@@ -49,19 +52,19 @@ class Mixture:
         self.weights = np.zeros(num_experts)
 
     def add(self, away: Floats, error: Floats, weight: float) -> None:
-        """A trajectory: how far each expert went from the base (N, experts), and how far the truth was (N,)."""
+        """Add a trajectory: difference of each expert to the base (N, experts), and of the truth (N,)."""
         self.gram += weight * (away.T @ away)
         self.cross += weight * (away.T @ error)
         self.trajectories += weight
 
     def scale(self, factor: float) -> None:
-        """Let everything so far weigh ``factor`` times as much."""
+        """Multiply the weight of everything so far by ``factor``."""
         self.gram *= factor
         self.cross *= factor
         self.trajectories *= factor
 
     def solve(self, sweeps: int = 60) -> None:
-        """Fit the weights, by coordinate descent from where they are; the sum is brought to at most one by a price."""
+        """Fit the weights by coordinate descent from the present ones; a penalty limits their sum to one."""
         gram = self.gram + np.diag(np.diagonal(self.gram) * (self.shrink / max(self.trajectories, 1.0)))
         weights = _descend(gram, self.cross, self.weights, sweeps)
         total = weights.sum()
@@ -70,6 +73,14 @@ class Mixture:
             weights = _descend(gram + heavy, self.cross + heavy, weights / total, 4 * sweeps)
             weights = weights / max(1.0, weights.sum())
         self.weights = weights
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return snapshots.save(self, _MIXTURE)
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``."""
+        snapshots.load(self, _MIXTURE, snapshot)
 
 
 def _descend(gram: Floats, cross: Floats, start: Floats, sweeps: int) -> Floats:
@@ -96,12 +107,12 @@ class Guard:
     Parameters
     ----------
     sigmas : float
-        How many standard errors below the best factor it stays.
+        Standard errors by which it stays below the best factor.
     """
 
     def __init__(self, sigmas: float) -> None:
         self.sigmas = sigmas
-        self.gain = 0.0  # sum of error of the base times step of the mixture
+        self.gain = 0.0  # sum of (error of the base) x (step of the mixture)
         self.step = 0.0  # sum of squared steps
         self.noise = 0.0  # sum over groups of their gain, squared: siblings gain and lose together
         self.groups: dict[str, float] = {}  # gain of the latest groups
@@ -110,7 +121,7 @@ class Guard:
         self.skill = 0.0
 
     def add(self, away: Floats, error: Floats, group: str) -> None:
-        """A trajectory of a group: how far the served mixture went from the base (N,), and how far the truth was (N,)."""
+        """Add a trajectory of a group: difference of the served mixture to the base (N,), and of the truth (N,)."""
         gain = float(away @ error)
         self.gain += gain
         self.step += float(away @ away)
@@ -123,7 +134,7 @@ class Guard:
                 del self.groups[next(iter(self.groups))]
 
     def scale(self, factor: float) -> None:
-        """Let everything so far weigh ``factor`` times as much."""
+        """Multiply the weight of everything so far by ``factor``."""
         self.gain *= factor
         self.step *= factor
         self.noise *= factor
@@ -138,35 +149,11 @@ class Guard:
         self.factor = min(1.0, max(0.0, sure / self.step))
         self.skill = self.factor * (2.0 * self.gain - self.factor * self.step) / self.base if self.base > 0 else 0.0
 
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return {**snapshots.save(self, _GUARD), "groups": list(self.groups.items())}
 
-def dump_mixture(mixture: Mixture) -> dict[str, Any]:
-    """As values that JSON can hold."""
-    return {
-        "gram": mixture.gram.tolist(),
-        "cross": mixture.cross.tolist(),
-        "trajectories": mixture.trajectories,
-        "weights": mixture.weights.tolist(),
-    }
-
-
-def load_mixture(mixture: Mixture, dumped: Mapping[str, Any]) -> None:
-    """Let ``mixture`` know what was dumped, and nothing else."""
-    mixture.gram = np.array(dumped["gram"], dtype=np.float64)
-    mixture.cross = np.array(dumped["cross"], dtype=np.float64)
-    mixture.trajectories = float(dumped["trajectories"])
-    mixture.weights = np.array(dumped["weights"], dtype=np.float64)
-
-
-def dump_guard(guard: Guard) -> dict[str, Any]:
-    """As values that JSON can hold."""
-    return {**{name: getattr(guard, name) for name in _GUARD}, "groups": list(guard.groups.items())}
-
-
-def load_guard(guard: Guard, dumped: Mapping[str, Any]) -> None:
-    """Let ``guard`` know what was dumped, and nothing else."""
-    for name in _GUARD:
-        setattr(guard, name, float(dumped[name]))
-    guard.groups = {str(group): float(gain) for group, gain in dumped["groups"]}
-
-
-_GUARD = ("gain", "step", "noise", "base", "factor", "skill")
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``."""
+        snapshots.load(self, _GUARD, snapshot)
+        self.groups = {str(group): float(gain) for group, gain in snapshot["groups"]}

@@ -1,4 +1,4 @@
-"""What is live, as a few packed columns: JSON of a hundred thousand trajectories in a second, not in minutes.
+"""Running trajectories as packed columns, so that JSON of a hundred thousand takes a second instead of minutes.
 
 Numbers keep every bit: a column is its little-endian bytes in base 64.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.policy.posterior.columns import Pool
 from libra.policy.posterior.compact_rows import Live, Rows
+from libra.policy.posterior.forecast_columns import Pool
 
 _NUMBERS = ("imputed", "information", "mean", "order")
 _COUNTS = ("tokens", "pending", "returns", "node", "missed")
@@ -38,7 +38,7 @@ def dump_rows(rows: Sequence[Rows]) -> dict[str, str]:
 
 
 def load_rows(dumped: Mapping[str, str]) -> list[Rows]:
-    """What `dump_rows` gave."""
+    """Inverse of `dump_rows`."""
     numbers = unpack(dumped["numbers"], "<u2").astype(np.uint16, copy=False).tobytes()
     rows, at = [], 0
     for size in (2 * unpack(dumped["sizes"], "<i8")).tolist():
@@ -70,7 +70,7 @@ def dump_live(live: Mapping[str, Live], pool: Pool) -> dict[str, Any]:
 
 
 def load_live(dumped: Mapping[str, Any], pool: Pool) -> dict[str, Live]:
-    """What `dump_live` gave; their decayed counts go to ``pool``, which is empty."""
+    """Inverse of `dump_live`; the decayed counts go to ``pool``, which is empty."""
     groups, families = dumped["groups"], dumped["families"]
     columns = [unpack(dumped[name], "<i8").tolist() for name in ("group", "family", *_COUNTS)]
     columns += [unpack(dumped[name], "<f8").tolist() for name in _NUMBERS]

@@ -1,9 +1,9 @@
-"""What a state, or a whole path of states, says beyond progress: mean residuals of the progress-only forecast.
+"""Mean residuals of the progress-only forecast after a state, and after a path of states.
 
-Residuals, not lengths: a path that matched some turns ago still says how far its trajectories depart from what their progress
-tells, where the remaining length *there* (what the paper's tree backs off to) would be too long by all that was generated
-since. Differs from the paper's tree also in that a node is believed by its visits (shrunk towards its parent), and only exists
-once its parent has been visited often enough, which bounds the tree: most paths of real agents occur once.
+Residuals, not lengths: a path that matched some turns ago still predicts how far its trajectories depart from their progress,
+while the remaining length *there* (to which the paper's tree backs off) would be too long by the tokens generated since.
+Differs from the paper's tree also in that a node is shrunk towards its parent by its number of visits, and exists only once its
+parent has been visited often enough, which bounds the tree: most paths of real agents occur once.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ import numpy as np
 from libra.policy.posterior.compact_rows import Floats
 
 PRIOR_VISITS = 8.0
-"""Visits' worth of belief that a state says nothing, or a path nothing beyond its parent."""
+"""Weight, in visits, of the prior that a state has no effect, or a path none beyond its parent."""
 MIN_VISITS = 3.0
-"""A path is believed, and may have children, from here on."""
+"""Visits from which on a path is used, and may have children."""
 BACK_OFF = 0.9
-"""What the last known path is worth at each return after it."""
+"""Factor on the last known path's residual at each return after it."""
 MAX_NODES = 40_000
-"""Of the tree; above it, the least visited go."""
+"""Of the tree; beyond it, the least visited are dropped."""
 _MODULUS = (1 << 61) - 1
-_LIMIT = 1e9
 
-Said = tuple[float, float]
-SILENT: Said = (0.0, 0.0)
+Residual = tuple[float, float]
+SILENT: Residual = (0.0, 0.0)
 
 
 def child(node: int, state: int) -> int:
-    """Identity of the path that goes on from ``node`` with ``state``; 61 bits, the same in every process."""
+    """Hash of the path that continues ``node`` with ``state``; 61 bits, the same in every process."""
     return (node * 1_000_003 + state * 7_919 + 12_345) % _MODULUS
 
 
 class States:
     """Mean residual after each state: [visits, sum of log residuals, sum of token residuals] by state.
 
-    ``unit`` is what one visit weighs now, in both classes: forgetting makes new visits weigh more instead of old ones less.
+    ``unit`` is the weight of one visit now, in both classes: forgetting makes new visits weigh more instead of old ones less.
     """
 
     def __init__(self) -> None:
         self.sums: dict[int, list[float]] = {}
 
-    def says(self, state: int, unit: float) -> Said:
+    def residual(self, state: int, unit: float) -> Residual:
         """(log tokens, thousands of tokens) beyond progress."""
         sums = self.sums.get(state)
         if sums is None:
@@ -53,7 +52,7 @@ class States:
         return sums[1] / visits, sums[2] / visits
 
     def learn(self, states: list[int], residuals: list[list[float]], weight: float) -> None:
-        """Take in a trajectory."""
+        """Add a trajectory."""
         for state, (log, tokens) in zip(states, residuals, strict=True):
             sums = self.sums.setdefault(state, [0.0, 0.0, 0.0])
             sums[0] += weight
@@ -61,7 +60,7 @@ class States:
             sums[2] += weight * tokens
 
     def scale(self, factor: float) -> None:
-        """Let everything so far weigh ``factor`` times as much."""
+        """Multiply the weight of everything so far by ``factor``."""
         for sums in self.sums.values():
             sums[0] *= factor
             sums[1] *= factor
@@ -69,13 +68,13 @@ class States:
 
 
 class Tree:
-    """The same by path."""
+    """Mean residual after each path of states."""
 
     def __init__(self) -> None:
         self.sums: dict[int, list[float]] = {}
 
-    def says(self, node: int, parent: Said, unit: float) -> Said | None:
-        """(log tokens, thousands of tokens) beyond progress; None where the path is not known well enough."""
+    def residual(self, node: int, parent: Residual, unit: float) -> Residual | None:
+        """(log tokens, thousands of tokens) beyond progress; None if the path is not known well enough."""
         sums = self.sums.get(node)
         if sums is None or sums[0] < MIN_VISITS * unit:
             return None
@@ -84,19 +83,19 @@ class Tree:
         return (sums[1] + prior * parent[0]) / visits, (sums[2] + prior * parent[1]) / visits
 
     def path(self, states: list[int], unit: float) -> Floats:
-        """What it says at every row of a trajectory, (N, 2)."""
-        said, node, known = SILENT, 0, True
+        """Residuals at every row of a trajectory, (N, 2)."""
+        last, node, known = SILENT, 0, True
         out = np.zeros((len(states), 2))
         for row, state in enumerate(states[1:], start=1):
             node = child(node, state)
-            found = self.says(node, said, unit) if known else None
+            found = self.residual(node, last, unit) if known else None
             known = found is not None
-            said = (said[0] * BACK_OFF, said[1] * BACK_OFF) if found is None else found
-            out[row] = said
+            last = (last[0] * BACK_OFF, last[1] * BACK_OFF) if found is None else found
+            out[row] = last
         return out
 
     def learn(self, states: list[int], residuals: list[list[float]], weight: float) -> None:
-        """Take in a trajectory, down to the first path whose parent is not known well enough."""
+        """Add a trajectory, down to the first path whose parent is not known well enough."""
         node = 0
         for state, (log, tokens) in zip(states[1:], residuals[1:], strict=True):
             node = child(node, state)
@@ -110,13 +109,13 @@ class Tree:
                 break
 
     def prune(self) -> None:
-        """Keep the better half when there are too many nodes; ties go by age."""
+        """Keep the most visited half when there are too many nodes; ties by age."""
         if len(self.sums) > MAX_NODES:
             ranked = sorted(self.sums.items(), key=lambda item: -item[1][0])
             self.sums = dict(ranked[: MAX_NODES // 2])
 
     def scale(self, factor: float) -> None:
-        """Let everything so far weigh ``factor`` times as much."""
+        """Multiply the weight of everything so far by ``factor``."""
         for sums in self.sums.values():
             sums[0] *= factor
             sums[1] *= factor
@@ -130,6 +129,6 @@ def dump(sums: Mapping[int, list[float]]) -> dict[str, Any]:
 
 
 def load(dumped: Mapping[str, Any]) -> dict[int, list[float]]:
-    """What `dump` gave."""
+    """Inverse of `dump`."""
     values = [float(value) for value in dumped["sums"]]
     return {int(key): values[3 * i : 3 * i + 3] for i, key in enumerate(dumped["keys"])}

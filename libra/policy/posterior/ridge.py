@@ -1,7 +1,6 @@
-"""Linear forecasts learned from sums: one Gram matrix of all columns, solved for each signal's own and progress'.
+"""Ridge regression from sums: one Gram matrix of all columns, solved for the columns of progress and each signal.
 
-Two targets share it: the logarithm of the remaining tokens (what trajectories are ranked by) and the tokens themselves (what
-loads are summed from).
+Two targets share it: the logarithm of the remaining tokens (for ranking) and the tokens themselves (for sums of loads).
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.policy.posterior.columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCALE, WIDTH
+from libra.policy import snapshots
 from libra.policy.posterior.compact_rows import Floats
+from libra.policy.posterior.forecast_columns import OFFSETS, PROGRESS, SIGNALS, TOKEN_SCALE, WIDTH
 
 EXPERTS = ("progress", *SIGNALS, "joint")
 """Progress alone, progress and one signal, everything."""
+_SUMS = ("gram", "cross", "trajectories")
 
 
 def _columns(expert: str, signals: tuple[str, ...]) -> NDArray[np.int64]:
@@ -34,22 +35,30 @@ class Sums:
         self.trajectories = 0.0
 
     def add(self, x: Floats, y: Floats, weight: float, trajectories: int = 1) -> None:
-        """Rows of so many trajectories: ``x`` (N, WIDTH), ``y`` (N, 2) log and thousands of tokens."""
+        """Add the rows of ``trajectories`` trajectories: ``x`` (N, WIDTH), ``y`` (N, 2) log and thousands of tokens."""
         self.gram += weight * (x.T @ x)
         self.cross += weight * (x.T @ y)
         self.trajectories += weight * trajectories
 
     def scale(self, factor: float) -> None:
-        """Let everything so far weigh ``factor`` times as much."""
+        """Multiply the weight of everything so far by ``factor``."""
         self.gram *= factor
         self.cross *= factor
         self.trajectories *= factor
 
     def copy(self) -> Sums:
-        """The same sums, on their own."""
+        """A copy of the sums."""
         other = Sums()
         other.gram, other.cross, other.trajectories = self.gram.copy(), self.cross.copy(), self.trajectories
         return other
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return snapshots.save(self, _SUMS)
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``."""
+        snapshots.load(self, _SUMS, snapshot)
 
 
 def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> Floats:
@@ -59,7 +68,7 @@ def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> 
     ----------
     sums : Sums
     shrink : (float, float)
-        Trajectories' worth of belief that a column says nothing: for progress columns, for all others.
+        Weight, in trajectories, of the prior that a column has no effect: for progress columns, for all others.
     signals : tuple of str
         The ones allowed.
     """
@@ -80,20 +89,6 @@ def solve(sums: Sums, shrink: tuple[float, float], signals: tuple[str, ...]) -> 
         weights[chosen, 2 * index : 2 * index + 2] = slopes
         weights[0, 2 * index : 2 * index + 2] = sums.cross[0] / rows - mean[chosen] @ slopes
     return weights
-
-
-def dump(sums: Sums) -> dict[str, Any]:
-    """As values that JSON can hold."""
-    return {"gram": sums.gram.tolist(), "cross": sums.cross.tolist(), "trajectories": sums.trajectories}
-
-
-def load(dumped: Mapping[str, Any]) -> Sums:
-    """What `dump` gave."""
-    sums = Sums()
-    sums.gram = np.array(dumped["gram"], dtype=np.float64).reshape(WIDTH, WIDTH)
-    sums.cross = np.array(dumped["cross"], dtype=np.float64).reshape(WIDTH, 2)
-    sums.trajectories = float(dumped["trajectories"])
-    return sums
 
 
 def targets(remaining: Floats) -> Floats:

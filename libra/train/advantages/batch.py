@@ -23,24 +23,12 @@ from libra.train.advantages.optimal_baseline import opo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRewards:
-    """What an estimator needs to know of one group.
+    """One group as an estimator sees it; arrays (G,)."""
 
-    Attributes
-    ----------
-    reward : float array (G,)
-        May be NaN where not valid.
-    valid : bool array (G,)
-        False for failures that do not train.
-    num_tokens : int array (G,)
-        Generated tokens.
-    finished : bool array (G,)
-        False where the answer was cut off.
-    """
-
-    reward: NDArray[np.float64]
-    valid: NDArray[np.bool_]
-    num_tokens: NDArray[np.int64]
-    finished: NDArray[np.bool_]
+    reward: NDArray[np.float64]  # may be NaN where not valid
+    valid: NDArray[np.bool_]  # False for failures that do not train
+    num_tokens: NDArray[np.int64]  # generated
+    finished: NDArray[np.bool_]  # False where the answer was cut off
 
 
 def batch_advantages(
@@ -54,9 +42,9 @@ def batch_advantages(
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
     """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
 
-    Samples that are not valid have advantage 0. The lone survivor of a larger group has nobody to be compared with and
-    gets 0; a group configured with one sample keeps its reward as its deviation. A sample that takes no part is in no
-    denominator of the step, but it was in the baseline of its group.
+    Samples that are not valid have advantage 0. So has the only valid sample of a larger group; a group configured with one
+    sample keeps its reward as its deviation. A sample outside the loss counts in no denominator of the step, but counts in
+    the baseline of its group.
     """
     for index, group in enumerate(groups):
         sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}

@@ -1,4 +1,4 @@
-"""Which samples are left out of a step: groups that teach nothing, and answers that were cut off.
+"""Filters of a step: groups of equal rewards, and truncated answers.
 
 Shape legend: S samples of the batch.
 """
@@ -19,15 +19,10 @@ def informative(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Whether a sample belongs to a group that teaches something (S,) bool. DAPO's dynamic sampling, arXiv:2503.14476, sec. 3.2.
+    """Whether the rewards of a sample's group differ (S,) bool. DAPO's dynamic sampling, arXiv:2503.14476, sec. 3.2.
 
-    Parameters
-    ----------
-    low, high : float, optional
-        None, None: a group whose valid rewards are all equal is out. Numbers: a group whose mean reward is not strictly
-        between them is out (DAPO's "accuracy 0 or 1": ``low=0, high=1``).
-
-    A function of the groups alone: drawing new prompts until the batch is full is the caller's.
+    With ``low`` or ``high`` a group is kept if its mean reward is strictly between them (DAPO's "accuracy 0 or 1": ``low=0,
+    high=1``). The caller refills the batch with new prompts.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     if low is None and high is None:

@@ -22,17 +22,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T). GAE, arXiv:1506.02438; agrees with verl 0.9.1.
 
-    Parameters
-    ----------
-    reward_BT, value_BT : Tensor
-    mask_BT : Tensor
-        0 for observations and padding: they are skipped, so that the token before an observation looks at the value of
-        the token after it.
-    gamma, lam : float
-    whitened : bool
-        Whiten the advantages over the unmasked tokens (`libra.train.advantages.whiten`); returns never are.
-
-    Library only: no run of Libra has a critic. Masked places carry what the next token had, as in verl.
+    ``mask_BT`` is 0 for observations and padding, which are skipped: the token before an observation uses the value of the token
+    after it. With ``whitened`` advantages are whitened over the unmasked tokens; returns never are. Masked places have the values
+    of the next token, as in verl. Library only: no run has a critic.
     """
     mask_BT = mask_BT.to(value_BT.dtype)
     advantage_BT = torch.empty_like(value_BT)

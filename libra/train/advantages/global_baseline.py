@@ -15,8 +15,8 @@ from libra.train.advantages.whitening import whiten
 def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, with dense or outcome rewards; agrees with verl 0.9.1.
 
-    Masked places (observations, padding) are skipped: they have return 0, their rewards count nothing, and the discount
-    does not run over them.
+    Masked places (observations, padding) are skipped: they have return 0, their rewards are ignored, and the discount does
+    not apply to them.
     """
     mask_BT = mask_BT.to(reward_BT.dtype)
     return_BT = torch.zeros_like(reward_BT)

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better a sample did than its siblings.
+"""Group-relative advantages: the reward of a sample against those of its siblings.
 
 Shape legend: S samples of the batch, G samples of one group.
 """
@@ -26,7 +26,7 @@ def grpo(
     eps: float = 1e-6,
     singleton: Literal["reward", "zero"] = "reward",
 ) -> Tensor:
-    """Reward minus the mean of its group, divided by the group's standard deviation where asked.
+    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's standard deviation.
 
     GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; ``normalize_std=False`` is the
     advantage of Dr.GRPO (arXiv:2503.20783). TRL: ``eps=1e-4``.
@@ -34,28 +34,20 @@ def grpo(
     Parameters
     ----------
     reward_S : floating tensor (S,)
-        One number per sample; ignored (may be NaN) where ``valid_S`` is False.
+        Ignored (may be NaN) where ``valid_S`` is False. TrainError if a valid one is not finite.
     group_S : integer tensor (S,)
-        Samples with the same number are siblings. Any integers, in any order.
+        Samples with the same number are siblings, in any order.
     valid_S : bool tensor (S,), optional
-        False excludes a sample from mean and deviation, and gives it advantage 0. None: all are valid.
-    normalize_std : bool
-        Divide by (standard deviation + eps).
-    ddof : int
-        1: unbiased deviation (verl, TRL); 0: of the population.
-    eps : float
+        False excludes a sample from mean and deviation, and gives it advantage 0.
+    normalize_std, ddof, eps
+        Divide by (standard deviation + eps); ``ddof`` 1: unbiased (verl, TRL), 0: of the population.
     singleton : {"reward", "zero"}
         Advantage of the only valid sample of its group: its reward, i.e. mean 0 and deviation 1 (verl), or 0.
 
     Returns
     -------
     Tensor (S,)
-        Same dtype. Exactly 0 where all valid rewards of a group are equal: rounding in the mean leaves no gradient.
-
-    Raises
-    ------
-    TrainError
-        Where a valid reward is not finite.
+        Exactly 0 if all valid rewards of a group are equal: rounding in the mean leaves no gradient.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     deviation_S = torch.where(groups.valid_S, groups.reward_S - groups.mean_S, torch.zeros_like(reward_S))
@@ -74,7 +66,7 @@ def group_advantages(
     """Advantages of one group (G,) of rewards (G,), in float64; `grpo` for callers that hold numpy arrays.
 
     ``rewards`` may be NaN where ``valid`` is False; such a sample gets 0. A group configured with one sample keeps its
-    reward as advantage; a larger group of which failures left one valid sample teaches nothing, so that one gets 0.
+    reward as advantage; the only valid sample of a larger group gets 0.
     """
     reward_G = torch.as_tensor(np.asarray(rewards, dtype=np.float64))
     valid_G = torch.as_tensor(np.asarray(valid, dtype=np.bool_))

@@ -15,27 +15,16 @@ from libra.errors import TrainError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Valid samples by group.
+    """Valid samples by group."""
 
-    Attributes
-    ----------
-    slot_S : int64 tensor
-        Group of each sample, in [0, K).
-    valid_S : bool tensor
-    reward_S : Tensor
-        0 where not valid.
-    count_K : Tensor
-        Valid samples of each group, in the dtype of the rewards.
-    """
-
-    slot_S: Tensor
-    valid_S: Tensor
-    reward_S: Tensor
-    count_K: Tensor
+    slot_S: Tensor  # group of each sample, in [0, K), int64
+    valid_S: Tensor  # bool
+    reward_S: Tensor  # 0 where not valid
+    count_K: Tensor  # valid samples of each group, in the dtype of the rewards
 
     @classmethod
     def of(cls, reward_S: Tensor, group_S: Tensor, valid_S: Tensor | None = None) -> Groups:
-        """Sort samples into groups; TrainError where a valid reward is not finite."""
+        """Sort samples into groups; TrainError if a valid reward is not finite."""
         valid_S = torch.ones_like(group_S, dtype=torch.bool) if valid_S is None else valid_S
         if not bool(torch.isfinite(reward_S[valid_S]).all()):
             bad = int(torch.nonzero(valid_S & ~torch.isfinite(reward_S))[0])
@@ -73,7 +62,7 @@ class Groups:
         return (low_K == high_K)[self.slot_S]
 
     def lone(self, advantage_S: Tensor, singleton: str) -> Tensor:
-        """``advantage_S`` with the reward ("reward") or 0 ("zero") for samples that are alone, and 0 where not valid."""
+        """``advantage_S`` with the reward ("reward") or 0 ("zero") for samples that are alone, and 0 if not valid."""
         alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
         advantage_S = torch.where(self.alone_S, alone_S, advantage_S)
         return torch.where(self.valid_S, advantage_S, torch.zeros_like(advantage_S))

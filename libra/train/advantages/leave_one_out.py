@@ -24,7 +24,7 @@ def rloo(
 
     Equal to n / (n - 1) times the deviation from the mean of all n. Parameters are those of
     `libra.train.advantages.grpo`; the only valid sample of a group keeps its reward (verl ``rloo``) or gets 0 (verl
-    ``rloo_vectorized``). Exactly 0 where all rewards of a group are equal.
+    ``rloo_vectorized``). Exactly 0 if all rewards of a group are equal.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     factor_S = (groups.count_K / (groups.count_K - 1).clamp(min=1))[groups.slot_S]

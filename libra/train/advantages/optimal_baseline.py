@@ -23,12 +23,8 @@ def opo(
 ) -> Tensor:
     """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9; verl 0.9.1's ``opo``.
 
-    Parameters
-    ----------
-    length_S : tensor (S,)
-        Generated tokens of each sample. A group without any has baseline 0.
-
-    The others are those of `libra.train.advantages.grpo`. Exactly 0 where all rewards of a group are equal.
+    ``length_S`` are the generated tokens of each sample; a group without any has baseline 0. The other parameters are those of
+    `libra.train.advantages.grpo`. Exactly 0 if all rewards of a group are equal.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     weight_S = length_S.to(reward_S.dtype)

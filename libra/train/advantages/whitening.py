@@ -1,4 +1,4 @@
-"""Whitening: mean 0 and variance 1 over everything that counts.
+"""Whitening: mean 0 and variance 1 over the values that count.
 
 Shape legend: N values in any arrangement.
 """
@@ -14,21 +14,10 @@ def whiten(
 ) -> Tensor:
     """``(value - mean) / sqrt(variance + eps)``, with Bessel's correction. Agrees with verl 0.9.1's masked_whiten.
 
-    Parameters
-    ----------
-    value_N : Tensor
-    weight_N : Tensor, same shape
-        How often a value counts: a mask, or e.g. the tokens of a sequence whose value all of them share.
-    eps, count_eps : float
-        Added to the variance, and to the count in the means.
-    shift_mean : bool
-        False keeps the mean.
-
-    Returns
-    -------
-    Tensor
-        Values of weight 0 are shifted and scaled like the others. Where the weights sum to 1 or less, or all values that
-        count are equal, the centred values, unscaled (verl raises; dividing by sqrt(1e-8) would turn rounding into signal).
+    ``weight_N`` is how often a value counts: a mask, or e.g. the tokens of a sequence that share it. ``eps`` and ``count_eps`` are
+    added to the variance and to the count in the means; ``shift_mean=False`` keeps the mean. Values of weight 0 are shifted and
+    scaled like the others. If the weights sum to 1 or less, or all values that count are equal, the values are centred and
+    not scaled (verl raises; dividing by sqrt(1e-8) would turn rounding into signal).
     """
     weight_N = weight_N.to(value_N.dtype)
     counted_N = torch.where(weight_N > 0, value_N, torch.zeros_like(value_N))

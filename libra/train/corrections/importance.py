@@ -43,7 +43,7 @@ def importance_weights(
     normalize : bool
         Divide by the mean weight: of the tokens, or of the sequences that have any (verl's ``batch_normalize``).
     bound : float, optional
-        The logarithm is clamped to [-bound, bound] first (verl: 20). None: not (TRL, AReaL).
+        The logarithm is clamped to [-bound, bound] first (verl: 20). None: no clamp (TRL, AReaL).
     """
     check_option("importance_weights level", level, LEVELS)
     check_option("importance_weights action", action, ACTIONS)
@@ -67,12 +67,13 @@ def importance_weights(
 
 
 def _mean_weight(weight_N: Tensor, sequences: Sequences, *, per_sequence: bool) -> Tensor:
-    """Mean over tokens, or over the sequences that have any; 1 where it is 0."""
+    """Mean over tokens, or over the sequences that have any; 1 if it is 0."""
     count_S = sequences.count_S
     if per_sequence:
         mean = sequence_mean(weight_N, sequences, eps=1e-8).sum() / (count_S > 0).sum().clamp(min=1)
     else:
-        mean = sequences.sum(weight_N).sum() / (count_S.sum() + 1e-8)
+        # in the dtype of the weights: in float32, an integer count plus 1e-8 rounds to the count
+        mean = sequences.sum(weight_N).sum() / (count_S.sum().to(weight_N.dtype) + 1e-8)
     return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 

@@ -1,4 +1,4 @@
-"""Rejection masks: tokens or whole sequences that moved too far take no part in the loss.
+"""Rejection masks: tokens or whole sequences whose probability moved too far are excluded from the loss.
 
 Shape legend: N tokens, S sequences.
 """
@@ -27,12 +27,12 @@ def rejection_mask(
     high: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Whether a token is kept (N,) bool; False in masked places. To be used as ``sequences.where(mask)``.
+    """Whether a token is kept (N,) bool; False in masked places. Use it as ``sequences.where(mask)``.
 
     Parameters
     ----------
     log_ratio_N : Tensor
-        log p_trainer - log p_engine, called d below; where it is not finite it counts as 0.
+        log p_trainer - log p_engine, called d below; a value that is not finite counts as 0.
     metric : str
         ``ratio`` e^d; ``k1`` d; ``k2`` d^2/2; ``k3`` e^d - 1 - d (verl); ``k3-reverse`` e^-d - 1 + d (AReaL's ``kl_k3``).
     level : {"token", "sequence"}
@@ -42,7 +42,7 @@ def rejection_mask(
     low, high : float, optional
         Kept where low <= metric <= high. None: no bound on that side.
     bound : float, optional
-        d is clamped to [-bound, bound] (verl: 20). None: not (AReaL).
+        d is clamped to [-bound, bound] (verl: 20). None: no clamp (AReaL).
     """
     check_option("rejection_mask metric", metric, METRICS)
     check_option("rejection_mask level", level, ("token", "sequence"))

@@ -1,4 +1,4 @@
-"""M2PO: the fewest tokens are masked for which the second moment of the log ratio stays small.
+"""M2PO: masks the fewest tokens that keep the second moment of the log ratio small.
 
 Shape legend: N tokens.
 """
@@ -21,17 +21,10 @@ def m2po_mask(
 ) -> Tensor:
     """Whether a token is kept (N,) bool; False in masked places. M2PO, arXiv:2510.01161.
 
-    The tokens with the largest squared log ratio go first, until the mean square of those that are left is at most
-    ``threshold`` (the paper's 0.04). The choice is made over all tokens given, so it is not the same for a minibatch and
-    for its parts: call it on the whole minibatch. Library only for that reason.
-
-    Parameters
-    ----------
-    log_ratio_N : Tensor
-        log p_now - log p_behaviour.
-    advantage_N : Tensor, optional
-        Only tokens that the advantage would push further away may go (A > 0 and ratio > 1, or A < 0 and ratio < 1), as in
-        the paper. None: any token may (AReaL).
+    The tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the mean square of the
+    rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N`` only tokens that the advantage would push further away
+    (A > 0 and ratio > 1, or A < 0 and ratio < 1), as in the paper; None: any token (AReaL). The choice is over all tokens given,
+    so it differs between a minibatch and its parts: call it on the whole minibatch. Library only for that reason.
     """
     mask_N = sequences.mask_N
     square_N = sequences.only(log_ratio_N).double().square()
@@ -42,7 +35,7 @@ def m2po_mask(
     removed = torch.cat([square_N.new_zeros(1), square_N.flatten()[order].cumsum(0)])
     left = count - torch.arange(len(removed), device=removed.device)
     enough = (total - removed) <= threshold * left + 1e-15 * total
-    enough[-1] = True  # nothing more may go
+    enough[-1] = True  # no further token may be masked
     num_masked = int(torch.nonzero(enough)[0])
     keep = mask_N.flatten().clone()
     keep[order[:num_masked]] = False

@@ -1,4 +1,4 @@
-"""Two reasons for an importance ratio, kept apart: engines that compute differently, and weights that have moved on.
+"""The two factors of an importance ratio: engines that compute differently (mismatch), and weights that have changed (staleness).
 
 ``log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log p_engine)``: *staleness* plus *mismatch*, where
 ``p_old`` is the trainer's own probability under the weights that generated the token. It is exact only where the trainer
@@ -21,20 +21,11 @@ from libra.train.sequences import Sequences
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TwoFactors:
-    """The split of each token's log ratio.
+    """The split of each token's log ratio, without gradient."""
 
-    Attributes
-    ----------
-    old_logp_N : Tensor
-        What the clipped ratio is taken to: the trainer's log-probability where exact, else the engine's. No gradient.
-    mismatch_N : Tensor
-        log p_old - log p_engine where exact, else 0. No gradient.
-    exact_N : bool tensor
-    """
-
-    old_logp_N: Tensor
-    mismatch_N: Tensor
-    exact_N: Tensor
+    old_logp_N: Tensor  # of the clipped ratio: the trainer's log-probability where exact, else the engine's
+    mismatch_N: Tensor  # log p_old - log p_engine where exact, else 0
+    exact_N: Tensor  # bool
 
 
 @torch.no_grad()

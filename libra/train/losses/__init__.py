@@ -1,7 +1,7 @@
-"""Policy and value losses, one loss per token each; `libra.train.aggregation` makes one number of them.
+"""Policy and value losses, each with one loss per token; `libra.train.aggregation` reduces them to one number.
 
-All take log-probabilities in nats, of which only ``logp_N`` carries a gradient. Those that look at whole sequences also
-take a `libra.train.sequences.Sequences`; the others work in any arrangement.
+All take log-probabilities in nats, of which only ``logp_N`` carries a gradient. Those that use whole sequences also take a
+`libra.train.sequences.Sequences`; the others work in any arrangement.
 """
 
 from __future__ import annotations

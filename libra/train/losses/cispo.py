@@ -1,4 +1,4 @@
-"""CISPO: log-probabilities weighted by a clipped ratio that carries no gradient, so that no token is dropped.
+"""CISPO: log-probabilities weighted by a clipped ratio without gradient, so that every token keeps its gradient.
 
 Shape legend: N tokens, in any arrangement.
 """

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate, token by token, and what it did to the tokens.
+"""PPO's clipped surrogate, token by token, and the statistics of its clips.
 
 Shape legend: N action tokens, in any arrangement; every argument and result is elementwise.
 """
@@ -53,17 +53,8 @@ def ppo_loss(
 ) -> Tensor:
     """PPO's pessimistic surrogate with separate bounds: PPO (arXiv:1707.06347), clip-higher from DAPO (arXiv:2503.14476).
 
-    Parameters
-    ----------
-    logp_N : Tensor
-        Log-probability now, the only argument with a gradient (nats).
-    old_logp_N : Tensor
-        Log-probability of the policy the ratio is taken to (nats).
-    advantage_N : Tensor
-    clip_low, clip_high, dual_clip, ratio_max
-        See `clipped_surrogate`.
-    bound : float, optional
-        See `libra.train.losses.ratio.token_ratio`.
+    ``old_logp_N`` is the log-probability in the denominator of the ratio. See `clipped_surrogate` for the clips and
+    `libra.train.losses.ratio.token_ratio` for ``bound``.
     """
     return clipped_surrogate(
         token_ratio(logp_N, old_logp_N, bound=bound),

@@ -1,4 +1,4 @@
-"""DPPO: tokens leave the gradient where their *probability* moved too far, not where their ratio did.
+"""DPPO: a token leaves the gradient if its *probability* moved too far, not if its ratio did.
 
 Shape legend: N tokens, in any arrangement.
 """
@@ -30,7 +30,7 @@ def dppo_keep(
         Bound of the divergence downwards (for A <= 0) and upwards (for A > 0).
     divergence : {"tv", "kl"}
         Of the two-outcome distribution "this token or another": total variation |p_now - p_old| (prime-rl, verl's
-        ``dppo_tv``), or KL(p_old | p_now), which only counts in the direction of the advantage (verl's ``dppo_kl``).
+        ``dppo_tv``), or KL(p_old | p_now), which is bounded only in the direction of the advantage (verl's ``dppo_kl``).
     """
     check_option("dppo divergence", divergence, ("tv", "kl"))
     now_N, old_N = logp_N.exp(), old_logp_N.exp()

@@ -26,14 +26,14 @@ def gmpo_loss(
     """``-mean(A) exp(mean(clipped log r))`` of a sequence, at each of its tokens. GMPO, arXiv:2507.20673.
 
     Aggregated with ``seq-mean-token-mean`` this is the mean over sequences. A token's log ratio is clipped to
-    [-clip_low, clip_high] where that makes the objective smaller, as in PPO; the paper's range is (e^-0.4, e^0.4).
+    [-clip_low, clip_high] if that makes the objective smaller, as in PPO; the paper's range is (e^-0.4, e^0.4).
 
     Parameters
     ----------
     token_eps : float, optional
         Added to the token counts of the means (verl: 1e-8); None adds nothing.
     bound : float, optional
-        Log ratios are clamped to [-bound, bound] first: for A < 0 nothing else holds a large one. None: not (verl).
+        Log ratios are clamped to [-bound, bound] first: for A < 0 nothing else bounds a large one. None: no clamp (verl).
     """
     sign_N = torch.sign(advantage_N)
     log_ratio_N = logp_N - old_logp_N

@@ -35,7 +35,7 @@ def gspo_loss(
     gradient, bound
         See `libra.train.losses.ratio.sequence_ratio`.
     mean_advantage : bool
-        Give every token the mean advantage of its sequence first (AReaL). Nothing changes where it has one advantage.
+        Give every token the mean advantage of its sequence first (AReaL). No effect if it has one advantage.
     """
     if mean_advantage:
         advantage_N = sequences.spread(sequence_mean(advantage_N, sequences))

@@ -17,7 +17,7 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 def token_ratio(logp_N: Tensor, old_logp_N: Tensor, *, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
-    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound], None: not at all (TRL, AReaL)."""
+    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound], None: no clamp (TRL, AReaL)."""
     log_ratio_N = logp_N - old_logp_N
     return (log_ratio_N if bound is None else log_ratio_N.clamp(-bound, bound)).exp()
 
@@ -35,9 +35,9 @@ def sequence_ratio(
     Parameters
     ----------
     gradient : {"token", "sequence"}
-        Where the gradient goes. "token": each token's copy has the gradient of that token alone, straight-through (verl).
-        "sequence": each copy has the gradient of the mean (TRL, AReaL). With one advantage per sequence and every token
-        weighing the same, both give the same gradient of the loss.
+        Path of the gradient. "token": each token's copy has the gradient of that token alone, straight-through (verl).
+        "sequence": each copy has the gradient of the mean (TRL, AReaL). With one advantage per sequence and equal token
+        weights, both give the same gradient of the loss.
     bound : float, optional
         The logarithm is at most this. None: not bounded (TRL, AReaL).
     """

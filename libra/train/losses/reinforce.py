@@ -15,9 +15,9 @@ from libra.train.sequences import Sequences
 
 
 def reinforce_loss(logp_N: Tensor, advantage_N: Tensor, *, weight_N: Tensor | None = None) -> Tensor:
-    """``-A log p``, times a weight without gradient where given (Williams 1992; verl's ``gpg`` and ``reinforce``).
+    """``-A log p``, times a weight without gradient if one is given (Williams 1992; verl's ``gpg`` and ``reinforce``).
 
-    Unbiased only on samples of the present policy, or with importance weights.
+    Unbiased only on samples of the current policy, or with importance weights.
     """
     loss_N = -advantage_N * logp_N
     return loss_N if weight_N is None else loss_N * weight_N.detach()

@@ -31,7 +31,7 @@ def sapo_loss(
 ) -> Tensor:
     """Loss of each token; aggregate with ``seq-mean-token-mean``. SAPO, arXiv:2511.20347, with the paper's temperatures.
 
-    The gradient at r = 1 is PPO's; it fades as r moves away, faster for a higher temperature ``tau``.
+    The gradient at r = 1 is PPO's; it decays as r moves away from 1, faster for a higher temperature ``tau``.
     """
     return gated_surrogate(
         token_ratio(logp_N, old_logp_N, bound=bound),

@@ -14,7 +14,7 @@ def value_loss(
 ) -> Tensor:
     """``scale * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2)``. PPO2; agrees with verl 0.9.1 and OpenRLHF.
 
-    ``clip=None`` leaves the prediction free. Library only: no run of Libra trains a critic.
+    ``clip=None``: not clipped. Library only: no run trains a critic.
     """
     loss_N = (value_N - return_N).square()
     if clip is not None:

@@ -1,4 +1,5 @@
-"""Other libraries' functions, spelled with ours: the options under which Libra gives their numbers, in code that runs.
+"""Other libraries' functions expressed with ours: the options with which Libra reproduces their numbers, as executable
+code.
 
 Each function takes the arguments of its peer under the peer's names and calls Libra's functions with what makes them agree;
 docs/golden.md lists them, tests/train/test_golden.py runs them on recorded cases. Nothing in a run uses this package.

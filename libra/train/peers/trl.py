@@ -67,29 +67,22 @@ def trl_grpo_loss(
     check_option("trl_grpo_loss loss_type", loss_type, _AGGREGATIONS)
     check_option("trl_grpo_loss importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     rows = Padded(completion_mask)
-    high = epsilon if epsilon_high is None else epsilon_high
     advantage_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).expand_as(per_token_logps)
     logps = (rows.only(per_token_logps), rows.only(old_per_token_logps))
     if importance_sampling_level == "token":
         ratio_BT = token_ratio(*logps, bound=None)
     else:
         ratio_BT = sequence_ratio(*logps, rows, gradient="sequence", bound=None)
-
-    if loss_type == "cispo":
-        loss_BT = weighted_logp_loss(ratio_BT, logps[0], advantage_BT, clip_low=1.0, clip_high=high - 1)
-    elif loss_type == "sapo":
-        loss_BT = gated_surrogate(
-            ratio_BT, advantage_BT, tau_positive=sapo_temperature_pos, tau_negative=sapo_temperature_neg
-        )
-    elif loss_type == "vespo":
+    if loss_type == "vespo":
         loss_BT = vespo_loss(*logps, advantage_BT, rows, weight_N=importance_sampling_ratio)
     else:
-        loss_BT = clipped_surrogate(ratio_BT, advantage_BT, clip_low=epsilon, clip_high=high, ratio_max=delta)
+        high = epsilon if epsilon_high is None else epsilon_high
+        taus = (sapo_temperature_pos, sapo_temperature_neg)
+        loss_BT = _surrogate(loss_type, ratio_BT, logps[0], advantage_BT, (epsilon, high, delta), taus)
     if off_policy_mask_threshold is not None:
         sampling = old_per_token_logps if sampling_per_token_logps is None else sampling_per_token_logps
-        loss_BT = loss_BT * off_policy_sequence_mask(
-            per_token_logps, sampling, advantage_BT, rows, threshold=off_policy_mask_threshold
-        )
+        tokens = (per_token_logps, sampling, advantage_BT, rows)
+        loss_BT = loss_BT * off_policy_sequence_mask(*tokens, threshold=off_policy_mask_threshold)
     if importance_sampling_ratio is not None and loss_type != "vespo":
         loss_BT = loss_BT * importance_sampling_ratio
     if beta:
@@ -97,16 +90,36 @@ def trl_grpo_loss(
             raise TrainError(f"trl_grpo_loss: beta is {beta} but ref_per_token_logps is None; give it, or beta=0")
         kl_BT = kl_estimate(logps[0], rows.only(ref_per_token_logps), "k3")
         loss_BT = loss_BT + beta * (kl_BT * ratio_BT if use_bias_correction_kl else kl_BT)
-    aggregation = Aggregation(
-        _AGGREGATIONS[loss_type],
-        horizon_tokens=None if max_completion_length is None else float(max_completion_length),
-        divisor=None if num_items_in_batch is None else max(1.0, float(num_items_in_batch)),
-        count_empty=True,
-    )
-    loss = aggregation(loss_BT, rows)
+    loss = _aggregation(loss_type, max_completion_length, num_items_in_batch)(loss_BT, rows)
     if entropies is not None and entropy_coef:
         loss = loss - entropy_coef * Aggregation("token-mean")(entropies, rows)
     return loss
+
+
+def _surrogate(
+    loss_type: str,
+    ratio_BT: Tensor,
+    logp_BT: Tensor,
+    advantage_BT: Tensor,
+    clip: tuple[float, float, float | None],
+    taus: tuple[float, float],
+) -> Tensor:
+    """The policy loss of each token (B, T), but vespo's; ``clip``: low, high, delta."""
+    low, high, delta = clip
+    if loss_type == "cispo":
+        return weighted_logp_loss(ratio_BT, logp_BT, advantage_BT, clip_low=1.0, clip_high=high - 1)
+    if loss_type == "sapo":
+        return gated_surrogate(ratio_BT, advantage_BT, tau_positive=taus[0], tau_negative=taus[1])
+    return clipped_surrogate(ratio_BT, advantage_BT, clip_low=low, clip_high=high, ratio_max=delta)
+
+
+def _aggregation(loss_type: str, horizon: int | None, num_items: float | None) -> Aggregation:
+    return Aggregation(
+        _AGGREGATIONS[loss_type],
+        horizon_tokens=None if horizon is None else float(horizon),
+        divisor=None if num_items is None else max(1.0, float(num_items)),
+        count_empty=True,
+    )
 
 
 def trl_sampling_weights(

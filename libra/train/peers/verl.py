@@ -113,8 +113,8 @@ def verl_policy_loss(
 ) -> Tensor:
     """``compute_policy_loss_<loss_mode>``: vanilla, gspo, cispo, sapo, geo_mean, dppo_tv, dppo_kl, gpg.
 
-    geo_mean takes the mean over all rows, whatever ``loss_agg_mode`` says. For gspo the mode counts (it did not in
-    releases before 0.9, which always took seq-mean-token-mean).
+    geo_mean takes the mean over all rows and ignores ``loss_agg_mode``. gspo uses the mode (releases before 0.9 ignored it,
+    and always took seq-mean-token-mean).
     """
     clip: dict[str, Any] = {"clip_low": clip_ratio_low, "clip_high": clip_ratio_high}
     rows = Padded(response_mask)

@@ -91,7 +91,7 @@ def test_none_leaves_a_function_out_and_only_nones_are_no_reward():
         return [0.5 for _ in completions]
 
     assert graded([silent, half]) == 0.5
-    with pytest.raises(RewardFault, match="silent answered None"):
+    with pytest.raises(RewardFault, match="silent returned None"):
         graded(silent)
 
 
@@ -110,7 +110,7 @@ def test_trl_logging_arguments_are_there_and_its_trainer_state_is_not(caplog):
     with caplog.at_level(logging.INFO):
         graded(reward)
     assert "accuracy: 0.5" in caplog.text
-    with pytest.raises(ConfigError, match="'trainer_state' is none of prompts, completions, completion_ids"):
+    with pytest.raises(ConfigError, match="'trainer_state' is not one of prompts, completions, completion_ids"):
         graded(lambda completions, trainer_state: [0.0])
 
 
@@ -182,7 +182,7 @@ def test_a_rubric_is_its_functions_times_their_weights_with_its_parser():
 
 
 def test_group_rewards_of_verifiers_are_refused():
-    with pytest.raises(ConfigError, match="'states' is none of"):
+    with pytest.raises(ConfigError, match="'states' is not one of"):
         graded(lambda states, completions: [0.0])
 
 

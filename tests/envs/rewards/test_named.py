@@ -59,7 +59,7 @@ def test_what_cannot_be_is_told_at_construction(reward, says):
 
 
 def test_prompts_without_answers_are_told():
-    with pytest.raises(ConfigError, match="'answer' is none of prompt, completion, episode"):
+    with pytest.raises(ConfigError, match="'answer' is not one of prompt, completion, episode"):
         FunctionEnvironment(prompts=["6 * 7?"], reward="gsm8k")
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from libra.hardware.shapes import shape_from_config
-from libra.planner.cost import Layout, MemoryOptions, MicroBatchSize, fullest_moment, step_bytes
+from libra.planner.cost import Layout, MicroBatchSize, fullest_moment, step_bytes
 from libra.planner.cost.training_cost import micro_batch_sizes
 from libra.planner.cost.training_memory import kept_per_token
 from libra.train.logprobs import Scorer
@@ -27,7 +27,8 @@ SIZES = {
 TOKENS = 64
 BIG = shape_from_config(Qwen3Config(**{**SIZES, "num_hidden_layers": 12, "vocab_size": 32_000}).to_dict())
 SIZE = MicroBatchSize(rows=2, row_tokens=1024, action_tokens=1500, first_of=2)
-PLAIN = MemoryOptions(weight_bytes=4, master_bytes=None)
+PLAIN = Layout(kind="ddp", weight_bytes=4, master_bytes=None, gradient_checkpointing=False)
+SHARDED = replace(PLAIN, kind="fsdp2")
 
 
 def kept_bytes(config, dtype: torch.dtype, masked: bool) -> int:
@@ -70,20 +71,20 @@ def test_every_option_moves_its_own_term():
     base, weights = total(), 4.0 * BIG.num_params
     assert total(gradient_checkpointing=True) < base - 7 * SIZE.places * kept_per_token(BIG, 4) * 0.9
     assert total(reference=True) >= base + weights
-    assert total(backup=True) == base + 3 * weights
+    assert total(epochs=2) == base + 3 * weights
     assert base - total(SIZE, logit_chunk_tokens=1000) == pytest.approx(24 * BIG.vocab * 2 * 4)  # two such arrays
     assert total(entropy_bonus=True) > base
     assert total(replace(SIZE, masked=True)) > base + BIG.num_layers * SIZE.places * SIZE.row_tokens * 4
     assert total(replace(SIZE, first_of=1)) == pytest.approx(base - weights)
-    sharded = step_bytes(BIG, SIZE, replace(PLAIN, shards=4, replicas=4))
+    sharded = step_bytes(BIG, SIZE, SHARDED, 4)
     assert sharded["weights"] + sharded["optimizer"] == pytest.approx(3 * weights / 4)
     assert sharded["gathered"] >= BIG.vocab * BIG.hidden * 4
-    away = step_bytes(BIG, SIZE, replace(PLAIN, shards=4, replicas=4, offload=True))
+    away = step_bytes(BIG, SIZE, replace(SHARDED, offload=True), 4)
     assert away["weights"] == away["optimizer"] == 0
     assert fullest_moment(BIG, SIZE, PLAIN) == "head, forward"
     assert fullest_moment(BIG, SIZE, replace(PLAIN, logit_chunk_tokens=64)) == "head"
     few = MicroBatchSize(1, 8, 4)
-    assert fullest_moment(BIG, few, replace(PLAIN, replicas=2)) in ("embedding", "reduce")
+    assert fullest_moment(BIG, few, PLAIN, 2) in ("embedding", "reduce")
 
 
 def test_micro_batches_are_as_the_trainer_packs_them():

@@ -1,0 +1,217 @@
+"""A workload on a real scheduler, with emulated engines on its workers: a declared emulation.
+
+Scheduler, plugin, workers, messages and task states are Dask's own, in this process. Only seconds are not real: engines and
+tools finish when a clock says so. A virtual clock moves to the next finish when nothing is on its way any more, that is when
+every trajectory waits in the scheduler, runs in an engine or a tool, or is over; a scaled one runs with wall time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+from distributed import Client, Reschedule, Scheduler, Worker, get_worker
+
+from benchmarks.emulated_engine import Clock, EmulatedEngine, ScaledClock, Timer, lengths_from
+from libra import keys
+from libra.cluster.settings import DASK_SETTINGS
+from libra.events.reports import TOPIC, DeclaredReport, PromptsReport, QuantumReport, encode
+from libra.scheduler import LibraPlugin, RunRegistration
+from libra.sim import EngineSpec, Workload, typical_context
+from libra.sim.workload import prompts_of
+from libra.store.event_log import read_events
+from libra.types import NO_TOOL, Phase, TurnRequest
+
+TOOLS = "tools"
+
+
+class VirtualClock:
+    """Seconds that pass when `step` says so."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._agenda: list[tuple[float, int, _Entry]] = []
+        self._serial = 0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def call_at(self, at_s: float, callback: Callable[[], None]) -> Timer:
+        self._serial += 1
+        entry = _Entry(callback)
+        heapq.heappush(self._agenda, (at_s, self._serial, entry))
+        return entry
+
+    def step(self) -> bool:
+        """Let the next thing happen; whether there was one."""
+        while self._agenda:
+            at_s, _, entry = heapq.heappop(self._agenda)
+            if not entry.cancelled:
+                self._now_s = max(self._now_s, at_s)
+                entry.callback()
+                return True
+        return False
+
+
+class _Entry:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback, self.cancelled = callback, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def wait_until(clock: Clock, at_s: float) -> None:
+    """Wait until the clock says so."""
+    done = asyncio.Event()
+    clock.call_at(at_s, done.set)
+    await done.wait()
+
+
+class Scene:
+    """What the tasks of one run share; they find it in `SCENES`, for what is pickled would be copied."""
+
+    def __init__(self, workload: Workload, specs: Sequence[EngineSpec], clock: VirtualClock | ScaledClock) -> None:
+        self.clock = clock
+        self.workload = workload
+        self.plans = {workload.key(plan): plan for plan in workload.trajectories}
+        context = typical_context(workload.trajectories)
+        turns = {(key, i): turn.new_tokens for key, plan in self.plans.items() for i, turn in enumerate(plan.turns)}
+        self.engines = {
+            spec.name: EmulatedEngine(
+                spec.tables, slots=spec.slots, tokens_of=lengths_from(turns), clock=self.clock, name=spec.name,
+                group_of=self._group, typical_context_tokens=context,
+            )
+            for spec in specs
+        }  # fmt: skip
+        self.context = {key: plan.prompt_tokens for key, plan in self.plans.items()}
+        self.quanta = dict.fromkeys(self.plans, 0)
+        self.home: dict[str, str] = {}
+        self.busy: set[str] = set()  # keys whose quantum waits for the clock
+        self.over: set[str] = set()
+        self.first_s, self.last_s = math.inf, 0.0  # when the first quantum began, and the last one ended
+
+    def _group(self, request: TurnRequest) -> tuple[str, int]:
+        plan = self.plans[request.trajectory_id]
+        return self.workload.group_key(plan), plan.prompt_tokens
+
+
+SCENES: dict[str, Scene] = {}
+
+
+async def quantum(key: str, run: str) -> int:
+    """One quantum of a trajectory on the worker where it was sent; the next one after another parking."""
+    scene, worker = SCENES[run], str(get_worker().name)
+    plan, done, began_s = scene.plans[key], scene.quanta[key], scene.clock.now_s()
+    turn = plan.turns[done // 2]
+    generates = done % 2 == 0
+    scene.busy.add(key)
+    scene.first_s = min(scene.first_s, began_s)
+    if generates:
+        before = scene.home.get(key)
+        if before not in (None, worker):
+            scene.engines[before].forget(key)
+        scene.home[key] = worker
+        engine = scene.engines[worker]
+        request = TurnRequest(key, done // 2, np.zeros(scene.context[key], np.int32), turn.new_tokens)
+        output = await engine.generate(request)
+        scene.context[key] += len(output.token_ids)
+    else:
+        await wait_until(scene.clock, began_s + turn.tool_s)
+        scene.context[key] += turn.payload_tokens
+    scene.busy.discard(key)
+    scene.last_s = max(scene.last_s, scene.clock.now_s())
+    scene.quanta[key] = done + 1
+    ends = done + 2 >= 2 * len(plan.turns) and not (generates and turn.status)
+    following = "" if ends else str(Phase.TOOL if generates else Phase.ROLLOUT)
+    if ends:
+        scene.engines[scene.home[key]].forget(key)
+        scene.over.add(key)
+    report = QuantumReport(
+        key=key, quantum=done, next=following, goes_on=False, end="answered" if ends else "", failure="none", detail="",
+        tokens=turn.new_tokens if generates else 0, version=0, tool="" if generates else turn.tool,
+        status=NO_TOOL if generates else str(turn.status), payload_tokens=0 if generates else turn.payload_tokens,
+        context_tokens=scene.context[key], start_s=began_s, stop_s=scene.clock.now_s(),
+    )  # fmt: skip
+    get_worker().log_event(TOPIC, encode(run, 0, report))
+    if not ends:
+        raise Reschedule()
+    return scene.quanta[key]
+
+
+async def emulate(
+    workload: Workload,
+    specs: Sequence[EngineSpec],
+    policy: dict[str, Any],
+    directory: Path,
+    *,
+    tool_slots: int,
+    speedup: float | None = None,
+) -> tuple[list[tuple[str, str, str]], float]:
+    """Run ``workload`` under the plugin; its dispatches as (phase, key, worker) in order, and the makespan in emulated seconds.
+
+    ``speedup`` is emulated seconds per second of wall time; None: virtual time, which does not pass while anything real goes on.
+    """
+    run = workload.name
+    scene = SCENES[run] = Scene(workload, specs, VirtualClock() if speedup is None else ScaledClock(speedup))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(dask.config.set(DASK_SETTINGS))
+        scheduler = await stack.enter_async_context(
+            Scheduler(protocol="inproc", dashboard=False, validate=speedup is None)
+        )
+        supply: dict[str, dict[str, float]] = {spec.name: {keys.ROLLOUT: spec.slots} for spec in specs}
+        supply[TOOLS] = {keys.TOOL: tool_slots}
+        for name, resources in supply.items():
+            threads = int(sum(resources.values())) + 4
+            await stack.enter_async_context(
+                Worker(scheduler.address, nthreads=threads, name=name, resources=resources, dashboard=False)
+            )
+        client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True))
+        await client.register_plugin(LibraPlugin())
+        plugin = scheduler.plugins[LibraPlugin.name]
+        if speedup is None:
+            scheduler.periodic_callbacks["libra-sample"].stop()  # it looks for free slots twice a second of wall time
+        family = workload.trajectories[0].family
+        plugin.register_run(RunRegistration(run, 0, str(directory), 0, 1, 1, True, policy=policy, family=family))
+        for spec in specs:  # as a worker's host does when its engine has started
+            capacity = scene.engines[spec.name].capacity()
+            declared = DeclaredReport(spec.name, "emulated", spec.bucket, "emulated", capacity)
+            plugin.log_event(TOPIC, encode(run, 0, declared))
+        if names := prompts_of(workload, workload.trajectories).groups:
+            plugin.log_event(TOPIC, encode(run, 0, PromptsReport(0, [prompt for _, prompt in names])))
+        order = list(scene.plans)
+        graph = client.map(quantum, order, run=run, key=order, resources={keys.PARK: 1}, pure=False)
+        gathered = asyncio.ensure_future(client.gather(graph))
+        if isinstance(scene.clock, VirtualClock):
+            await _live(plugin, scene, scene.clock)
+        await gathered
+        makespan_s = scene.last_s - scene.first_s
+        plugin.end_run(run)
+    del SCENES[run]
+    events = plugin_events(directory)
+    places = [(e["phase"], e["key"], e["worker"]) for e in events if e["name"] == "quantum_dispatched"]
+    return places, makespan_s
+
+
+async def _live(plugin: LibraPlugin, scene: Scene, clock: VirtualClock) -> None:
+    """Let virtual time pass whenever nothing real is on its way."""
+    dispatcher = plugin.trajectories.dispatcher
+    while len(scene.over) < len(scene.plans):
+        waiting = sum(dispatcher.num_waiting(phase) for phase in Phase)
+        settled = waiting + len(scene.busy) + len(scene.over) == len(scene.plans)
+        placed = sum(tracked.at is not None for tracked in plugin.trajectories.tracked.values())
+        if settled and placed == len(scene.busy) and not plugin.trajectories.kicked:
+            assert clock.step(), f"nothing runs, and {waiting} trajectories wait"
+        await asyncio.sleep(0)
+
+
+def plugin_events(directory: Path) -> list[dict[str, Any]]:
+    """The event log of a run."""
+    return list(read_events(directory / "events.jsonl").events)

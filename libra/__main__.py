@@ -1,0 +1,5 @@
+"""``python -m libra``: the ``libra`` command."""
+
+from libra.cli.main import main
+
+main()

@@ -1,0 +1,67 @@
+"""The files of a run: ``libra doctor RUN`` reads all, ``libra repair RUN`` rebuilds damaged ones, ``libra resume`` refuses them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from libra.driver.damage import advice, check_run, refuse_damaged
+from libra.driver.run_lock import refuse_running
+from libra.driver.set_aside import go_back
+from libra.errors import DamagedRun, RunDirectoryError
+
+
+def doctor_run(run_dir: Path, *, as_json: bool) -> None:
+    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
+    check = check_run(run_dir)
+    if check.damages and _is_running(run_dir):  # files that were removed while it was read are not damaged
+        again = {damage.name for damage in check_run(run_dir).damages}
+        check.damages = [damage for damage in check.damages if damage.name in again]
+    if as_json:
+        click.echo(json.dumps([asdict(damage) for damage in check.damages], indent=1))
+        if check.damages:
+            raise click.exceptions.Exit(2)
+        return
+    if check.damages:
+        raise DamagedRun(advice(check, run_dir))
+    click.echo(
+        f"{run_dir}: every file is whole; {check.num_batches} batches, {len(check.whole_checkpoints)} checkpoints"
+    )
+
+
+def repair_command(run_dir: Path) -> bool:
+    """Repair a run and print each repair; False if a file is still damaged."""
+    from libra.driver.repair import repair_run
+
+    result = repair_run(run_dir, click.echo)
+    if result.check.damages:
+        return False
+    if result.num_repaired:
+        click.echo(f"{run_dir}: repaired; type libra resume {run_dir} to continue it")
+    else:
+        click.echo(f"{run_dir}: every file is whole, there is nothing to repair")
+    return True
+
+
+def ready_to_resume(run_dir: Path, step: int | None) -> None:
+    """DamagedRun if a file of the run is damaged; with ``step``, return to that checkpoint instead, and print it.
+
+    RunDirectoryError if a living driver has the run.
+    """
+    refuse_running(run_dir.expanduser().absolute())
+    if step is None:
+        refuse_damaged(run_dir)
+        return
+    for line in go_back(run_dir, step):
+        click.echo(line)
+
+
+def _is_running(run_dir: Path) -> bool:
+    try:
+        refuse_running(run_dir.expanduser().absolute())
+    except RunDirectoryError:
+        return True
+    return False

@@ -1,0 +1,111 @@
+"""Which web pages may use the dashboard: those that it served itself, under a name of this machine.
+
+A page of another site that is open in the same browser could otherwise read it, by a websocket or by a domain name that it lets
+point to 127.0.0.1 (DNS rebinding). Such requests have the other site's name in their Host or Origin header.
+
+Invariants
+----------
+1. A request is answered only if its Host is an IP address, localhost, a name of this machine, or one of
+   ``cluster.dashboard_names``. An IP address cannot be rebound.
+2. If it has an Origin, that is its Host (with the port), or its name is one of ``cluster.dashboard_names``.
+3. Names are compared without regard to case, and to a dot at the end.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import dask.config
+from tornado.httputil import HTTPServerRequest
+from tornado.web import Application, RequestHandler
+
+SETTING = "libra.dashboard-names"
+"""Key of ``cluster.dashboard_names`` in the configuration of Dask, which reaches every scheduler."""
+
+
+def check_names(pages: Application, names: Iterable[str] | None = None) -> None:
+    """Answer only requests that `refusal` allows. A second call changes nothing.
+
+    ``names``: further ones; None: those of Dask's configuration.
+    """
+    if getattr(pages, "libra_names", None) is not None:
+        return
+    allowed = frozenset(map(_plain, dask.config.get(SETTING, []) if names is None else names))
+    pages.libra_names = allowed  # type: ignore[attr-defined]
+    find, machine = pages.find_handler, own_names()
+
+    def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if (reason := refusal(host, origin, machine, allowed)) is not None:
+            return pages.get_handler_delegate(request, _Refused, {"reason": reason})
+        return find(request, **kwargs)
+
+    pages.find_handler = find_handler  # type: ignore[method-assign]
+
+
+def refusal(host: str, origin: str | None, machine: frozenset[str], allowed: frozenset[str]) -> str | None:
+    """Why a request with these headers is refused; None if it is allowed.
+
+    ``machine``: names of this machine; ``allowed``: those that a user has added. Both in lower case.
+    """
+    name = _hostname(f"//{host}")
+    if name is None or not (_is_address(name) or name.endswith(".localhost") or name in machine | allowed):
+        return f"Host {host!r} is not a name of this machine"
+    if origin is None:
+        return None
+    if (site := _hostname(origin)) is not None and (_same_place(origin, host) or site in allowed):
+        return None
+    return f"the page of {origin!r} is of another site"
+
+
+def own_names() -> frozenset[str]:
+    """Names of this machine, in lower case."""
+    names = (socket.gethostname(), socket.getfqdn(), socket.gethostname().partition(".")[0], "localhost")
+    return frozenset(map(_plain, names))
+
+
+def _same_place(origin: str, host: str) -> bool:
+    """Whether a page was served at ``host``, a name with or without a port; the scheme's own port may be left out."""
+    there, here = urlsplit(origin), urlsplit(f"{urlsplit(origin).scheme}://{host}")
+    default = {"http": 80, "https": 443}.get(there.scheme)
+    try:
+        return (there.hostname, there.port or default) == (here.hostname, here.port or default)
+    except ValueError:  # no port
+        return False
+
+
+def _hostname(url: str) -> str | None:
+    try:
+        found = urlsplit(url).hostname
+    except ValueError:
+        return None
+    return _plain(found) if found else None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+class _Refused(RequestHandler):
+    def initialize(self, reason: str) -> None:
+        self.reason = reason
+
+    def prepare(self) -> None:
+        self.set_status(403)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(
+            f"{self.reason}. To allow it, start the run or cluster with cluster.dashboard_names=[NAME], or a scheduler of your "
+            f"own with {SETTING}: [NAME] in Dask's configuration.\n"
+        )

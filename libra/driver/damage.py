@@ -1,0 +1,418 @@
+"""Which files of a run are damaged: missing, truncated, or altered since they were written.
+
+Every file that a resumed run reads carries a checksum or a seal, and most have a second trace elsewhere in the run. `libra
+resume` refuses a damaged run, and `libra repair` (`libra.driver.repair`) repairs it. Imports neither torch nor Dask, so
+that a damaged run is named within seconds.
+
+1. Reading only.
+2. The state that a killed run leaves is not damage: a torn last line of a log, an append that was not committed, the
+   missing file of unfinished work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra.driver.start_records import (
+    CONFIG_FILE,
+    GIVEN_FILE,
+    STARTS_FILE,
+    config_digest,
+    read_given,
+    read_starts,
+)
+from libra.errors import DamagedRun, RunDirectoryError, StoreError
+from libra.events import RunStarted
+from libra.seals import unseal
+from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.event_log import lines_of
+from libra.store.group_records import read_group
+from libra.store.store_check import column_rows, committed_rows, store_faults
+from libra.store.trajectory_journal import Journal
+from libra.tensor_files import checkpoint_fault, version_fault
+from libra.types import TrajectoryId
+from libra.worker.run_spec import RunDirectory
+
+LIMIT_BYTES = 256 * 2**20
+"""Bytes of each kind of file that `libra resume` reads, the newest first; the rest is checked when it is loaded."""
+
+LOG_LIMIT_BYTES = 16 * 2**20
+"""Longer logs are only read by `libra doctor RUN`."""
+LOGS = ("metrics.jsonl", "events.jsonl")
+_STEP = re.compile(r"step-(\d{6,})")
+_BATCH = re.compile(r"batch-(\d{6,})\.json")
+_RECORD = re.compile(r"(?P<trajectory>.+)\.(?P<quantum>\d{4,})\.rec")
+_GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d{6,})-(?P<group>\d{6,})\.group")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One damaged file: its path within the run directory, and what is wrong with it."""
+
+    name: str
+    what: str
+
+    @property
+    def kind(self) -> str:
+        """The first part of its path."""
+        return self.name.split("/")[0]
+
+
+@dataclass(slots=True)
+class RunCheck:
+    """The result of checking a run directory.
+
+    Attributes
+    ----------
+    damages : list of Damage
+    whole_checkpoints, all_checkpoints : list of int
+        Steps of the checkpoints that are as they were written, and of all.
+    num_batches : int
+        Batches that were committed, by any trace of them.
+    stored : set of int or None
+        Batches whose trajectories are in the store; None where its rows cannot be read.
+    logged : set of int
+        Steps whose metrics are written.
+    epoch : int
+        The highest epoch in any file but ``epochs/`` itself, -1 if there is none.
+    """
+
+    files: RunDirectory
+    limit_bytes: int | None
+    damages: list[Damage] = field(default_factory=list)
+    whole_checkpoints: list[int] = field(default_factory=list)
+    all_checkpoints: list[int] = field(default_factory=list)
+    num_batches: int = 0
+    stored: set[int] | None = None
+    logged: set[int] = field(default_factory=set)
+    epoch: int = -1
+
+    def add(self, name: str, what: str) -> None:
+        """Note a damaged file."""
+        self.damages.append(Damage(name, what))
+
+    def missing_groups(self, first: int) -> list[str]:
+        """Missing group records of the batches from ``first`` on, as paths within the run."""
+        names = [name for number in range(first, self.num_batches) for name in batch_groups(self.files, number)]
+        return [f"groups/{name}" for name in names if not (self.files.groups_dir / name).exists()]
+
+
+def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
+    """Check every file of a run.
+
+    Parameters
+    ----------
+    limit_bytes : int or None
+        Read about that many bytes of each kind of file, the newest first. None: everything.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run in ``directory``.
+    """
+    typed, directory = directory, directory.expanduser().absolute()
+    marks = (CONFIG_FILE, GIVEN_FILE, "epochs", "batches", "trajectories.zarr")
+    if not any((directory / name).exists() for name in marks):
+        raise RunDirectoryError(
+            f"{typed}: no run here, it has no {CONFIG_FILE}; type the directory of a run, such as runs/NAME"
+        )
+    check = RunCheck(RunDirectory(directory), limit_bytes)
+    for part in (_check_start, _check_weights, _check_checkpoints, _check_store, _check_batches, _check_sealed, _check_logs,
+                 _check_journal, _check_groups, _check_epochs):  # fmt: skip
+        try:
+            part(check)
+        except OSError as error:
+            path = Path(error.filename or directory)
+            name = path.relative_to(directory) if path.is_relative_to(directory) else path
+            check.add(str(name), f"cannot be read: {error.strerror or error}")
+    return check
+
+
+def refuse_damaged(directory: Path, limit_bytes: int | None = LIMIT_BYTES) -> None:
+    """DamagedRun, in at most three lines, where a file of the run is damaged."""
+    check = check_run(directory, limit_bytes)
+    if check.damages:
+        raise DamagedRun(advice(check, directory))
+
+
+def advice(check: RunCheck, typed: Path) -> str:
+    """The damaged files of a run in at most three lines, the last with what to type; ``typed`` is the run as its user wrote it."""
+    first, *others = check.damages
+    lines = [f"{typed / first.name}: {' '.join(first.what.split())[:300]}"]
+    if others:
+        names = ", ".join(damage.name for damage in others[:4])
+        lines.append(f"{len(others)} more: {names}{', ...' if len(others) > 4 else ''}")
+    run = shlex.quote(str(typed))
+    if all(_STEP.fullmatch(damage.name.partition("/")[2].split("/")[0]) for damage in check.damages):
+        newest = max(check.whole_checkpoints, default=0)
+        which = "the newest whole checkpoint" if newest else "the model it began with"
+        lines.append(f"Type: libra resume {run} --from-checkpoint {newest}   # {which}; steps since are repeated")
+    else:
+        lines.append(f"Type: libra repair {run}   # rebuilds what can be rebuilt, and deletes nothing")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------ by kind of file
+
+
+def _check_start(check: RunCheck) -> None:
+    directory = check.files.directory
+    config, given, starts = directory / CONFIG_FILE, None, list[dict[str, Any]]()
+    try:
+        given = read_given(directory)
+    except StoreError as error:
+        check.add(GIVEN_FILE, _what(error))
+    try:
+        starts = read_starts(directory)
+    except StoreError as error:
+        check.add(STARTS_FILE, _what(error))
+    check.epoch = max((int(start.get("epoch", -1)) for start in starts), default=-1)
+    if not config.is_file():
+        check.add(CONFIG_FILE, "it is gone")
+        return
+    data = config.read_bytes()
+    if given is not None and given["config"] is not None:
+        if data != given["config"].encode():
+            check.add(CONFIG_FILE, f"it was edited since the run was started ({_edited(data, given['config'])})")
+    elif starts and config_digest(data) != starts[0]["config"]:
+        check.add(CONFIG_FILE, "it was edited since the run was started")
+
+
+def _check_weights(check: RunCheck) -> None:
+    numbers = sorted(
+        (int(path.name) for path in _entries(check.files.weights_dir) if path.name.isdigit()), reverse=True
+    )
+    check.num_batches = max([check.num_batches, *numbers])
+    budget = _Budget(check.limit_bytes)
+    for number in numbers:
+        directory = check.files.weights_dir / f"{number:08d}"
+        fault = version_fault(directory, contents=budget.allows(_size(directory)))
+        if fault is not None:
+            check.add(f"weights/{directory.name}/{fault.partition(': ')[0]}", fault.partition(": ")[2])
+
+
+def _check_checkpoints(check: RunCheck) -> None:
+    found = {
+        int(match[1]): path for path in _entries(check.files.checkpoints_dir) if (match := _STEP.fullmatch(path.name))
+    }
+    check.num_batches = max([check.num_batches, *found])
+    budget = _Budget(check.limit_bytes)
+    check.all_checkpoints = sorted(found)
+    for step in sorted(found, reverse=True):
+        fault = checkpoint_fault(found[step], contents=budget.allows(_size(found[step])))
+        if fault is None:
+            check.whole_checkpoints.append(step)
+        else:
+            check.add(f"checkpoints/{found[step].name}/{fault.partition(': ')[0]}", fault.partition(": ")[2])
+
+
+def _check_store(check: RunCheck) -> None:
+    store = check.files.store_path
+    if not store.is_dir():
+        check.add(store.name, "it is gone")
+        return
+    for fault in store_faults(store, check.limit_bytes):
+        check.add(fault.name, fault.what)
+    try:
+        rows = committed_rows(store)["trajectory"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    batches, epochs = (column_rows(store, f"trajectory/{name}", 0, rows) for name in ("batch", "epoch"))
+    damaged = {damage.name.rpartition("/c/")[0] for damage in check.damages}
+    if batches is None or f"{store.name}/trajectory/batch" in damaged:
+        return
+    if epochs is not None and len(epochs) and f"{store.name}/trajectory/epoch" not in damaged:
+        check.epoch = max(check.epoch, int(epochs.max()))
+    check.num_batches = max(check.num_batches, int(batches.max(initial=-1)) + 1)
+    check.stored = {int(batch) for batch in batches if batch >= 0}
+
+
+def _check_batches(check: RunCheck) -> None:
+    found = [int(match[1]) for path in _entries(check.files.batches_dir) if (match := _BATCH.fullmatch(path.name))]
+    check.num_batches = max([check.num_batches, *(number + 1 for number in found)])
+    for number in range(check.num_batches):
+        path = batch_path(check.files.batches_dir, number)
+        if not path.exists():
+            check.add(f"batches/{path.name}", "it is gone")
+            continue
+        try:
+            read_batch_facts(check.files.batches_dir, number)
+            if unseal(path.read_bytes()).get("batch") != number:
+                check.add(f"batches/{path.name}", "it is of another batch")
+        except StoreError as error:
+            check.add(f"batches/{path.name}", _what(error).partition("; type")[0])
+
+
+def _check_sealed(check: RunCheck) -> None:
+    """Files that are checked only against their seal."""
+    directories = (check.files.evaluations_dir, check.files.steps_dir)
+    paths = [path for directory in directories for path in _entries(directory) if path.suffix == ".json"]
+    for path in [*paths, check.files.checkpoints_dir / "scores.json"]:
+        try:
+            if path.exists() and not path.name.startswith("."):
+                unseal(path.read_bytes())
+        except (OSError, ValueError) as error:
+            check.add(str(path.relative_to(check.files.directory)), f"torn or altered ({error})")
+
+
+def _check_logs(check: RunCheck) -> None:
+    for name in LOGS:
+        path = check.files.directory / name
+        # The metrics of every step count: they say which group records may be gone.
+        is_skipped = name != LOGS[0] and check.limit_bytes is not None and _bytes(path) > LOG_LIMIT_BYTES
+        if not path.exists() or is_skipped:
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    values = json.loads(line)
+                    if name == LOGS[0] and "reward" in values:
+                        check.logged.add(int(values["step"]))
+                except (ValueError, TypeError, KeyError):
+                    if line.endswith(b"\n"):
+                        check.add(name, f"line {number} is no JSON object of this log")
+                        break
+
+
+def _check_journal(check: RunCheck) -> None:
+    budget = _Budget(check.limit_bytes)
+    for trajectory, quantum, what in journal_faults(check.files.journal_dir, check, budget):
+        check.add(f"journal/{trajectory}.{quantum:04d}.rec", what)
+
+
+def journal_faults(
+    directory: Path, check: RunCheck | None = None, budget: _Budget | None = None
+) -> Iterator[tuple[str, int, str]]:
+    """Trajectory, first quantum that is missing or unreadable, and the reason; also raises ``check.epoch`` to that of every
+    record."""
+    quanta: dict[str, list[int]] = {}
+    for path in _entries(directory):
+        if match := _RECORD.fullmatch(path.name):
+            quanta.setdefault(match["trajectory"], []).append(int(match["quantum"]))
+    journal = Journal(directory)
+    for trajectory, numbers in sorted(quanta.items()):
+        for quantum in range(max(numbers) + 1):
+            if quantum not in numbers:
+                yield trajectory, quantum, "it is gone, and records after it are not"
+                break
+            if budget is not None and not budget.allows(4096):
+                return
+            try:
+                record = journal.read_one(trajectory, quantum)
+            except StoreError as error:
+                yield trajectory, quantum, _what(error).partition(". Delete")[0]
+                break
+            if check is not None:
+                check.epoch = max(check.epoch, int(record.get("epoch", -1)))
+
+
+def _check_groups(check: RunCheck) -> None:
+    stored = check.stored
+    budget = _Budget(check.limit_bytes)
+    for path in sorted(_entries(check.files.groups_dir), reverse=True):
+        match = _GROUP.fullmatch(path.name)
+        if match is None or not budget.allows(_bytes(path)):
+            continue
+        try:
+            members = read_group(path)
+        except StoreError as error:
+            check.add(f"groups/{path.name}", _what(error).partition(". Delete")[0])
+            continue
+        of = {TrajectoryId(int(match["iteration"]), int(match["group"]), 0, match["split"])}
+        if {member.trajectory_id._replace(sample=0) for member in members} != of:
+            check.add(f"groups/{path.name}", "it has the trajectories of another group")
+        check.epoch = max([check.epoch, *(member.epoch for member in members)])
+    kept = min(check.whole_checkpoints, default=0)
+    for number in range(check.num_batches):
+        needed = number >= kept or (stored is not None and number not in stored) or number not in check.logged
+        if needed:
+            for name in batch_groups(check.files, number):
+                if not (check.files.groups_dir / name).exists():
+                    check.add(f"groups/{name}", "it is gone, and the run needs it to continue")
+
+
+def batch_groups(files: RunDirectory, number: int) -> list[str]:
+    """Names of the group records of a batch; none if its file cannot be read."""
+    try:
+        facts = read_batch_facts(files.batches_dir, number)
+    except StoreError:
+        return []
+    return [Path(row["path"]).name for row in facts.get("groups", ())]
+
+
+def _check_epochs(check: RunCheck) -> None:
+    directory = check.files.epochs_dir
+    have = {int(path.name) for path in _entries(directory) if path.name.isdigit()}
+    if not have and not (check.files.directory / STARTS_FILE).exists():
+        check.epoch = max(check.epoch, newest_started(check.files.directory))
+    missing = sorted(set(range(max([check.epoch, *have]) + 1)) - have)
+    if missing:
+        names = ", ".join(f"{number:04d}" for number in missing[:4])
+        gone = f"of epochs 0 to {max([check.epoch, *have])}, {names}{', ...' if len(missing) > 4 else ''} are gone"
+        check.add("epochs", f"{gone}: a process of an older start might write again")
+
+
+def newest_started(directory: Path) -> int:
+    """The highest epoch that the event log has a start of, -1 if there is none."""
+    newest = -1
+    for line in lines_of(directory / "events.jsonl", RunStarted):
+        try:
+            newest = max(newest, int(json.loads(line)["epoch"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return newest
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+class _Budget:
+    """Bytes that may be read."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._left = limit_bytes
+
+    def allows(self, num_bytes: int) -> bool:
+        """Whether this many more bytes may be read."""
+        if self._left is None:
+            return True
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _size(directory: Path) -> int:
+    return sum(_bytes(path) for path in _entries(directory))
+
+
+def _bytes(path: Path) -> int:
+    """Size of a file, 0 where it has gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _what(error: StoreError) -> str:
+    """The text of an error without the path it begins with."""
+    return str(error).partition(": ")[2]
+
+
+def _edited(now: bytes, was: str) -> str:
+    """The first line in which a configuration differs."""
+    after, before = now.decode(errors="replace").splitlines(), was.splitlines()
+    for number, (new, old) in enumerate(zip(after, before, strict=False), start=1):
+        if new != old:
+            return f"line {number}: {new.strip()[:60]!r}, it was {old.strip()[:60]!r}"
+    return f"{len(after)} lines, there were {len(before)}"

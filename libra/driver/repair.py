@@ -1,0 +1,231 @@
+"""`libra repair RUN`: damaged files are set aside and rebuilt from the other copies of their content in the run.
+
+=====================  ==========================================================================================
+damaged                made again from
+=====================  ==========================================================================================
+configuration, starts  their second copy (`libra.driver.start_records`)
+epochs                 the highest epoch in any record of the run
+store                  its own sound rows; group records and batches for the others (`libra.driver.repair_store`)
+group record           the store, or the journal and the grader (`libra.driver.repair_records`)
+batch                  the store, or the event log and group records
+evaluation             the store
+log                    its sound lines
+weights, checkpoints   nothing: a resumed run publishes the version again, and repeats the steps since a checkpoint
+journal record         nothing: the quantum runs again, with the same seed
+=====================  ==========================================================================================
+
+1. Nothing is deleted: what is replaced goes to ``damaged/`` in the run directory.
+2. No driver or committer has the run meanwhile; both locks are held.
+3. A second repair does nothing, and one that was killed is continued by the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.driver.damage import LOGS, RunCheck, check_run
+from libra.driver.repair_records import repair_batch, repair_evaluation, repair_group, repair_journal, repair_scores
+from libra.driver.repair_store import repair_store
+from libra.driver.run_lock import lock_run
+from libra.driver.set_aside import Repairs
+from libra.driver.start_records import (
+    CONFIG_FILE,
+    GIVEN_FILE,
+    STARTS_FILE,
+    config_digest,
+    read_given,
+    read_starts,
+    write_given,
+)
+from libra.errors import StoreError
+from libra.seals import sealed_text, unseal
+from libra.store.committer_lock import CommitterLock
+from libra.store.exclusive_files import create_exclusive
+
+MOST_ROUNDS = 4
+"""One file may be rebuilt only after another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairResult:
+    """The result of a repair.
+
+    Attributes
+    ----------
+    check : RunCheck
+        Of every file, afterwards.
+    num_repaired : int
+        Lines said.
+    """
+
+    check: RunCheck
+    num_repaired: int
+
+
+def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
+    """Repair a run; ``say`` is called with a line for each thing done, and for each that could not be.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run, or a driver has it.
+    StoreError
+        A committer has the store open.
+    """
+    check = check_run(directory)
+    repairs = Repairs(check.files.directory, say)
+    lock = lock_run(check.files.directory)
+    try:
+        committer = CommitterLock(check.files.store_path)
+        try:
+            for _ in range(MOST_ROUNDS):
+                before = repairs.num_done
+                if check.damages:
+                    _round(check, repairs)
+                if repairs.num_done == before:
+                    break
+                check = check_run(directory)
+        finally:
+            committer.release()
+    finally:
+        lock.release()
+    for reason in repairs.reasons():
+        say(reason)
+    return RepairResult(check, repairs.num_done)
+
+
+def _round(check: RunCheck, repairs: Repairs) -> None:
+    kinds: dict[str, list[str]] = {}
+    for damage in check.damages:
+        kinds.setdefault(damage.kind, []).append(damage.name)
+    repairs.begin_round()
+    for name in (GIVEN_FILE, CONFIG_FILE, STARTS_FILE):
+        if name in kinds:
+            {GIVEN_FILE: _given, CONFIG_FILE: _config, STARTS_FILE: _starts}[name](check, repairs)
+    if "epochs" in kinds:
+        _epochs(check, repairs)
+    for name in LOGS:
+        if name in kinds:
+            _log(check, repairs, name)
+    _set_aside_whole(kinds, repairs)
+    for name in kinds.get("batches", ()):
+        repair_batch(check, repairs, name)
+    store = check.files.store_path.name
+    if store in kinds or f"{store}.digests" in kinds:
+        repair_store(check, repairs)
+    for name in kinds.get("groups", ()):
+        repair_group(check, repairs, name)
+    repair_journal(check, repairs, kinds.get("journal", []))
+    for name in kinds.get("evaluations", ()):
+        repair_evaluation(check, repairs, name)
+    if "checkpoints/scores.json" in kinds.get("checkpoints", ()):
+        repair_scores(check, repairs)
+
+
+def _set_aside_whole(kinds: dict[str, list[str]], repairs: Repairs) -> None:
+    """Files that a resumed run rebuilds itself."""
+    after = {
+        "weights": "the run publishes the version again, or continues without it",
+        "checkpoints": "the run repeats the steps since the checkpoint before",
+        "steps": "a resumed run does not need it",
+    }
+    for kind, then in after.items():
+        for name in dict.fromkeys("/".join(name.split("/")[:2]) for name in kinds.get(kind, ())):
+            if name != "checkpoints/scores.json" and repairs.exists(name):
+                repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
+    best = repairs.run / "checkpoints" / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+
+
+def _given(check: RunCheck, repairs: Repairs) -> None:
+    config = check.files.directory / CONFIG_FILE
+    try:
+        starts = read_starts(check.files.directory)
+    except StoreError:
+        starts = []
+    if not starts or not config.is_file() or config_digest(config.read_bytes()) != starts[-1]["config"]:
+        repairs.cannot(
+            GIVEN_FILE, f"{STARTS_FILE} and {CONFIG_FILE}, which have the same facts, do not agree or are gone"
+        )
+        return
+    aside = repairs.set_aside(GIVEN_FILE)
+    facts = starts[-1]
+    write_given(check.files.directory, config.read_text(), environment=facts["environment"], score=facts["score"])
+    repairs.done(
+        f"{GIVEN_FILE}: made again from {STARTS_FILE} and {CONFIG_FILE}{aside and f'; the old one is {aside}'}"
+    )
+
+
+def _config(check: RunCheck, repairs: Repairs) -> None:
+    try:
+        text = read_given(check.files.directory)["config"]
+    except StoreError:
+        text = None
+    if text is None:
+        repairs.cannot(CONFIG_FILE, f"{GIVEN_FILE}, which has its text, is damaged too")
+        return
+    aside = repairs.set_aside(CONFIG_FILE)
+    (check.files.directory / CONFIG_FILE).write_text(text)
+    repairs.done(f"{CONFIG_FILE}: as the run was started with{aside and f'; the other one is {aside}'}")
+
+
+def _starts(check: RunCheck, repairs: Repairs) -> None:
+    """Sound lines stay; epochs without one get theirs from ``given.json``."""
+    directory = check.files.directory
+    try:
+        given = read_given(directory)
+    except StoreError:
+        repairs.cannot(STARTS_FILE, f"{GIVEN_FILE}, which has the same facts, is damaged too")
+        return
+    lines = {}
+    for line in (directory / STARTS_FILE).read_bytes().splitlines():
+        try:
+            lines[int(unseal(line)["epoch"])] = line.decode()
+        except (ValueError, KeyError, TypeError):
+            continue
+    text = given.pop("config") or (directory / CONFIG_FILE).read_text()
+    epochs = (
+        {int(path.name) for path in check.files.epochs_dir.glob("[0-9]*")} if check.files.epochs_dir.is_dir() else ()
+    )
+    for epoch in range(max([check.epoch, *epochs]) + 1):
+        lines.setdefault(epoch, sealed_text({**given, "config": config_digest(text), "epoch": epoch}))
+    aside = repairs.set_aside(STARTS_FILE)
+    (directory / STARTS_FILE).write_text("".join(f"{lines[epoch]}\n" for epoch in sorted(lines)))
+    repairs.done(f"{STARTS_FILE}: made again from its sound lines, {GIVEN_FILE} and epochs/; the old one is {aside}")
+
+
+def _epochs(check: RunCheck, repairs: Repairs) -> None:
+    directory = check.files.epochs_dir
+    aside = repairs.set_aside("epochs") if directory.exists() and not directory.is_dir() else ""
+    directory.mkdir(exist_ok=True)
+    have = [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
+    top, margin = max([check.epoch, *have]), ""
+    if not have and not (check.files.directory / STARTS_FILE).exists():
+        top, margin = top + 1, ", and one more for a start that left no record"
+    for epoch in range(top + 1):
+        if not (directory / f"{epoch:04d}").exists():
+            create_exclusive(directory / f"{epoch:04d}", b"", fsync=True)
+    repairs.done(
+        f"epochs: 0 to {top} are there again, by the records of the run{margin}; the next start is {top + 1}"
+        f"{aside and f'; what was there is {aside}'}"
+    )
+
+
+def _log(check: RunCheck, repairs: Repairs, name: str) -> None:
+    path = check.files.directory / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    sound = [line for line in lines if _is_object(line)]
+    aside = repairs.set_aside(name)
+    path.write_bytes(b"".join(sound))
+    repairs.done(f"{name}: {len(lines) - len(sound)} of {len(lines)} lines left out; the old one is {aside}")
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

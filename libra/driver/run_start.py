@@ -1,0 +1,159 @@
+"""A run before it has a cluster: its checked configuration, its directory, and what earlier starts committed.
+
+Invariants
+----------
+1. Whatever can be refused here is refused before a directory or a process exists.
+2. A run directory belongs to one run: an existing one is refused unless it is to be resumed. One driver at a time has it; a
+   resumed run takes the next epoch, which fences off every process of an older one.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from libra import keys
+from libra.cluster.local import check_port
+from libra.config import RunConfig, dump_config, resolve_model
+from libra.config.resume_changes import check_unchanged
+from libra.driver.damage import refuse_damaged
+from libra.driver.launch_layout import laid_out
+from libra.driver.resume import check_resumable, read_point
+from libra.driver.run_lock import lock_run, refuse_running
+from libra.driver.start_records import CONFIG_FILE, log_start, newest_logged, write_given
+from libra.driver.upcoming_prompts import UpcomingPrompts
+from libra.errors import RunDirectoryError
+from libra.graph.iteration import ResumePoint, Score
+from libra.planner.from_config import check_runnable
+from libra.store.epochs import take_epoch
+from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_journal import sweep_logs
+from libra.train.start_checks import checked_start
+from libra.transport import new_secret
+from libra.worker.engine_factory import check_engine
+from libra.worker.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from libra.envs import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """The request for a run: a configuration, and Python objects that no configuration can name.
+
+    Attributes
+    ----------
+    config : RunConfig
+    environment : Environment or None
+        Replaces the one that ``config.environment`` names.
+    score : callable or None
+        Adds a user's own node to every group; see `libra.graph.iteration.Score`.
+    client : distributed.Client or None
+        A connected client to use; the cluster behind it is left as it is.
+    resume : bool
+        Continue the run that the directory has, from what it committed.
+    """
+
+    config: RunConfig
+    environment: Environment | None = None
+    score: Score | None = None
+    client: Client | None = None
+    resume: bool = False
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return (Path(self.config.run.dir) / (self.config.run.name or "")).absolute()
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """One start of a run: what all parts of the driver share.
+
+    Attributes
+    ----------
+    spec : RunSpec
+    environment : Environment
+        The driver's own.
+    point : ResumePoint
+        What earlier starts committed.
+    score : callable or None
+    resumed : bool
+        Whether there were earlier starts.
+    """
+
+    spec: RunSpec
+    environment: Environment
+    point: ResumePoint
+    score: Score | None
+    resumed: bool
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration, with the layout that was planned for it."""
+        return self.spec.config
+
+    def upcoming_prompts(self) -> UpcomingPrompts:
+        """The prompts of upcoming iterations; each reader has its own, so that a failure affects one reader only."""
+        return UpcomingPrompts(self.environment, self.config.trainer.prompts)
+
+
+def named(config: RunConfig) -> RunConfig:
+    """``config`` with a name for its run, by the time of day where it has none."""
+    name = keys.check_run_name(config.run.name or time.strftime("run_%Y%m%d_%H%M%S"))
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
+    """Check the request, make or read the run directory, and take its lock until ``exits`` closes."""
+    config = laid_out(request.config, started_here=request.client is None)
+    spec = _spec(config, request)
+    environment = spec.make_environment()
+    if config.planner.replan:
+        check_runnable(config)
+    if request.client is None and config.cluster.scheduler is None:
+        check_engine(config)
+        check_port(config.cluster.dashboard_port)
+    if request.resume:
+        if spec.directory.is_dir():
+            refuse_running(spec.directory)  # whose files may come and go while they are checked
+            refuse_damaged(spec.directory)
+        check_resumable(spec.directory, request.environment, request.score)
+        check_unchanged(spec.directory, config)
+    else:
+        _make_directory(spec, request)
+    exits.callback(lock_run(spec.directory).release)
+    spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(spec.directory)).number)
+    log_start(spec.directory, spec.epoch)
+    sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off
+    return RunStart(spec, environment, read_point(spec), request.score, request.resume)
+
+
+def _spec(config: RunConfig, request: RunRequest) -> RunSpec:
+    """The run, with its model checked and without an epoch."""
+    model_dir = str(resolve_model(config.model.path))
+    start = config.run.from_checkpoint
+    if start is not None:
+        start = checked_start(start, model_dir, config.model.dtype)
+    return RunSpec(
+        config.run.name or "", 0, request.directory, model_dir, config, request.environment, start, secret=new_secret()
+    )
+
+
+def _make_directory(spec: RunSpec, request: RunRequest) -> None:
+    directory = spec.directory
+    if directory.exists() and any(directory.iterdir()):
+        raise RunDirectoryError(
+            f"run.dir/run.name: {directory} already has files, and a run never overwrites another. "
+            f"Type run.name=ANOTHER_NAME, or remove the directory; to continue it, libra resume {directory}"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    text = dump_config(spec.config)
+    (directory / CONFIG_FILE).write_text(text)
+    write_given(directory, text, environment=request.environment is not None, score=request.score is not None)
+    TrajectoryStore.create(spec.store_path, {"run": spec.run, "model": spec.config.model.path}).close()

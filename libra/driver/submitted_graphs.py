@@ -1,0 +1,120 @@
+"""The graphs that a driver has submitted and not finished, as futures.
+
+Invariants
+----------
+1. When an iteration's summary is back, its futures are released, those of unfinished groups when they finish; after 50
+   iterations the scheduler holds as many tasks as after 5.
+2. An error of any future ends every wait: a batch would wait forever for a lost group.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distributed import Client, Future
+
+from libra.errors import ClusterError, LibraError
+from libra.graph.iteration import iteration_graph, iteration_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dask.delayed import Delayed
+
+    from libra.driver.run_start import RunStart
+
+LOOK_S = 5.0
+"""Seconds between polls of a future: Dask does not notify of a result that was lost and computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedIteration:
+    """The futures of one iteration; ``checkpoint`` is None if none is due."""
+
+    end: Future[Any]
+    groups: list[Future[Any]]
+    checkpoint: Future[Any] | None
+
+    @property
+    def all(self) -> list[Future[Any]]:
+        """Every future of the iteration."""
+        return [self.end, *self.groups, *([self.checkpoint] if self.checkpoint is not None else [])]
+
+
+class SubmittedGraphs:
+    """Submits the graphs of one start of a run, and waits for their results.
+
+    Attributes
+    ----------
+    pending : dict of int to SubmittedIteration
+        Iterations without a summary.
+    """
+
+    def __init__(self, client: Client, start: RunStart) -> None:
+        self._client, self._start = client, start
+        self.pending: dict[int, SubmittedIteration] = {}
+        self._carried: list[Future[Any]] = []  # groups of finished iterations, for later batches
+        self._wake = threading.Event()
+        self._failed: Future[Any] | None = None
+
+    def compute(self, end: Delayed) -> Any:
+        """Result of one node and all it needs."""
+        return self._client.compute(end, optimize_graph=False).result()
+
+    def submit(self, k: int) -> None:
+        """Submit iteration ``k``."""
+        graph = iteration_graph(self._start.spec, k, score=self._start.score, point=self._start.point)
+        futures = self._futures(
+            [graph.end, *graph.groups, *([graph.checkpoint] if graph.checkpoint is not None else [])]
+        )
+        groups = futures[1 : 1 + len(graph.groups)]
+        self.pending[k] = SubmittedIteration(futures[0], groups, futures[-1] if graph.checkpoint is not None else None)
+
+    def submit_left(self, k: int) -> None:
+        """Submit the groups that no batch has consumed yet of an iteration whose step is taken."""
+        groups = iteration_groups(self._start.spec, k, score=self._start.score, point=self._start.point)
+        self._carried += self._futures(groups) if groups else []
+
+    def finish(self, k: int) -> tuple[dict[str, Any], Future[Any] | None]:
+        """Wait for the summary of iteration ``k``; its numbers, and the future of its checkpoint."""
+        values: dict[str, Any] = self.result(self.pending[k].end, k)
+        iteration = self.pending.pop(k)
+        self._carried = [group for group in [*self._carried, *iteration.groups] if not group.done()]
+        return values, iteration.checkpoint
+
+    def result(self, future: Future[Any], k: int) -> Any:
+        """Result of one future of iteration ``k``; ClusterError if a worker raised an error that is not Libra's own."""
+        while not future.done() and self._failed is None:
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+        failed = self._failed or future
+        try:
+            return failed.result()
+        except (LibraError, CancelledError):  # cancelled: the scheduler is lost (`libra.driver.lost_scheduler`)
+            raise
+        except Exception as error:  # the boundary to Dask: anything a worker raised
+            raise ClusterError(
+                f"iteration {k}: {failed.key} failed with {type(error).__name__}: {error}; "
+                f"see {self._start.spec.directory / 'events.jsonl'} and the workers' logs"
+            ) from error
+
+    def release(self) -> None:
+        """Release every future explicitly: a traceback may reference them, and results would outlive the run."""
+        if self._client.status == "running":
+            for future in [*self._carried, *(f for iteration in self.pending.values() for f in iteration.all)]:
+                future.release()
+
+    def _futures(self, nodes: Sequence[Delayed]) -> list[Future[Any]]:
+        futures: list[Future[Any]] = self._client.compute(nodes, optimize_graph=False)
+        for future in futures:
+            future.add_done_callback(self._done)
+        return futures
+
+    def _done(self, future: Future[Any]) -> None:
+        """Runs in a thread of the client when a future is done."""
+        if future.status == "error" and self._failed is None:
+            self._failed = future
+        self._wake.set()

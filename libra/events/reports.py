@@ -1,0 +1,389 @@
+"""What workers and the driver report to the plugins in the scheduler: one frozen type for each kind.
+
+On the wire (Dask's ``log_event``, topic `TOPIC`) a report is a dict of plain data: ``kind``, ``run``, ``epoch``, and the fields
+of its type. A worker's report arrives before the task that sent it leaves ``processing``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from libra.types import EngineCapacity
+
+logger = logging.getLogger(__name__)
+
+TOPIC = "libra"
+
+
+class Report(msgspec.Struct, frozen=True, tag_field="kind"):
+    """Base of all reports; the tag of a type is its ``kind``."""
+
+
+# ---------------------------------------------------------------- trajectories
+
+
+class TrajectoryReport(Report, frozen=True):
+    """About the trajectory whose task is ``key``."""
+
+    key: str
+
+
+class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
+    """A quantum ended.
+
+    ``next`` is the phase that the trajectory needs now, empty if it has ended (``end``: how); ``goes_on``: its next quantum
+    begins in the same slot. ``version``: the oldest among the generated tokens, -1 if there are none. ``tool`` and
+    ``status``: of the calls that returned. ``start_s``, ``stop_s``: wall clock.
+    """
+
+    quantum: int
+    next: str
+    goes_on: bool
+    end: str
+    failure: str
+    detail: str
+    tokens: int
+    version: int
+    tool: str
+    status: str
+    payload_tokens: int
+    context_tokens: int
+    start_s: float
+    stop_s: float
+
+
+class FoundEndedReport(TrajectoryReport, frozen=True, tag="ended"):
+    """The journal shows that the trajectory ended before, after ``quanta`` quanta."""
+
+    quanta: int
+    end: str
+
+
+class GivenBackReport(TrajectoryReport, frozen=True, tag="given_back"):
+    """The engine was put to sleep during the quantum; another worker has to run it."""
+
+
+class GroupReport(Report, frozen=True, tag="group"):
+    """A group is graded, and its record is written.
+
+    ``oldest_version``: of its tokens, -1 if it has none. ``reward``: the mean, None if no member has one. ``failures``: by
+    class, those that no quantum reported. ``block``: the worker that keeps its rows in memory (`libra.worker.batch_rows`),
+    None: no worker.
+    """
+
+    split: str
+    iteration: int
+    group: int
+    oldest_version: int
+    reward: float | None
+    failures: dict[str, int]
+    block: dict[str, Any] | None = None
+
+
+# ---------------------------------------------------------------- engines and weights
+
+
+class PublishedReport(Report, frozen=True, tag="published"):
+    """A version is in the registry; ``weights``: host and port at which the worker at ``address`` serves it."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    address: str = ""
+    weights: tuple[str, int] | None = None
+
+
+class EngineKindFields(msgspec.Struct, frozen=True):
+    """An engine as its worker was started for it."""
+
+    engine: str
+    bucket: str
+    tp: int
+    slots: int
+
+
+class EngineReport(Report, frozen=True):
+    """About the engine of the worker ``name`` at ``address``."""
+
+    name: str = ""
+    address: str = ""
+
+
+class JoinedReport(EngineReport, frozen=True, tag="joined"):
+    """The engine runs; ``weights``: host and port at which its worker serves versions."""
+
+    weights: tuple[str, int] | None = None
+    engine: EngineKindFields | None = None
+
+
+class AsleepReport(EngineReport, frozen=True, tag="asleep"):
+    """The engine generates nothing until it is awake again."""
+
+
+class AwakeReport(EngineReport, frozen=True, tag="awake"):
+    """The engine generates again."""
+
+
+class CheckNumbers(msgspec.Struct, frozen=True):
+    """Numbers of a passed version check, as in `libra.events.VersionChecked`.
+
+    ``measured``: whether its tolerances were; ``check_s``: without the load; ``stopped_s``: in which no version was served.
+    """
+
+    method: str
+    gap: float
+    tolerance: float
+    moved_nats: float | None
+    layers: int
+    changed_layers: int | None
+    smallest_change: float
+    measured: bool
+    check_s: float
+    stopped_s: float
+
+
+class ServedReport(EngineReport, frozen=True, tag="served", kw_only=True):
+    """The engine serves a version that passed its check.
+
+    ``load_s``: of the weights, or of the start of an engine. ``tp``, ``bucket``, ``stats``: the engine's degree, capacity
+    class and counters.
+    """
+
+    version: int
+    load_s: float
+    check: CheckNumbers
+    tp: int = 0
+    bucket: str = ""
+    stats: dict[str, int | float] = msgspec.field(default_factory=dict)
+
+
+class QuarantinedReport(EngineReport, frozen=True, tag="quarantined", kw_only=True):
+    """The engine failed the version check; ``gap`` None: it is infinite; ``out``: the engine is not started again."""
+
+    version: int
+    layer: str
+    method: str
+    gap: float | None
+    tolerance: float
+    detail: str
+    out: bool
+
+
+class DeclaredReport(Report, frozen=True, tag="declared"):
+    """Declared capacity of the engine of the worker ``name``."""
+
+    name: str
+    engine: str
+    bucket: str
+    model: str
+    capacity: EngineCapacity
+
+    def event_fields(self) -> dict[str, Any]:
+        """Fields of `libra.events.EngineDeclared`, without the worker's name."""
+        own = {"engine": self.engine, "bucket": self.bucket, "model": self.model}
+        return own | self.capacity.declaration()
+
+
+# ---------------------------------------------------------------- the setup of a worker
+
+
+class SetupReport(Report, frozen=True):
+    """About the setup of the worker ``name`` at ``address``."""
+
+    name: str
+    address: str
+
+
+class ReadyReport(SetupReport, frozen=True, tag="ready"):
+    """The worker's setup for the run is complete."""
+
+
+class NotReadyReport(SetupReport, frozen=True, tag="not_ready"):
+    """Setting up the worker raised an error."""
+
+    detail: str
+
+
+# ---------------------------------------------------------------- progress
+
+
+class StepReport(Report, frozen=True, tag="step"):
+    """All ranks took an optimizer step."""
+
+    step: int
+    loss: float
+    train_s: float
+
+
+class IterationReport(Report, frozen=True, tag="iteration"):
+    """An iteration ended; ``reward`` None: no trajectory had one."""
+
+    iteration: int
+    reward: float | None
+    lag: float
+
+
+class DriverReport(Report, frozen=True):
+    """From the driver."""
+
+
+class PlanReport(DriverReport, frozen=True, tag="plan"):
+    """An event of the planner's for the log: its name and fields."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+class PromptsReport(DriverReport, frozen=True, tag="prompts"):
+    """``prompt_id`` of each question of an iteration, empty for a question that does not return."""
+
+    iteration: int
+    prompts: list[str]
+
+
+class BoundariesReport(DriverReport, frozen=True, tag="boundaries"):
+    """Bucket boundaries, in tokens by tensor-parallel degree, as in ``policy.boundaries_tokens``."""
+
+    tokens: dict[str, float]
+    reason: str
+
+
+# ---------------------------------------------------------------- training groups
+
+
+class GangReport(Report, frozen=True):
+    """From a training worker to `libra.scheduler.gang_plugin`."""
+
+
+class TrainerReport(GangReport, frozen=True, tag="trainer"):
+    """The worker ``name`` at ``address`` has a replica that trains together with others."""
+
+    name: str
+    address: str
+
+
+class GangMemberReport(GangReport, frozen=True):
+    """About the training group with the number ``gang``."""
+
+    gang: int
+
+
+class GangOpenReport(GangMemberReport, frozen=True, tag="gang_open"):
+    """Rank 0 has opened a rendezvous."""
+
+    host: str
+    port: int
+
+
+class GangJoinedReport(GangMemberReport, frozen=True, tag="gang_joined"):
+    """A rank joined; its replica has taken ``steps`` steps."""
+
+    rank: int
+    steps: int
+
+
+class GangFailedReport(GangMemberReport, frozen=True, tag="gang_failed"):
+    """A rank cannot reach the others, or left."""
+
+    rank: int
+    detail: str
+
+
+# ---------------------------------------------------------------- role changes
+
+
+class RoleReport(Report, frozen=True):
+    """To `libra.scheduler.role_plugin`."""
+
+
+class HybridPoolReport(RoleReport, frozen=True, tag="hybrid_pool"):
+    """The core of group ``gang`` (0 if it is alone) accepts hybrid replicas at ``host`` and ``port``."""
+
+    gang: int
+    host: str
+    port: int
+
+
+class RoleMemberReport(RoleReport, frozen=True, tag="role_member"):
+    """A worker that can change roles has joined; ``tp`` and ``slots`` of the engine that it was started for.
+
+    ``share``: its part of the machine, the fields of `libra.worker.engine_factory.Share`.
+    """
+
+    name: str
+    address: str
+    tp: int
+    slots: int
+    share: dict[str, str]
+
+
+class RoleStageReport(RoleReport, frozen=True, tag="role_stage"):
+    """The worker ``name`` finished a stage of change ``generation``."""
+
+    name: str
+    generation: int
+    stage: str
+    seconds: float
+
+
+class RoleFailedReport(RoleReport, frozen=True, tag="role_failed"):
+    """A stage of change ``generation`` failed on the worker ``name``."""
+
+    name: str
+    generation: int
+    detail: str
+
+
+# ---------------------------------------------------------------- on the wire
+
+
+class Received(NamedTuple):
+    """A report, the start of the run that it is about, and the address of the worker that sent it (empty: the driver did)."""
+
+    run: str
+    epoch: int
+    worker: str
+    report: Report
+
+
+def _tagged(base: type[Report]) -> Iterator[tuple[Any, type[Report]]]:
+    for cls in base.__subclasses__():
+        if (tag := cls.__struct_config__.tag) != cls.__name__:  # msgspec gives a group of types its name as tag
+            yield tag, cls
+        yield from _tagged(cls)
+
+
+REPORTS: dict[str, type[Report]] = dict(_tagged(Report))
+"""Type by kind."""
+
+
+def encode(run: str, epoch: int, report: Report) -> dict[str, Any]:
+    """The report as ``log_event`` takes it."""
+    return {"run": run, "epoch": epoch, **msgspec.to_builtins(report, enc_hook=_number)}
+
+
+def _number(value: Any) -> Any:
+    """A numpy scalar as the Python number."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} in a report")
+
+
+def decode(topic: str, message: object, among: type[Report] | tuple[type[Report], ...] = Report) -> Received | None:
+    """The report in a message, if it is one of these types. A malformed one is logged and ignored, so that no hook raises."""
+    if topic != TOPIC or not isinstance(message, dict):
+        return None
+    kind = REPORTS.get(message.get("kind", ""))
+    if kind is None or not issubclass(kind, among):
+        return None
+    try:
+        report = msgspec.convert(message, kind)
+        return Received(message["run"], message["epoch"], message.get("worker", ""), report)
+    except (msgspec.ValidationError, KeyError) as error:
+        logger.error("a malformed report is ignored: %s: %s", error, message)
+        return None

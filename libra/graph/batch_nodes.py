@@ -1,0 +1,198 @@
+"""Task functions of a batch: its members and advantages, its numbers, and its place in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from libra.config.models import TrainerSection
+from libra.errors import RecordExists, TrainError
+from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
+from libra.store.group_records import group_path, read_group
+from libra.train import GroupRewards, batch_advantages
+from libra.types import EndReason, Prompt, Trajectory
+from libra.worker.batch_rows import lengths, members_of
+from libra.worker.failure_classes import failure_counts
+from libra.worker.host import LibraHost, host_here
+from libra.worker.learning_signal import signal_numbers
+
+Lengths = tuple[int, int, int, int, float]
+"""Tokens of prompt, generated and observed; turns; seconds with tools."""
+
+
+def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
+    """Lengths of every trajectory that has a turn."""
+    found = []
+    for trajectory in trajectories:
+        if turns := trajectory.turns:
+            generated, observed = (
+                sum(int(turn[name]) for turn in turns) for name in ("generated_tokens", "observation_tokens")
+            )
+            tool_s = float(sum(turn["tool_s"] for turn in turns))
+            found.append((int(turns[0]["prompt_tokens"]), generated, observed, len(turns), round(tool_s, 6)))
+    return found
+
+
+async def batch(run: str, batch: int) -> dict[str, Any]:
+    """Compute advantages and commit the membership before the step. The plugin opens the node once it knows the members."""
+    host = host_here(run)
+    trainer = host.spec.config.trainer
+    members = await host.context.worker.scheduler.libra_members(run=run, batch=batch)
+    paths = [group_path(host.spec.groups_dir, *member) for member in members]
+    groups = [read_group(path) for path in paths]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rows = member_rows(trainer, groups, paths)
+    lag = _lags(trajectories, batch)
+    if lag.size and lag.max() > host.spec.config.run.eta:
+        raise TrainError(
+            f"batch {batch}: a token has lag {lag.max()}, above run.eta={host.spec.config.run.eta}; no step was taken on it"
+        )
+    try:
+        commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
+    except RecordExists:
+        rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
+    if trainer.dispatch == "peer":
+        blocks = await host.context.worker.scheduler.libra_blocks(run=run, groups=members)
+        for row, group, block in zip(rows, groups, blocks, strict=True):
+            row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
+    return {
+        "batch": batch,
+        "members": rows,
+        "stats": _batch_stats(trajectories, rows, lag) | generated_for(groups, rows),
+    }
+
+
+def member_rows(trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path]) -> list[dict[str, Any]]:
+    """What the file of a batch says of each group: where its record is, its advantages, and who takes part in the step."""
+    advantages, trains = batch_advantages(
+        [group_rewards(group) for group in groups],
+        trainer.advantage,
+        normalize_std=trainer.normalize_std,
+        eps=trainer.std_eps,
+        drop_uniform_groups=trainer.drop_uniform_groups,
+        drop_truncated=trainer.drop_truncated,
+    )
+    return [
+        {
+            "iteration": group[0].trajectory_id.iteration,
+            "group": group[0].trajectory_id.group,
+            "path": str(path),
+            "advantages": advantages[index].tolist(),
+            "trains": trains[index].tolist(),
+        }
+        for index, (group, path) in enumerate(zip(groups, paths, strict=True))
+    ]
+
+
+def group_rewards(group: list[Trajectory]) -> GroupRewards:
+    """The input of the advantages."""
+    return GroupRewards(
+        reward=np.array([t.reward for t in group]),
+        valid=np.array([t.failure.trains for t in group]),
+        num_tokens=np.array([t.num_action_tokens for t in group]),
+        finished=np.array([t.end_reason is not EndReason.LENGTH for t in group]),
+    )
+
+
+def _lags(trajectories: list[Trajectory], batch: int) -> np.ndarray:
+    """Lag of every generated token that trains, in versions."""
+    parts = [batch - t.weight_version[t.is_action] for t in trajectories if t.failure.trains]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag: np.ndarray) -> dict[str, Any]:
+    trains = [t for t in trajectories if t.failure.trains]
+    failures = [t for t in trajectories if not t.failure.trains]
+    return {
+        "reward": float(np.mean([t.reward for t in trains])) if trains else float("nan"),
+        "trajectories": len(trajectories),
+        "failures": len(failures),
+        **failure_counts(trajectories),
+        **signal_numbers(trajectories, rows),
+        "generated_tokens": int(sum(t.num_action_tokens for t in trajectories)),
+        "tokens": int(sum(len(t.token_ids) for t in trajectories)),
+        "turns": int(sum(len(t.turns) for t in trajectories)),
+        "max_turns": max((len(t.turns) for t in trajectories), default=0),
+        "length_ends_frac": float(np.mean([t.end_reason is EndReason.LENGTH for t in trajectories])),
+        "lag": float(lag.mean()) if lag.size else 0.0,
+        "lag_max": int(lag.max()) if lag.size else 0,
+    }
+
+
+def batch_numbers(run: str, batch: int) -> dict[str, Any]:
+    """Metrics of a committed batch that need no step."""
+    spec = host_here(run).spec
+    rows = read_batch_facts(spec.batches_dir, batch)["groups"]
+    trajectories = members_of({"members": rows}, spec.groups_dir)
+    return {"iteration": batch, **_batch_stats(trajectories, rows, _lags(trajectories, batch))}
+
+
+def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
+    """The one committer: append a batch's groups to zarr, then remove the journal records they were built from."""
+    host = host_here(run)
+    assert host.store is not None
+    started_s = time.time()
+    append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
+    return {"stored": host.store.num_trajectories, "store_s": time.time() - started_s}
+
+
+def store_missing(run: str, batches: int) -> int:
+    """Append committed batches that an earlier start of the run left out of the store; returns the number of trajectories."""
+    host = host_here(run)
+    assert host.store is not None
+    before = host.store.num_trajectories
+    left = host.context.journal.trajectories()
+    for number in range(batches):
+        ids = read_batch(host.spec.batches_dir, number)
+        if len(host.store.among(ids)) < len(ids):
+            rows = read_batch_facts(host.spec.batches_dir, number)["groups"]
+            append(host, members_of({"members": rows}, host.spec.groups_dir), number)
+        elif not host.spec.config.store.keep_journals:
+            for tid in ids:
+                if str(tid) in left:
+                    host.context.journal.remove(str(tid))
+    return host.store.num_trajectories - before
+
+
+def append(host: LibraHost, trajectories: list[Trajectory], batch: int | None) -> None:
+    """Append the trajectories that the store lacks, and remove their journal records."""
+    assert host.store is not None
+    stored = set(host.store.among([t.trajectory_id for t in trajectories]))
+    host.store.append([t for t in trajectories if t.trajectory_id not in stored], batch=batch)
+    if not host.spec.config.store.keep_journals:
+        for trajectory in trajectories:
+            host.context.journal.remove(str(trajectory.trajectory_id))
+
+
+def question_chars(prompt: Prompt) -> int:
+    """Characters of all messages before the first generation."""
+    return sum(len(message["content"]) for message in prompt.messages)
+
+
+def generated_for(groups: list[list[Trajectory]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a batch's trajectories generated, for the planner: tokens by worker, lengths of prompts and trajectories.
+
+    For each group that has a member: its prompt's characters with its generated tokens (``question_tokens``), and with the
+    tokens of its members that have a gradient according to ``rows``, the batch's facts (``trained_tokens``).
+    """
+    members = [member for group in groups for member in group]
+    by_worker: dict[str, int] = {}
+    for turn in (turn for member in members for turn in member.turns):
+        by_worker[turn["worker"]] = by_worker.get(turn["worker"], 0) + int(turn["generated_tokens"])
+    generated, trained = [], []
+    for group, row in zip(groups, rows, strict=True):
+        if group:
+            chars = question_chars(group[0].prompt)
+            generated.append((chars, sum(member.num_action_tokens for member in group)))
+            parts = zip(group, row["advantages"], row["trains"], strict=True)
+            trained.append((chars, sum(len(m.token_ids) for m, advantage, trains in parts if trains and advantage)))
+    return {
+        "worker_tokens": by_worker,
+        "question_tokens": generated,
+        "trained_tokens": trained,
+        "trajectory_lengths": lengths_of(members),
+    }

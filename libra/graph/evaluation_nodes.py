@@ -1,0 +1,67 @@
+"""The task function that ends an evaluation, and the file with its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from libra.errors import RecordExists, StoreError
+from libra.graph.batch_nodes import append
+from libra.seals import sealed_text, unseal
+from libra.store.exclusive_files import create_exclusive
+from libra.store.group_records import read_group
+from libra.types import Trajectory
+from libra.worker.host import host_here
+from libra.worker.run_spec import RunSpec
+
+
+def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Store the trajectories of an evaluation and return their mean reward, overall and by bin."""
+    host = host_here(run)
+    if (made := read_evaluation(host.spec, version)) is not None:
+        return made
+    paths = [Path(meta["path"]) for meta in groups]
+    trajectories = [member for path in paths for member in read_group(path)]
+    append(host, trajectories, None)
+    known = evaluation_outcome(version, trajectories)
+    with contextlib.suppress(RecordExists):
+        create_exclusive(evaluation_path(host.spec, version), sealed_text(known).encode(), fsync=True)
+    return read_evaluation(host.spec, version) or known
+
+
+def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """The content of an evaluation's file. JSON has no NaN: a reward that is not known is None."""
+    graded = [t for t in trajectories if t.failure.trains]
+    by_bin: dict[int, list[float]] = {}
+    for t in graded:
+        if "num_operations" in t.prompt.facts:
+            by_bin.setdefault(int(t.prompt.facts["num_operations"]), []).append(t.reward)
+    reward = float(np.mean([t.reward for t in graded])) if graded else float("nan")
+    return {
+        "version": version,
+        "num": len(trajectories),
+        "failures": len(trajectories) - len(graded),
+        "reward": reward if np.isfinite(reward) else None,
+        "bins": {str(k): [float(np.mean(v)), len(v)] for k, v in sorted(by_bin.items())},
+    }
+
+
+def evaluation_path(spec: RunSpec, version: int) -> Path:
+    """The file with the outcome of an evaluation."""
+    return spec.evaluations_dir / f"version-{version:06d}.json"
+
+
+def read_evaluation(spec: RunSpec, version: int) -> dict[str, Any] | None:
+    """The outcome of an evaluation, None if none was made at this version."""
+    path = evaluation_path(spec, version)
+    if not path.exists():
+        return None
+    try:
+        result = unseal(path.read_bytes())
+    except ValueError as error:
+        raise StoreError(f"{path}: torn or altered ({error}); type libra repair {spec.directory}") from error
+    return result | {"reward": float("nan") if result["reward"] is None else result["reward"]}

@@ -1,0 +1,139 @@
+"""Task functions of the rollout: gate, prompts, trajectories and their groups.
+
+Every task function of `libra.graph` receives the run's name, finds the rest on its worker's host, and returns metadata (ids,
+counts, paths), never tensors. Each may run twice: it finds what it wrote the first time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Reschedule
+
+from libra.errors import EngineAsleep, EnvironmentFault, LibraError, RecordExists
+from libra.events.reports import GroupReport
+from libra.store.group_records import group_path, read_group, write_group
+from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.untrusted import error_text
+from libra.worker.grading import grade
+from libra.worker.host import LibraHost, host_here
+
+
+def gate(run: str, iteration: int) -> int:
+    """The plugin opens it once version ``iteration - eta`` is published."""
+    return iteration
+
+
+def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> list[Prompt | str]:
+    """The prompts of one iteration; in place of one that the environment fails to give, the text of its error."""
+    host = host_here(run)
+    environment, count = host.context.environment, count or host.spec.config.trainer.prompts
+    first = iteration * count if split == "train" else 0
+    questions: list[Prompt | str] = []
+    for index in range(first, first + count):
+        try:
+            questions.append(environment.prompt(split, index))
+        except LibraError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's environment, whose faults are data
+            questions.append(f"{environment.name}.prompt({split!r}, {index}) raised {error_text(error)}")
+    if all(isinstance(question, str) for question in questions):
+        raise EnvironmentFault(
+            f"environment {environment.name}: gave no prompt for iteration {iteration}; its first error: {questions[0]}"
+        )
+    return questions
+
+
+async def trajectory(
+    run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
+) -> dict[str, Any]:
+    """One quantum of a trajectory, then ``Reschedule`` until the trajectory has ended."""
+    host = host_here(run)
+    tid = TrajectoryId(iteration, group, sample, split)
+    question = asked[group]
+    key = host.spec.key("trajectory", iteration, group, sample, split=split)
+    if isinstance(question, str):
+        return {"trajectory": tuple(tid), "prompt": question}
+    try:
+        state = await host.quanta.run(key, tid, question)
+    except (RecordExists, EngineAsleep):
+        raise Reschedule() from None  # another worker ran this quantum, or has to
+    if state.phase is not None:
+        raise Reschedule()
+    return {"trajectory": tuple(tid), "prompt": question}
+
+
+def finished(host: LibraHost, results: list[dict[str, Any]]) -> list[tuple[Trajectory, Episode]]:
+    """Trajectories of a group with their episodes, read from the journal."""
+    pairs: list[tuple[Trajectory, Episode]] = []
+    for result in results:
+        tid, question = TrajectoryId(*result["trajectory"]), result["prompt"]
+        if isinstance(question, str):
+            state = host.quanta.state(tid, Prompt(f"{tid.split}-{tid.iteration}-{tid.group}", ()))
+            state.end, state.failure, state.detail = EndReason.FAILURE, FailureClass.ENVIRONMENT, question
+        else:
+            state = host.quanta.state(tid, question)
+        assert state.end is not None, f"{tid} has not ended"
+        pairs.append((state.trajectory(host.spec.epoch), state.episode()))
+    return pairs
+
+
+def episodes(run: str, results: list[dict[str, Any]]) -> list[Episode]:
+    """The finished trajectories of a group as a grader sees them: the input of a user's own node."""
+    return [episode for _, episode in finished(host_here(run), results)]
+
+
+async def group(
+    run: str,
+    results: list[dict[str, Any]],
+    iteration: int,
+    group: int,
+    split: str = "train",
+    extra: list[float] | None = None,
+) -> dict[str, Any]:
+    """Grade a group and write its immutable record.
+
+    ``extra``, from a user's own node, has one number per trajectory, which is added to the environment's reward.
+    """
+    host = host_here(run)
+    path = group_path(host.spec.groups_dir, iteration, group, split)
+    if path.exists():
+        members = read_group(path)
+    else:
+        pairs = finished(host, results)
+        members = [trajectory for trajectory, _ in pairs]
+        environment, resample = host.context.environment, host.spec.config.trainer.resample
+        await asyncio.gather(*(grade(environment, resample, t, e, extra, i) for i, (t, e) in enumerate(pairs)))
+        try:
+            write_group(host.spec.groups_dir, iteration, group, members)
+        except RecordExists:
+            members = read_group(path)
+    for member in members:
+        host.quanta.states.pop(member.trajectory_id, None)
+    meta = _group_meta(path, split, iteration, group, members)
+    kept = host.rows.keep(iteration, group, members) if host.rows is not None and split == "train" else None
+    host.context.report(GroupReport(**{k: v for k, v in meta.items() if k != "path"}, block=kept))
+    return meta
+
+
+def _group_meta(path: Path, split: str, iteration: int, group: int, members: list[Trajectory]) -> dict[str, Any]:
+    rewards = [m.reward for m in members if m.failure.trains]
+    failures: dict[str, int] = {}
+    for member in members:
+        graded = member.end_reason is not EndReason.FAILURE
+        # The quantum of any other failure has reported it.
+        if not member.failure.trains and (graded or not member.prompt.messages):
+            failures[str(member.failure)] = failures.get(str(member.failure), 0) + 1
+    oldest = [m.oldest_version for m in members if m.num_action_tokens]
+    return {
+        "path": str(path),
+        "split": split,
+        "iteration": iteration,
+        "group": group,
+        "oldest_version": min(oldest, default=-1),
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "failures": failures,
+    }

@@ -1,0 +1,159 @@
+"""Task functions of training: the step of each rank, the published version, checkpoints, and the numbers of an iteration."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from libra.errors import MismatchAlarm, TrainError
+from libra.events.reports import IterationReport, PublishedReport, StepReport
+from libra.train.mismatch import alarm_text
+from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
+from libra.worker.gang_member import turn
+from libra.worker.host import LibraHost, host_here
+from libra.worker.run_spec import RunSpec
+from libra.worker.step_records import read_step_record, write_step_record
+from libra.worker.weight_publishing import assist, publish_checked
+
+logger = logging.getLogger(__name__)
+
+
+def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
+    """One optimizer step, all its epochs and minibatches, of replica ``rank`` on a committed batch."""
+    host = host_here(run)
+    started_s = time.time()
+    with turn(host.gang, rank):
+        trainer = host.training
+        if trainer.paused is not None and batch["batch"] > trainer.paused[0]:
+            raise MismatchAlarm(trainer.paused[1])
+        trainer.recover(batch["batch"], or_next=True)  # a restarted worker has lost its replica
+        if trainer.replica.steps_done > batch["batch"] + 1:
+            return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
+        fetcher = None
+        if host.spec.config.trainer.dispatch == "peer":
+            fetcher = SliceFetcher(batch, host.context.address, host.spec)
+            result = trainer.checkpoints.step(lazy_batch(batch, fetcher), batch["batch"])
+        else:
+            result = trainer.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
+        if (reason := pause_reason(host.spec, result.as_dict())) is not None:
+            trainer.paused = batch["batch"], reason
+        numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
+        numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
+        numbers |= fetcher.numbers if fetcher is not None else {}
+        if rank == 0:
+            write_step_record(host.spec, batch["batch"], numbers)
+    return numbers
+
+
+def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of the step. Every rank must be at the same step with the same digest."""
+    first = steps[0]
+    for other in steps[1:]:
+        if (other["step"], other["digest"]) != (first["step"], first["digest"]):
+            raise TrainError(
+                f"ranks disagree after a step: rank 0 is at {first['step']} with {first['digest']}, "
+                f"rank {other['rank']} at {other['step']} with {other['digest']}"
+            )
+    fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
+    host_here(run).context.report(StepReport(first["step"], first["loss"], first["train_s"]))
+    fullest = max(int(each.get("peak_bytes", 0)) for each in steps)
+    return first | fetched | {"train_peak_bytes": fullest}
+
+
+def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    """Publish the replica's weights as the next version; where each rank has a shard, ranks other than 0 send theirs."""
+    host = host_here(run)
+    with turn(host.gang, rank):
+        return _publish(host, updated["step"] + 1, rank)
+
+
+def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
+    started_s = time.time()
+    trainer, weights, config = host.training, host.context.weights, host.spec.config
+    trainer.recover(version)
+    replica = trainer.replica
+    if rank > 0:
+        if replica.is_sharded and replica.steps_done == version:
+            assist(replica, config.rollout.max_context_tokens)
+        return {"version": version, "rank": rank}
+    if replica.steps_done > version:  # the task runs again, after later steps: the version is there
+        published = weights.store.get(version)
+    else:
+        published = publish_checked(weights.store, replica, version, config.rollout.max_context_tokens)
+    weights.store.drop(keep_last=config.store.keep_versions)
+    report = PublishedReport(
+        version=published.number,
+        digest=published.digest,
+        num_bytes=published.num_bytes,
+        address=host.context.address,
+        weights=weights.offered,
+    )
+    host.context.report(report)
+    return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
+
+
+def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any]:
+    """Repeat steps on committed batches until the replica holds version ``batches``, and publish it; nothing is generated.
+
+    ``replayed`` has the numbers of each repeated step.
+    """
+    host = host_here(run)
+    started_s = time.time()
+    with turn(host.gang, rank):
+        replayed = [*host.training.replayed, *host.training.recover(batches)]
+        published = _publish(host, batches, rank)
+        saved = [str(path) for path in host.training.checkpoints.save_due(batches)]
+    return {**published, "saved": saved, "replayed": replayed, "stored": stored, "restore_s": time.time() - started_s}
+
+
+def checkpoint(run: str, published: dict[str, Any]) -> str:
+    """Save model and optimizer in Hugging Face layout, beside later steps; returns the directory."""
+    host = host_here(run)
+    trainer = host.training
+    if host.gang is not None:  # a group recovers when it forms
+        return str(trainer.checkpoints.save_or_later(published["version"]))
+    trainer.recover(published["version"])
+    return str(trainer.checkpoints.save(published["version"]))
+
+
+def first(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of rank 0."""
+    return answers[0]
+
+
+def summary(
+    run: str,
+    iteration: int,
+    batch: dict[str, Any],
+    updated: dict[str, Any],
+    published: dict[str, Any],
+    stored: dict[str, Any],
+) -> dict[str, Any]:
+    """The numbers of one iteration, for metrics, log and page."""
+    numbers = {k: v for k, v in updated.items() if isinstance(v, int | float) and k not in ("rank", "step")}
+    values = {**batch["stats"], **numbers, "publish_s": published["publish_s"], "store_s": stored["store_s"]}
+    reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward
+    host_here(run).context.report(IterationReport(iteration, reward, values["lag"]))
+    return {"iteration": iteration, "version": published["version"], **values}
+
+
+def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
+    """Why no step may follow the one with these numbers, None if one may; logs the mismatch of engine and trainer."""
+    trainer, step = spec.config.trainer, int(numbers["step"])
+    mean, largest = float(numbers["mismatch_mean_abs"]), float(numbers["mismatch_max_abs"])
+    count = int(numbers["mismatch_tokens"])
+    logger.info(
+        "mismatch: step %d: |log p(rollout) - log p(trainer)| mean %.3g, max %.3g, k3 %.3g, effective %.4f of %d tokens",
+        step, mean, largest, numbers["mismatch_k3"], numbers["mismatch_effective_frac"], count,
+    )  # fmt: skip
+    text = alarm_text(mean, largest, count, trainer.mismatch_alarm, step)
+    if text is None or trainer.mismatch_action != "pause":
+        return None
+    return (
+        f"{text}. The run is paused after step {step} and the publication of version {step + 1}. To continue, type libra resume "
+        f"{spec.directory} (it pauses again at the next alarm), or add trainer.mismatch_action=warn to take steps regardless"
+    )

@@ -1,0 +1,165 @@
+"""The slots of an engine, in columns: trajectory, tokens and sampling settings of each.
+
+A slot *knows* its tokens (context, then what was generated) and has the first ``cached`` of them in the KV cache.
+
+Invariants
+1. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most one slot.
+2. ``cached < known`` for every slot that is not free.
+3. Running slots lie close together after `SlotTable.settle`, which moves their KV along with their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.rollout.kv_slots import SlotKV
+from libra.rollout.request_queue import QueuedJob
+from libra.rollout.sampling import draw_uniforms
+from libra.types import TurnRequest
+
+FREE, RETAINED, RUNNING = 0, 1, 2
+SPAN_SLACK = 1.25
+"""Slots are swapped together once the running ones are spread over more than this many times their number."""
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Job(QueuedJob):
+    """A request in a batch over slots. ``versions``: (first token generated under it, version)."""
+
+    slot: int = -1
+    cached_tokens: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+class SamplingColumns:
+    """How each slot samples."""
+
+    def __init__(self, slots: int, max_context_tokens: int) -> None:
+        self.uniforms = np.zeros((slots, max_context_tokens), np.float32)
+        self.temperature = np.ones(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.limit = np.zeros(slots, np.int64)  # most tokens the running request may generate
+        self.stops = np.full((slots, 1), -1, np.int64)  # stop ids of each slot, padded with -1
+        self.any_temperature = self.any_top_p = False  # of the running slots: the inputs of `sample`
+
+    def place(self, slot: int, request: TurnRequest) -> None:
+        """Set the columns of a slot."""
+        num_stops = len(request.stop_ids)
+        if num_stops > self.stops.shape[1]:
+            self.stops = np.pad(self.stops, ((0, 0), (0, num_stops - self.stops.shape[1])), constant_values=-1)
+        self.stops[slot] = -1
+        self.stops[slot, :num_stops] = request.stop_ids
+        self.limit[slot] = request.max_new_tokens
+        self.uniforms[slot, : request.max_new_tokens] = draw_uniforms(request.seed, request.max_new_tokens)
+        self.temperature[slot], self.top_p[slot] = request.temperature, request.top_p
+
+    def settle(self, running: Slots) -> None:
+        """Update the sampling features that the running slots use."""
+        self.any_temperature = bool((self.temperature[running] != 1).any())
+        self.any_top_p = bool((self.top_p[running] < 1).any())
+
+
+class SlotTable:
+    """Columns of all slots; one thread."""
+
+    def __init__(self, slots: int, max_context_tokens: int) -> None:
+        self.state = np.zeros(slots, np.int8)
+        self.owner: list[str] = [""] * slots
+        self.jobs: list[Job | None] = [None] * slots
+        self.slot_of: dict[str, int] = {}
+        self.known = np.zeros(slots, np.int64)  # tokens of the slot's trajectory, in ``tokens``
+        self.cached = np.zeros(slots, np.int64)  # of those, in the KV cache
+        self.generated = np.zeros(slots, np.int64)  # of those, sampled for the running request
+        self.rescored = np.zeros(slots, np.int64)  # of those, scored alone (`exact_logprobs`)
+        self.used_at = np.zeros(slots, np.int64)  # step in which the slot last ran
+        self.tokens = np.zeros((slots, max_context_tokens), np.int64)
+        self.logprobs = np.zeros((slots, max_context_tokens), np.float32)
+        self.sampling = SamplingColumns(slots, max_context_tokens)
+        self.running: Slots = np.zeros(0, np.int64)
+        self.changed = True  # whether the set of running slots changed since the last `settle`
+
+    def of_state(self, state: int) -> list[int]:
+        """The slots that are free, retained or running."""
+        return [int(slot) for slot in np.flatnonzero(self.state == state)]
+
+    def running_job(self, slot: int) -> Job:
+        """The request that runs in a slot."""
+        job = self.jobs[slot]
+        assert job is not None, f"slot {slot} runs without a request"
+        return job
+
+    def place(self, job: Job, slot: int) -> int:
+        """Run a request in a slot, free or retained by its trajectory; returns the tokens whose KV can be used again."""
+        context, length = job.request.context_ids, len(job.request.context_ids)
+        reuse = 0
+        if self.state[slot] == RETAINED:
+            shared = min(int(self.cached[slot]), length - 1)  # the last token must be fed to give logits
+            differs = self.tokens[slot, :shared] != context[:shared]
+            reuse = int(differs.argmax()) if differs.any() else shared
+        self.tokens[slot, :length] = context
+        self.known[slot], self.cached[slot], self.generated[slot], self.rescored[slot] = length, reuse, 0, 0
+        self.sampling.place(slot, job.request)
+        self.state[slot], self.jobs[slot], self.owner[slot] = RUNNING, job, job.name
+        self.slot_of[job.name] = job.slot = slot
+        self.changed = True
+        return reuse
+
+    def retain(self, slot: int, step: int) -> None:
+        """The slot's request ended in this step; its tokens stay."""
+        self.jobs[slot], self.state[slot], self.used_at[slot] = None, RETAINED, step
+        self.changed = True
+
+    def free(self, slot: int) -> None:
+        """Empty a slot."""
+        self.slot_of.pop(self.owner[slot], None)
+        self.owner[slot], self.jobs[slot], self.state[slot] = "", None, FREE
+        self.known[slot] = self.cached[slot] = 0
+        self.changed = True
+
+    def least_worth(self, waiting: Container[str], but: int | None = None) -> int | None:
+        """The retained slot to evict first: those of waiting trajectories last, then the least recently used; or None."""
+        retained = (slot for slot in self.of_state(RETAINED) if slot != but)
+        return min(retained, key=lambda slot: (self.owner[slot] in waiting, self.used_at[slot]), default=None)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Context tokens of running requests with all tokens that they may generate."""
+        running = self.state == RUNNING
+        return int((self.known[running] - self.generated[running] + self.sampling.limit[running]).sum())
+
+    def retained_tokens(self, but: int | None) -> int:
+        """Context tokens kept between turns, without those of one slot."""
+        return int(self.known[self.state == RETAINED].sum()) - (int(self.known[but]) if but is not None else 0)
+
+    def settle(self, kv: SlotKV) -> None:
+        """Move the running slots close together and update their sampling features."""
+        running = np.flatnonzero(self.state == RUNNING)
+        if len(running) and running[-1] - running[0] + 1 > SPAN_SLACK * len(running) + 2:
+            holes = np.flatnonzero(self.state[: len(running)] != RUNNING)
+            for hole, slot in zip(holes, running[running >= len(running)], strict=True):
+                self._swap(int(hole), int(slot), kv)
+            running = np.arange(len(running))
+        self.running, self.changed = running, False
+        self.sampling.settle(running)
+
+    def _swap(self, one: int, other: int, kv: SlotKV) -> None:
+        kv.swap(one, other, int(max(self.cached[one], self.cached[other])))
+        pair, swapped = [one, other], [other, one]
+        for part in (self, self.sampling):
+            for column in vars(part).values():
+                if isinstance(column, np.ndarray) and column is not self.running:
+                    column[pair] = column[swapped]
+        self.jobs[one], self.jobs[other] = self.jobs[other], self.jobs[one]
+        self.owner[one], self.owner[other] = self.owner[other], self.owner[one]
+        for slot in pair:
+            job = self.jobs[slot]
+            if self.owner[slot]:
+                self.slot_of[self.owner[slot]] = slot
+            if job is not None:
+                job.slot = slot

@@ -1,0 +1,101 @@
+"""The event log of one run, as the scheduler writes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from libra.events import Event, PolicySnapshot, to_json
+from libra.policy import Admission, Ordering
+from libra.store.event_log import EventLog
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler
+
+SNAPSHOT_EVENTS = 10_000
+"""Events between two snapshots of the policy objects: a replay of the log's tail reads about as many."""
+SNAPSHOT_BYTES_PER_EVENT = 12
+"""A large snapshot is written less often: about this many bytes for each event since the last, whose line has 250."""
+
+P = ParamSpec("P")
+
+
+def run_log(scheduler: Scheduler, run: str) -> RunLog:
+    """The log of a run on this scheduler; one that drops its lines if the run is not registered."""
+    libra: Any = scheduler.plugins.get("libra")
+    state = libra.runs.get(run) if libra is not None else None
+    return RunLog(run, None) if state is None else state.log
+
+
+class RunLog:
+    """Events of a run with their times, and snapshots of its policy.
+
+    Parameters
+    ----------
+    run : str
+    file : EventLog or None
+        None: the run keeps no log, and only the newest event is known.
+
+    Attributes
+    ----------
+    started_s : float
+        Unix time of the run's start; events count from it.
+    """
+
+    def __init__(self, run: str, file: EventLog | None) -> None:
+        self.started_s = time.time()
+        self._run, self._file = run, file
+        self._newest: Event | None = None
+        self._num_events = 0
+        self._next_snapshot = 0
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the run was registered."""
+        return time.time() - self.started_s
+
+    def emit(self, kind: Callable[Concatenate[str, float, P], Event], *values: P.args, **fields: P.kwargs) -> None:
+        """Append an event of `libra.events` with these fields; run and time are filled in."""
+        self._newest = event = kind(self._run, round(time.time() - self.started_s, 6), *values, **fields)
+        if self._file is not None:
+            self._num_events += 1
+            self._file.write_line(to_json(event))
+
+    @property
+    def snapshot_is_due(self) -> bool:
+        """Whether enough has happened since the last snapshot."""
+        return self._num_events >= self._next_snapshot
+
+    def emit_snapshot(self, policy: Ordering, admission: Admission, family: str) -> None:
+        """Append a snapshot of the policy objects. Call it between events, never between an event and its commands.
+
+        A resumed run and a replay of the newest part begin at a snapshot, so that a segment of the log does too.
+        """
+        if self._file is None:
+            return
+        self._file.rotate()
+        t_s, order = round(self.uptime_s, 6), policy.snapshot()
+        line = to_json(PolicySnapshot(self._run, t_s, policy.name, family, order, admission.snapshot()))
+        self._file.write_line(line)
+        self._num_events += 1
+        self._next_snapshot = self._num_events + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
+
+    def newest(self) -> str:
+        """The newest event and its age, in words."""
+        event = self._newest
+        if event is None:
+            return "none"
+        subjects = (getattr(event, name) for name in ("key", "iteration", "address") if hasattr(event, name))
+        return f"{' '.join([event.name, *map(str, subjects)])}, {self.uptime_s - event.t_s:.0f} s ago"
+
+    def flush(self) -> None:
+        """Pass everything logged so far to the operating system."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; later events are dropped, because they do not belong to this run."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -1,0 +1,43 @@
+"""Sealed JSON: an object that carries the digest of the rest of it, so that a reader notices every change of its content.
+
+1. `unseal` returns what was given to `seal`, or raises: no changed value, added key or missing key passes.
+2. Spaces and the order of keys are not content.
+3. An object without a seal is of an older Libra, and is returned as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+SEAL = "seal"
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, which must be JSON-able, with their seal as the last key."""
+    return {**values, SEAL: _digest(json.loads(json.dumps(values)))}  # as a reader finds it: keys are strings
+
+
+def sealed_text(values: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """`seal` as JSON text without a newline at its end. TypeError or ValueError if a value is not JSON-able."""
+    return json.dumps(seal(values), indent=indent)
+
+
+def unseal(text: str | bytes) -> dict[str, Any]:
+    """The object in ``text``, without its seal. ValueError if it is not a JSON object, or not the sealed one."""
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"no JSON object, but {type(values).__name__}")
+    found = values.pop(SEAL, None)
+    if found is not None and found != _digest(values):
+        raise ValueError("its content is not what was sealed: a value was changed")
+    return values
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,67 @@
+"""Settings of a simulation besides workload, engines and policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from libra.hardware import Residuals
+from libra.sim.engines import NO_OVERHEAD, QuantumOverhead
+
+
+class Loss(NamedTuple):
+    """A worker that dies at ``at_s`` and returns, empty, ``away_s`` later (None: never)."""
+
+    worker: str
+    at_s: float
+    away_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """Settings of a simulation besides workload, engines and policy.
+
+    Attributes
+    ----------
+    eta : int
+        Staleness bound in versions; 0 is synchronous.
+    train_s, load_s : float
+        Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
+    steps_s : tuple of float
+        ``train_s`` of the first steps, if each is known.
+    tool_slots : int or None
+        Actions at once. None: no limit, and actions do not wait in the scheduler.
+    inline_tools : frozenset of str
+        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. The empty name is
+        that of malformed calls.
+    tool_overhead : QuantumOverhead
+        Overhead of actions, if they have slots.
+    gate_s, commit_s : float
+        From a gate to its first trajectory, and from a group's last end to its record.
+    reserve : (int, int) or None
+        An engine reserves KV for the maximum of a turn: (generated tokens, context tokens). None: for the tokens that the
+        turn will have.
+    residuals : Residuals or None
+        Ratios of measured to predicted seconds, from which noise is drawn. None: seconds are as predicted.
+    losses : tuple of Loss
+    boundaries : tuple of (TP degree, tokens)
+        As of `libra.policy.messages.BoundariesSet`; empty: none.
+    """
+
+    eta: int = 0
+    train_s: float = 0.0
+    load_s: float = 0.0
+    steps_s: tuple[float, ...] = ()
+    tool_slots: int | None = None
+    inline_tools: frozenset[str] = frozenset()
+    tool_overhead: QuantumOverhead = NO_OVERHEAD
+    gate_s: float = 0.0
+    commit_s: float = 0.0
+    reserve: tuple[int, int] | None = None
+    residuals: Residuals | None = None
+    losses: tuple[Loss, ...] = ()
+    boundaries: tuple[tuple[int, float], ...] = ()
+
+    def step_s(self, batch: int) -> float:
+        """Seconds of step ``batch`` with its weight update."""
+        return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s

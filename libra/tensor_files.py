@@ -1,0 +1,180 @@
+"""The files of weight versions and checkpoints, read without torch: their names, and the digest of the tensors in them.
+
+`tensors_digest` of files is `libra.tensors.digest` of what they hold. Hashing them here needs neither torch nor transformers,
+whose imports take longer than the check of a small run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from libra.seals import unseal
+
+TENSORS_FILE, MANIFEST_FILE, CHECK_FILE = "model.safetensors", "version.json", "check.json"
+"""Of a weight version."""
+FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN = "trainer.json", "optimizer.safetensors", "model*.safetensors"
+"""Of a checkpoint."""
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""By the name in a safetensors file, the name in torch."""
+
+
+class _Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    begin: int
+    end: int
+
+
+def tensors_digest(paths: Iterable[Path]) -> str:
+    """Hexadecimal blake2b-128 over names, dtypes, shapes and elements of all tensors in some safetensors files.
+
+    OSError or ValueError if a file is missing or torn, or its header is invalid.
+    """
+    tensors = {name: tensor for path in paths for name, tensor in _header(path).items()}
+    state = hashlib.blake2b(digest_size=16)
+    maps: dict[Path, mmap.mmap] = {}
+    try:
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            state.update(f"{name}:torch.{tensor.dtype}:{tensor.shape};".encode())
+            if tensor.path not in maps:
+                with tensor.path.open("rb") as file:
+                    maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with memoryview(maps[tensor.path]) as view:
+                state.update(view[tensor.begin : tensor.end])
+    finally:
+        for each in maps.values():
+            each.close()
+    return state.hexdigest()
+
+
+def version_fault(directory: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a published version, naming the file; None if all of it is as it was published.
+
+    Without ``contents`` the elements of its tensors are not read, only their headers and sizes.
+    """
+    try:
+        manifest = unseal((directory / MANIFEST_FILE).read_bytes())
+        announced = manifest["digest"]
+        if manifest["number"] != int(directory.name):
+            return f"{MANIFEST_FILE}: it is of version {manifest['number']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST_FILE}: {_text(error)}"
+    try:
+        if (directory / CHECK_FILE).exists():
+            unseal((directory / CHECK_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{CHECK_FILE}: {_text(error)}"
+    return _digest_fault([directory / TENSORS_FILE], announced if contents else None, TENSORS_FILE)
+
+
+def checkpoint_fault(directory: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None if all of it is as it was written. See `version_fault`."""
+    try:
+        facts = unseal((directory / FACTS_FILE).read_bytes())
+        weights, optimizer = facts["digest"], facts["optimizer_digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{FACTS_FILE}: {_text(error)}"
+    try:
+        for name in altered_files(directory, facts):
+            return f"{name}: it was altered or is gone"
+    except OSError as error:
+        return _text(error)
+    files = sorted(directory.glob(WEIGHTS_PATTERN))
+    names = ", ".join(path.name for path in files) or TENSORS_FILE
+    return _digest_fault(files, weights if contents else None, names) or (
+        _digest_fault([directory / OPTIMIZER_FILE], optimizer if contents else None, OPTIMIZER_FILE)
+    )
+
+
+def small_files(directory: Path) -> dict[str, str]:
+    """Digests of the files of a checkpoint that hold no tensors, such as the model's configuration, by name."""
+    return {
+        path.name: _file_digest(path)
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.suffix != ".safetensors" and path.name != FACTS_FILE
+    }
+
+
+def altered_files(directory: Path, facts: Mapping[str, Any]) -> list[str]:
+    """Files of a checkpoint that are not as ``trainer.json`` says, or are gone."""
+    known: Mapping[str, str] = facts.get("files", {})
+    return [
+        name
+        for name, content in known.items()
+        if not (directory / name).is_file() or _file_digest(directory / name) != content
+    ]
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def _digest_fault(paths: list[Path], announced: str | None, name: str) -> str | None:
+    try:
+        if announced is None:
+            for path in paths:
+                _header(path)
+            return None
+        found = tensors_digest(paths)
+    except (OSError, ValueError) as error:
+        return f"{name}: {_text(error)}"
+    return None if found == announced else f"{name}: its digest is {found}, announced was {announced}; it was altered"
+
+
+def _header(path: Path) -> dict[str, _Tensor]:
+    """The tensors of a safetensors file by name, with the bytes they take in it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"torn: {size} bytes, its header alone announces {length}")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    if header.pop("__metadata__", None) not in (None, {"format": "pt"}):
+        raise ValueError("its header was altered")
+    tensors, last = {}, 0
+    try:
+        for name, facts in header.items():
+            begin, end = facts["data_offsets"]
+            tensors[name] = _Tensor(
+                _DTYPES[facts["dtype"]], tuple(facts["shape"]), path, 8 + length + begin, 8 + length + end
+            )
+            last = max(last, end)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"its header was altered ({error!r})") from error
+    if 8 + length + last != size:
+        raise ValueError(f"torn: {size} bytes, announced are {8 + length + last}")
+    return tensors
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is gone"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror}"
+    return f"altered or torn ({error})" if isinstance(error, ValueError) else f"altered ({error!r})"

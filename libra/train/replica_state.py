@@ -1,0 +1,207 @@
+"""The state of a replica: its model, the optimizer over it, and the steps taken; read, replaced, updated and undone here.
+
+Invariants
+----------
+1. With a ``master_dtype`` the optimizer's weights are `libra.train.master_weights.MasterWeights`; the model's are those, rounded.
+2. Weights change only in `ReplicaState.apply_gradient`, `take_weights`, `restore` and `libra.train.checkpoint`; each of
+   them marks the hybrids' weights as outdated.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.errors import TrainError
+from libra.scoring import score_alone
+from libra.tensors import untied
+from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
+from libra.train.master_weights import MasterWeights
+from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, shard, whole
+from libra.train.replica_group import TrainGroup
+from libra.train.replica_settings import TrainSettings
+from libra.train.step_report import StepReport, Tally
+
+_SAME_RESULT = {
+    "layout",
+    "gradient_checkpointing",
+    "offload",
+    "max_row_tokens",
+    "micro_batch_tokens",
+    "logit_chunk_tokens",
+    "share_prompts",
+}
+"""Settings in which two replicas may differ and compute the same gradient."""
+
+
+class ReplicaState:
+    """A model in training, its optimizer, and the steps that it has taken.
+
+    Parameters
+    ----------
+    model : transformers model
+        On ``device``, whole; it is sharded here if the settings require it.
+    settings, group, seed, base_dir, master_dtype
+        Those of `libra.train.replica.Replica`.
+
+    Attributes
+    ----------
+    hybrids : HybridPool or None
+        Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
+    content : str or None
+        Digest of the current weights, if it was computed since they last changed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: TrainSettings,
+        group: TrainGroup,
+        *,
+        device: torch.device,
+        master_dtype: torch.dtype | None,
+        seed: int,
+        base_dir: Path,
+    ) -> None:
+        self.model, self.settings, self.group = model, settings, group
+        self.device, self.dtype, self.seed, self.base_dir = device, next(model.parameters()).dtype, seed, base_dir
+        self.hybrids: HybridPool | None = None
+        self.steps_done = 0
+        self.last_report: StepReport | None = None
+        self.content: str | None = None
+        kept, self._aliases = untied(model.state_dict())
+        self._names = tuple(kept)
+        if settings.gradient_checkpointing:
+            checkpoint_activations(model)
+        if self.is_sharded:
+            shard(model, group, offload=settings.offload)
+        self.master: MasterWeights | None = None
+        if master_dtype is not None and master_dtype.itemsize > self.dtype.itemsize:
+            self.master = MasterWeights(self.parameters(), master_dtype)
+        self.optimizer = torch.optim.AdamW(
+            self.optimized().values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each replica of the group holds a part of every tensor, so that passes and `weights` are collectives."""
+        return is_sharded(self.settings, self.group)
+
+    def description(self) -> dict[str, Any]:
+        """The facts that another replica must share to compute a slice of this one's minibatch; JSON-able."""
+        settings = {name: value for name, value in self.settings.of_a_step().items() if name not in _SAME_RESULT}
+        shapes = [f"{name} {list(parameter.shape)}" for name, parameter in self.parameters().items()]
+        return {
+            "dtype": str(self.dtype),
+            "master_dtype": None if self.master is None else str(next(iter(self.optimized().values())).dtype),
+            **{
+                f"trainer.{name}": list(value) if isinstance(value, tuple) else value
+                for name, value in settings.items()
+            },
+            "parameters": hashlib.sha256("\n".join(shapes).encode()).hexdigest(),
+        }
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Trained parameters by name, tied ones once."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def optimized(self) -> dict[str, torch.nn.Parameter]:
+        """The tensors that the optimizer updates, by the names of `parameters`: those themselves, or their copies in
+        ``master_dtype``."""
+        return self.parameters() if self.master is None else self.master.tensors
+
+    def weights(self) -> dict[str, Tensor]:
+        """The state dict to publish, tied tensors once. Views of storage that the next step changes.
+
+        If the model is sharded: copies in host memory, and a collective of the group.
+        """
+        if not self.is_sharded:
+            return self.tensors()
+        # One at a time: a device that holds shards may not have room for the whole model.
+        return {name: whole(tensor).cpu() for name, tensor in self.tensors().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The same tensors in their local layout, sharded or not."""
+        state = self.model.state_dict()
+        return {name: state[name].detach() for name in self._names}
+
+    def all_weights(self) -> dict[str, Tensor]:
+        """`weights` with tied tensors under every name they have."""
+        own = self.weights()
+        return own | {alias: own[name] for alias, name in self._aliases.items()}
+
+    def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
+        """Log-probability in nats of each token but the first under the present weights (T - 1,), at temperature 1."""
+        return score_alone(self.model, token_ids)
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
+        self.content = None
+        with torch.no_grad(), self.undisturbed():
+            for name, tensor in self.tensors().items():
+                local(tensor).copy_(part_of(weights[name], tensor))
+            if self.master is not None:
+                self.master.take_from_model()
+            self.weights_moved()
+
+    def apply_gradient(self, step: int, tally: Tally) -> None:
+        """Clip the gradient and take one optimizer step; TrainError, and no change, if the gradient is not finite."""
+        parameters = self.optimized()
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
+        if not bool(torch.isfinite(norm)):
+            bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+            raise TrainError(
+                f"train step {step}: the gradient is not finite (norm {float(norm)}; {len(bad)} of {len(parameters)} "
+                f"parameters, first {bad[:3]}); weights stay those of version {step}"
+            )
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
+        self.optimizer.step()
+        if self.master is not None:
+            self.master.round_into_model()
+        self.optimizer.zero_grad(set_to_none=True)
+        tally.add(grad_norm=float(norm), optimizer_steps=1)
+        tally.stepped = True
+        self.weights_moved()
+
+    def backup(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies of the optimizer's weights and state, for `restore`."""
+        weights = {name: parameter.detach().clone() for name, parameter in self.optimized().items()}
+        return weights, copy.deepcopy(self.optimizer.state_dict())
+
+    def restore(self, weights: Mapping[str, Tensor], optimizer_state: dict[str, Any]) -> None:
+        """Restore a `backup`."""
+        with torch.no_grad():
+            for name, parameter in self.optimized().items():
+                parameter.copy_(weights[name])
+        if self.master is not None:
+            self.master.round_into_model()
+        self.weights_moved()
+        self.optimizer.load_state_dict(optimizer_state)
+
+    def admit_hybrids(self, token: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> HybridPool:
+        """From now on hybrid replicas that know ``token`` may join; on rank 0 of the group, between steps."""
+        source = None if self.is_sharded else self.weights
+        self.hybrids = HybridPool(token, self.description(), source=source, host=host, timeout_s=timeout_s)
+        return self.hybrids
+
+    def undisturbed(self) -> AbstractContextManager[Any]:
+        """Context manager: no thread copies the weights for a hybrid meanwhile."""
+        return nullcontext() if self.hybrids is None else self.hybrids.undisturbed()
+
+    def weights_moved(self) -> None:
+        """Mark the hybrids' weights as outdated."""
+        if self.hybrids is not None:
+            self.hybrids.stale = True

@@ -1,0 +1,100 @@
+"""The part of a trajectory that a training step computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import TrainError
+from libra.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """The tokens before a trajectory's last action token, and the actions to score.
+
+    Tokens after the last action token (a final observation) do not influence the loss and are left out.
+
+    Attributes
+    ----------
+    token_ids : int64 array (T,)
+        Inputs.
+    action_at : int64 array (A,)
+        Positions of inputs whose *next* token is an action.
+    target : int64 array (A,)
+        That next token.
+    behaviour_logp : float32 array (A,)
+        As the engine recorded it; read, never written.
+    current : bool array (A,)
+        Whether token and KV cache both come from the version now being trained.
+    advantage : float
+    proximal_logp : float array (A,), optional
+        Under the weights at the start of the step, if the loss needs it and it has been computed.
+    turn_at : int64 array
+        Positions of inputs whose next token is the first of a generation.
+    """
+
+    token_ids: NDArray[np.int64]
+    action_at: NDArray[np.int64]
+    target: NDArray[np.int64]
+    behaviour_logp: NDArray[np.float32]
+    current: NDArray[np.bool_]
+    advantage: float
+    proximal_logp: NDArray[np.floating] | None = None
+    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Inputs before the first action: the part that samples of a group have in common."""
+        return int(self.action_at[0]) + 1
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens scored."""
+        return len(self.target)
+
+
+def sample_of(trajectory: Trajectory, version: int) -> Sample:
+    """The sample of ``trajectory`` for the step that trains weights ``version``.
+
+    Raises
+    ------
+    TrainError
+        If the advantage or a behaviour log-probability is not finite, nothing was generated, the first token is an
+        action (nothing predicts it), or arrays differ in length.
+    """
+    name = f"trajectory {trajectory.trajectory_id}"
+    where = np.flatnonzero(trajectory.is_action)
+    lengths = {len(trajectory.token_ids), len(trajectory.is_action), len(trajectory.behaviour_logprob)}
+    if len(lengths | {len(trajectory.weight_version), len(trajectory.kv_version)}) != 1:
+        raise TrainError(
+            f"{name}: token_ids, is_action, behaviour_logprob and versions differ in length: {sorted(lengths)}"
+        )
+    if not len(where) or where[0] == 0:
+        got = "its first token is an action" if len(where) else "no generated token"
+        raise TrainError(
+            f"{name}: {got}; a trajectory trains only with a prompt and at least one generated token after it"
+        )
+    if not np.isfinite(trajectory.advantage):
+        raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
+    behaviour_logp = trajectory.behaviour_logprob[where]
+    if not np.isfinite(behaviour_logp).all():
+        at = int(where[~np.isfinite(behaviour_logp)][0])
+        raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
+    token_ids = trajectory.token_ids.astype(np.int64)
+    return Sample(
+        token_ids=token_ids[: where[-1]],
+        action_at=where - 1,
+        target=token_ids[where],
+        behaviour_logp=behaviour_logp.astype(np.float32),
+        current=(trajectory.weight_version[where] == version) & (trajectory.kv_version[where] == version),
+        advantage=float(trajectory.advantage),
+        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
+    )

@@ -1,0 +1,168 @@
+"""The gradient of a slice of a minibatch: its samples packed, scored and differentiated on one replica, undivided.
+
+If the model is sharded, forward and backward passes are collectives: every replica runs equally many, with empty
+micro-batches if it has fewer of its own.
+
+Shape legend: N action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.errors import TrainError
+from libra.train import mismatch
+from libra.train.logprobs import Scorer, check_packing
+from libra.train.minibatch_slices import split
+from libra.train.model_layout import is_sharded
+from libra.train.objective import Objective
+from libra.train.prompt_sharing import can_share
+from libra.train.replica_group import TrainGroup
+from libra.train.replica_settings import TrainSettings
+from libra.train.samples import Sample
+from libra.train.sequence_packing import MicroBatch, pack
+from libra.train.step_report import Tally
+
+_PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for narrower dtypes
+
+
+class SliceGradient:
+    """Forward and backward passes of one replica.
+
+    Parameters
+    ----------
+    model : transformers model
+        On ``device``, and not sharded yet.
+    reference : transformers model, optional
+        The frozen model of the KL term.
+    """
+
+    def __init__(
+        self, model: Any, settings: TrainSettings, group: TrainGroup, device: torch.device, reference: Any | None
+    ) -> None:
+        self.settings, self.group, self.device = settings, group, device
+        self.objective = Objective(settings)
+        self.scorer = Scorer(model, settings.temperature, settings.logit_chunk_tokens)
+        self._reference: Scorer | None = None
+        if reference is not None:
+            self._reference = Scorer(reference, settings.temperature, settings.logit_chunk_tokens)
+        self._dtype: torch.dtype = next(model.parameters()).dtype
+        self._logp_dtype = torch.promote_types(self._dtype, torch.float32)
+        self._share_prompts = settings.share_prompts and can_share(model)
+        self._collective = is_sharded(settings, group)
+        self._packing_checked = settings.max_row_tokens == 1
+        if self._collective and not self._packing_checked:
+            self._check_packing()  # later it would be a collective that only some replicas enter
+
+    def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
+        """Add the slice's sum of weight x gradient, undivided, to the gradients; returns its sum of weights.
+
+        Raises TrainError if its loss is not finite.
+        """
+        began = time.perf_counter()
+        batches = self._pack(self.useful(samples))
+        tally.add(slice_pack_s=time.perf_counter() - began)
+        fault: TrainError | None = None
+        for batch, counts in self._passes(batches):
+            loss = self.micro_batch_loss(batch, tally if counts else Tally())
+            value = float(loss.detach())
+            if not np.isfinite(value):
+                fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
+                if not self._collective:  # otherwise the other replicas would wait for this one in their next pass
+                    raise fault
+            (loss if counts else loss * 0).backward()  # type: ignore[no-untyped-call]
+            if counts:
+                tally.add(loss_sum=value)
+        if fault is not None:
+            raise fault
+        return self.weight_of(samples)
+
+    def useful(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with a gradient. The others need no forward pass, but count in the sum of weights."""
+        return [sample for sample in samples if sample.advantage != 0 or self.objective.needs_every_sequence]
+
+    def weight_of(self, samples: Sequence[Sample]) -> float:
+        """Sum of the weights of ``samples``, as the aggregation mode has it."""
+        return self.objective.aggregation.weight_sum(
+            num_tokens=sum(sample.num_actions for sample in samples), num_sequences=len(samples)
+        )
+
+    def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
+        """Sum of weight x loss over the action tokens of ``batch``, with gradient; its statistics go into ``tally``."""
+        logp_N, entropy_N = self.scorer.logp(*batch.inputs, entropy_gradient=self.settings.entropy_coef > 0)
+        reference_logp_N = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_logp_N, _ = self._reference.logp(*batch.inputs)
+        loss_N, sums = self.objective.token_losses(
+            batch, logp_N, entropy_N=entropy_N, reference_logp_N=reference_logp_N
+        )
+        tally.at_least(ratio_max=sums.pop("ratio_max"))
+        tally.add(
+            **sums,
+            scored=len(logp_N),
+            entropy=float(entropy_N.detach().sum()),
+            places=batch.num_places,
+            forwarded_tokens=batch.num_tokens,
+            forwarded_sequences=batch.num_sequences,
+            rows=len(batch.token_ids_RW),
+            micro_batches=1,
+        )
+        if not tally.stepped and not self.settings.exact_logprobs:
+            mismatch.observe(tally, logp_N.detach()[batch.current_N], batch.behaviour_logp_N[batch.current_N])
+        return self.objective.aggregation.weighted_sum(loss_N, batch.sequences)
+
+    @torch.no_grad()
+    def with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
+        """``samples`` with their log-probabilities under the present weights; each is scored by one replica of the group."""
+        numbered = {id(sample): index for index, sample in enumerate(samples)}
+        flat = [torch.zeros(sample.num_actions, dtype=self._logp_dtype) for sample in samples]
+        for batch, counts in self._passes(self._pack(split(samples, self.group.size)[self.group.rank])):
+            logp_N, _ = self.scorer.logp(*batch.inputs)
+            if counts:
+                parts = logp_N.cpu().split([sample.num_actions for sample in batch.samples])
+                for sample, part in zip(batch.samples, parts, strict=True):
+                    flat[numbered[id(sample)]] = part
+        joined_N = torch.cat([*flat, torch.zeros(0, dtype=self._logp_dtype)]).to(self.device)
+        self.group.sum_([joined_N])
+        logp: list[NDArray[np.floating[Any]]] = [
+            part.numpy() for part in joined_N.cpu().split([sample.num_actions for sample in samples])
+        ]
+        return [replace(sample, proximal_logp=one) for sample, one in zip(samples, logp, strict=True)]
+
+    def _passes(self, batches: list[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
+        """The micro-batches, each with True; if passes are collectives, empty ones with False fill up to the largest number
+        of any replica."""
+        passes = [(batch, True) for batch in batches]
+        if self._collective:
+            most = max(self.group.gather(len(passes)))
+            token_ids, one = np.zeros(2, np.int64), np.array([0])
+            empty = Sample(token_ids, one, one, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)
+            passes += [(self._pack([empty])[0], False) for _ in range(most - len(passes))]
+        packed = any(batch.mask_R1WW is None and batch.num_sequences > len(batch.token_ids_RW) for batch, _ in passes)
+        if packed and not self._packing_checked:
+            self._check_packing()
+        return passes
+
+    def _check_packing(self) -> None:
+        """Check once, before the first row with two sequences: TrainError if the architecture does not separate them."""
+        check_packing(self.scorer, _PACKING_TOLERANCE.get(self._dtype, 0.1))
+        self._packing_checked = True
+
+    def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        batches = pack(
+            samples,
+            max_row_tokens=self.settings.max_row_tokens,
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            logp_dtype=self._logp_dtype,
+            share_prompts=self._share_prompts,
+        )
+        return [batch.to(self.device) for batch in batches]

@@ -1,0 +1,6 @@
+"""Authenticated connections between the processes of a run: batch rows, weights and gradients all use them."""
+
+from libra.transport.channel import SILENCE_S, Address, Channel, accept, connect, new_secret
+from libra.transport.server import Server
+
+__all__ = ["SILENCE_S", "Address", "Channel", "Server", "accept", "connect", "new_secret"]

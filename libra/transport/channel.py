@@ -1,0 +1,295 @@
+"""A connection between two processes that both know a run's secret: short JSON frames, and runs of raw bytes.
+
+::
+
+    client -> 32 random bytes
+    server -> 32 random bytes, HMAC-SHA256 of both by the secret
+    client -> HMAC-SHA256 of both by the secret
+    frame     uint32 length | JSON object | 32 bytes HMAC, by a key of this connection
+
+Invariants
+----------
+1. Nothing is unpickled. The secret does not cross the connection. A proof names its side and the purpose of the server, so it
+   can be neither reflected nor passed on to a server of another kind.
+2. The handshake as a whole has `HANDSHAKE_S`. Before it ends, at most 64 bytes are read and nothing is allocated for the peer.
+3. A frame has at most `MAX_FRAME_BYTES`. Its HMAC counts the frames of its direction: one that was changed, repeated, left
+   out or inserted is a TransportError.
+4. Bytes are sent from their own memory and received directly into their destination, as many as the receiver has room for.
+   The crc32 of ``checked`` bytes follows in a frame: it detects faults, not forgery. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from libra.errors import TransportError
+
+Address = tuple[str, int]
+"""Host and port."""
+
+WINDOW_BYTES = 2**20
+"""Bytes passed to the kernel, and checksummed, at once: they are still in the processor's cache then."""
+WINDOW_VIEWS = 512
+"""Runs of bytes passed at once; Linux accepts 1,024."""
+FILE_WINDOW_BYTES = 2**30
+"""Bytes of a file passed at once; Linux accepts just under 2 GiB."""
+MAX_FRAME_BYTES = 16 * 2**20
+HANDSHAKE_S = 20.0
+"""Limit of connecting and of both proofs together."""
+SILENCE_S = 30.0
+"""Time without progress after which a peer in a transfer counts as dead."""
+_NONCE_BYTES = _MAC_BYTES = 32
+_LENGTH = struct.Struct("!I")
+
+
+def new_secret() -> str:
+    """A secret for the processes of one run: 256 random bits in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+class Channel:
+    """One end of an authenticated connection; one thread sends and one receives.
+
+    Attributes
+    ----------
+    sent_bytes, received_bytes : int
+        Frames and runs of bytes so far; files are not counted.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
+        self.sent_bytes = self.received_bytes = 0
+        self._socket, self._key = connection, key
+        self._mine, self._theirs = (b"S", b"C") if is_server else (b"C", b"S")
+        self._sent = self._received = 0  # frames
+
+    def send_frame(self, **fields: Any) -> None:
+        """Send JSON-able fields."""
+        text = json.dumps(fields).encode()
+        if len(text) > MAX_FRAME_BYTES:
+            raise TransportError(f"a frame has {len(text)} bytes, allowed are {MAX_FRAME_BYTES}; request less at once")
+        with _broken():
+            self._socket.sendall(_LENGTH.pack(len(text)) + text + self._mac(self._mine, self._sent, text))
+        self._sent += 1
+        self.sent_bytes += _LENGTH.size + len(text) + _MAC_BYTES
+
+    def recv_frame(self) -> dict[str, Any] | None:
+        """The fields of the next frame; None if the peer has closed the connection instead."""
+        start = bytearray(_LENGTH.size)
+        if not (got := self._recv_all(memoryview(start))):
+            return None
+        (length,) = _LENGTH.unpack(start)  # of which too few bytes may have come
+        if length > MAX_FRAME_BYTES:
+            raise TransportError(f"a frame of {length} bytes is announced, allowed are {MAX_FRAME_BYTES}")
+        frame = bytearray(length + _MAC_BYTES)
+        if got < len(start) or self._recv_all(memoryview(frame)) < len(frame):
+            raise TransportError("the peer closed the connection during a frame")
+        text, mac = bytes(memoryview(frame)[:length]), frame[length:]
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, text)):
+            raise TransportError("a frame was changed, repeated or left out, or its sender does not know the secret")
+        self._received += 1
+        self.received_bytes += len(start) + len(frame)
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise TransportError(f"a frame is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise TransportError(f"a frame is a JSON object, got {type(fields).__name__}")
+        return fields
+
+    def send_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
+        """Send all bytes of ``views``; with ``checked`` their crc32 follows in a frame."""
+        crc = 0
+        self.sent_bytes += sum(map(len, views))
+        for window in _windows(views):
+            if checked:
+                for view in window:
+                    crc = zlib.crc32(view, crc)
+            with _broken():
+                while window:
+                    window = _after(window, self._socket.sendmsg(window))
+        if checked:
+            self.send_frame(crc32=crc)
+
+    def recv_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
+        """Fill ``views``; with ``checked`` their crc32 follows in a frame and has to be right."""
+        crc = 0
+        self.received_bytes += sum(map(len, views))
+        for window in _windows(views):
+            left = window
+            with _broken():
+                while left:
+                    got = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
+                    if not got:
+                        raise TransportError("the peer closed the connection during a transfer")
+                    left = _after(left, got)
+            if checked:
+                for view in window:
+                    crc = zlib.crc32(view, crc)
+        if checked and (sent := (self.recv_frame() or {}).get("crc32")) != crc:
+            raise TransportError(f"bytes with crc32 {crc} arrived, sent were {sent}")
+
+    def recv_some(self, view: memoryview) -> int:
+        """Receive into ``view`` and return the number of bytes: fewer than it has room for only where the connection ends."""
+        if not (got := self._recv_all(view)):
+            raise TransportError("the peer closed the connection during a transfer")
+        return got
+
+    def send_file(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
+        """Send a run of bytes of a file from the kernel's cache."""
+        with _broken():
+            while num_bytes:
+                sent = os.sendfile(self._socket.fileno(), file.fileno(), offset, min(num_bytes, FILE_WINDOW_BYTES))
+                if not sent:
+                    raise TransportError(f"{file.name} became shorter by {num_bytes} bytes during a transfer")
+                offset, num_bytes = offset + sent, num_bytes - sent
+
+    def close(self) -> None:
+        """End the connection; a thread that waits for it at either end gets a TransportError."""
+        with contextlib.suppress(OSError):  # it is down already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _mac(self, sender: bytes, number: int, text: bytes) -> bytes:
+        return hmac.digest(self._key, sender + number.to_bytes(8, "big") + text, "sha256")
+
+    def _recv_all(self, view: memoryview) -> int:
+        """Fill ``view``; returns the number of bytes that came before the connection ended."""
+        filled = 0
+        with _broken():
+            while filled < len(view) and (got := self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)):
+                filled += got
+        return filled
+
+
+def connect(address: Address, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
+    """A channel to the server at ``address``; TransportError if none answers, or it does not know ``secret``.
+
+    ``silence_s``: see `accept`.
+    """
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    try:
+        connection = socket.create_connection(address, timeout=HANDSHAKE_S)
+    except OSError as error:
+        raise TransportError(f"no server answers at {address[0]}:{address[1]}: {error}") from error
+    return _handshake(connection, secret, purpose, deadline_s, silence_s, is_server=False)
+
+
+def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
+    """The channel to a client, once it has proven that it knows ``secret``; TransportError if it does not.
+
+    Parameters
+    ----------
+    purpose : str
+        Kind of the server; both ends have to name the same.
+    silence_s : float, optional
+        Time without progress after which sending and receiving fail. None: they wait.
+    """
+    return _handshake(connection, secret, purpose, time.monotonic() + HANDSHAKE_S, silence_s, is_server=True)
+
+
+def _handshake(
+    connection: socket.socket,
+    secret: str,
+    purpose: str,
+    deadline_s: float,
+    silence_s: float | None,
+    *,
+    is_server: bool,
+) -> Channel:
+    def digest_of(role: str) -> bytes:
+        return hmac.digest(secret.encode(), f"libra {purpose} {role} ".encode() + both, "sha256")
+
+    try:
+        with _broken("no handshake"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            nonce = os.urandom(_NONCE_BYTES)
+            if is_server:
+                both = _recv_until(deadline_s, connection, _NONCE_BYTES) + nonce
+                connection.sendall(nonce + digest_of("server"))
+                proof, expected = _recv_until(deadline_s, connection, _MAC_BYTES), digest_of("client")
+            else:
+                connection.sendall(nonce)
+                answer = _recv_until(deadline_s, connection, _NONCE_BYTES + _MAC_BYTES)
+                both, proof = nonce + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+                expected = digest_of("server")
+            if not hmac.compare_digest(proof, expected):
+                raise TransportError("the peer does not know this run's secret; it is of another run or start")
+            if not is_server:
+                connection.sendall(digest_of("client"))
+            # From here on the kernel's deadlines: with one of Python's, no call can wait until all bytes have arrived.
+            connection.settimeout(None)
+            if silence_s is not None:
+                seconds, fraction = divmod(silence_s, 1)
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    value = struct.pack("ll", int(seconds), int(fraction * 1e6))
+                    connection.setsockopt(socket.SOL_SOCKET, option, value)
+    except TransportError:
+        connection.close()
+        raise
+    return Channel(connection, digest_of("session"), is_server=is_server)
+
+
+def _recv_until(deadline_s: float, connection: socket.socket, num_bytes: int) -> bytes:
+    """Exactly this many bytes, in however many parts they arrive; TimeoutError at the deadline, which also applies to the
+    next send."""
+    found = b""
+    while len(found) < num_bytes:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
+        got = connection.recv(num_bytes - len(found))
+        if not got:
+            raise TransportError("the peer closed the connection during the handshake")
+        found += got
+    return found
+
+
+@contextlib.contextmanager
+def _broken(what: str = "the connection broke") -> Iterator[None]:
+    """Errors of the socket as TransportError."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except BlockingIOError as error:
+        raise TransportError(f"{what}: the peer was silent for too long") from error
+    except OSError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The bytes of ``views`` in order, in lists of at most `WINDOW_VIEWS` views and `WINDOW_BYTES` bytes."""
+    window: list[memoryview] = []
+    room = WINDOW_BYTES
+    for view in views:
+        at = 0
+        while at < len(view):
+            part = view[at : at + room]
+            window.append(part)
+            at += len(part)
+            room -= len(part)
+            if not room or len(window) == WINDOW_VIEWS:
+                yield window
+                window, room = [], WINDOW_BYTES
+    if window:
+        yield window
+
+
+def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The rest of ``views`` after this many bytes."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []

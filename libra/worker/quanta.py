@@ -1,0 +1,304 @@
+"""Runs the quanta of trajectories on a worker: one generation or action, its record, its report.
+
+Invariants
+----------
+1. An engine loads the newest published version before each generation, and never generates for iteration ``k`` with weights
+   older than version ``k - eta``; served versions have passed their check (`libra.worker.verified_engine`).
+2. A record is appended before it is applied or reported, so a lost worker costs at most the quantum in flight.
+3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
+4. What the model writes and what its tools do ends at most its own trajectory. It is made storable before it goes into a record
+   (`libra.untrusted`); a record that cannot be stored all the same becomes a failure record, which a resume finds.
+5. A trajectory keeps its slot from one generation to the next only while the plugin reports that no trajectory waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.envs import run_action
+from libra.envs.scripted import turn_by_script
+from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
+from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
+from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
+from libra.untrusted import error_text, storable, storable_calls
+from libra.worker.context import WorkerContext
+from libra.worker.dask_internals import priority_here, still_wanted
+from libra.worker.failure_classes import FAULTS, failure_of
+from libra.worker.trajectory_state import (
+    TrajectoryState,
+    action_record,
+    failure_record,
+    generation_record,
+    returned,
+    without_text,
+)
+from libra.worker.worker_engine import WorkerEngine
+
+if TYPE_CHECKING:
+    from libra.rollout import ChatFormat
+
+KEPT_PROMPTS = 1024
+"""Tokenised prompts kept in memory per worker."""
+KEPT_STATES = 4096
+"""Trajectory states kept in memory per worker; a missing one is read from the journal. Of as many that have ended, it
+is kept that they have."""
+
+
+class QuantumRunner:
+    """One per host.
+
+    Parameters
+    ----------
+    engine : WorkerEngine or None
+        None on a worker that only runs tools, or grades.
+    leaving : callable
+        Whether this worker must not begin another generation.
+    """
+
+    def __init__(
+        self, context: WorkerContext, engine: WorkerEngine | None, leaving: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.context, self.engine, self._leaving = context, engine, leaving
+        self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
+        self._ended: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()  # without records and context
+        self.closing = False
+        self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """The chat format, which needs the tokenizer."""
+        from libra.rollout import load_chat_format
+
+        environment = self.context.environment
+        return load_chat_format(self.context.model_dir, environment.tool_schemas, tool_format=environment.tool_format)
+
+    def close(self) -> None:
+        """Stop writing records."""
+        self.closing = True
+
+    def state(self, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
+        """The trajectory's state with every record written so far."""
+        state = self.states.get(tid)
+        if state is None:
+            config = self.context.spec.config
+            rollout = config.rollout
+            state = self.states[tid] = TrajectoryState(
+                tid,
+                prompt,
+                rollout.max_turns,
+                rollout.max_context_tokens,
+                rollout.ignore_eos,
+                config.trainer.resample,
+            )
+            while len(self.states) > KEPT_STATES:
+                self.states.popitem(last=False)
+        for record in self.context.journal.read(str(tid), start=state.quanta):
+            state.apply(record)
+        return state
+
+    async def run(self, key: str, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
+        """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
+
+        If the next one is also a generation (its tools ran inline) and no trajectory waits for the slot, it follows at
+        once: each quantum has its record and its report, without a decision in between.
+        """
+        state = self._ended.get(tid) or self.state(tid, prompt)
+        if state.phase is None:
+            self._release(state)
+            self.context.report(FoundEndedReport(key, state.quanta, str(state.end)))
+            return state
+        if state.phase is Phase.ROLLOUT and self.engine is None:
+            # A worker died after its record and before its report: report the trajectory's state, and wait for an engine.
+            self._report(key, state, state.quanta, time.time(), goes_on=False)
+            return state
+        goes_on = True
+        while goes_on:
+            started_s, first = time.time(), state.quanta
+            generates = state.phase is Phase.ROLLOUT
+            await self._one_quantum(key, state, started_s)
+            goes_on = (
+                generates
+                and state.phase is Phase.ROLLOUT
+                and state.records[-1]["kind"] != "failure"  # another attempt may succeed on another worker
+                and not (self.engine is not None and self.engine.contended)
+                and not self._leaving()
+                and still_wanted(self.context.worker, key)
+            )
+            self._report(key, state, first, started_s, goes_on=goes_on)
+        if state.phase is None:
+            self._release(state)
+        return state
+
+    def _release(self, state: TrajectoryState) -> None:
+        """Drop the records of a trajectory that has ended, for its group is built from the journal, often on another worker.
+
+        That it has ended is still known when its result is lost, and its journal is gone.
+        """
+        self.states.pop(state.tid, None)
+        self._ended[state.tid] = replace(state, records=[], context=[], prompt=Prompt(state.prompt.prompt_id, ()))
+        if len(self._ended) > KEPT_STATES:
+            self._ended.popitem(last=False)
+
+    async def _one_quantum(self, key: str, state: TrajectoryState, started_s: float) -> None:
+        try:
+            if state.phase is Phase.ROLLOUT:
+                await self._generate(key, state)
+                if state.calls and self._inline(state.calls):
+                    await self._act(state)
+            else:
+                await self._act(state)
+        except EngineAsleep:
+            self.context.report(GivenBackReport(key))
+            raise
+        except FAULTS as error:
+            self._commit(state, failure_record(failure_of(error), str(error)), started_s)
+            self._forget(state)
+        except Unstorable as error:
+            self._commit(state, failure_record(FailureClass.TOOL, str(error)), started_s)
+            self._forget(state)
+
+    async def _generate(self, key: str, state: TrajectoryState) -> None:
+        assert self.engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
+        serving, context = self.engine.serving, self.context
+        rollout = context.spec.config.rollout
+        await serving.pull()
+        started_s = time.time()
+        prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
+        context_ids = state.context_ids if prompt_ids is None else prompt_ids
+        temperature = rollout.temperature
+        if state.tid.split == "eval" and context.spec.config.evaluation.temperature is not None:
+            temperature = context.spec.config.evaluation.temperature
+        script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
+        wanted = rollout.max_new_tokens if script is None else script.new_tokens
+        room = rollout.max_context_tokens - len(context_ids)
+        output = await serving.generate(
+            TurnRequest(
+                trajectory_id=str(state.tid),
+                turn=state.turns,
+                context_ids=context_ids,
+                max_new_tokens=max(1, min(wanted, room)),
+                temperature=temperature,
+                top_p=rollout.top_p,
+                stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
+                seed=context.spec.turn_seed(state.tid, state.turns, state.draw),
+                priority=priority_here(context.worker, key),
+            )
+        )
+        self.engine.turn_ended()
+        text = storable(self.chat.decode(output.token_ids))
+        calls = self._parse(text) if script is None else script.calls
+        record = generation_record(state.turns, prompt_ids, output, text, calls)
+        try:
+            self._commit(state, record, started_s)
+        except Unstorable as error:
+            try:
+                self._commit(state, without_text(record, str(error)), started_s)
+            except Unstorable as second:  # not the text: what the engine gave
+                raise EngineError(f"{state.tid}: what the engine gave cannot be stored: {second}") from second
+        if state.phase is None:
+            self._forget(state)
+
+    def _forget(self, state: TrajectoryState) -> None:
+        """Free the engine's KV of a trajectory that continues on another worker, or has ended."""
+        if self.engine is not None:
+            self.engine.serving.forget(str(state.tid))
+
+    def _parse(self, text: str) -> tuple[ToolCall, ...]:
+        environment = self.context.environment
+        try:
+            return storable_calls(environment.parse(text))
+        except Exception as error:  # the boundary to the user's environment
+            raise EnvironmentFault(
+                f"{environment.name}.parse raised {error_text(error)}, for the text {text[:200]!r}"
+            ) from error
+
+    def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        """Token ids of a prompt, which the samples of a group share."""
+        ids = self._prompts.get(prompt.prompt_id)
+        if ids is None:
+            ids = self._prompts[prompt.prompt_id] = self.chat.prompt_ids(list(prompt.messages))
+            if len(self._prompts) > KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        return ids
+
+    def _inline(self, calls: tuple[ToolCall, ...]) -> bool:
+        """Whether every call is malformed or of a tool cheap enough to run within the generation quantum."""
+        inline = {tool.name for tool in self.context.environment.tools if tool.inline}
+        return all(call.error is not None or call.name in inline for call in calls)
+
+    async def _act(self, state: TrajectoryState) -> None:
+        started_s, turn = time.time(), state.turns - 1
+        # Evaluations at two versions are the same questions, seeds and injected faults.
+        name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
+        if state.draw:
+            name += f".{state.draw}"
+        outcomes = await asyncio.gather(
+            *(
+                run_action(self.context.environment, state.prompt, call, action_id=f"{name}/{turn}/{index}")
+                for index, call in enumerate(state.calls)
+            ),
+            return_exceptions=True,  # all have ended before the trajectory continues, or ends
+        )
+        returns: list[ToolReturn] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            returns.append(outcome)
+        last = state.records[-1]["token_ids"]
+        ended = bool(len(last)) and int(last[-1]) in self.chat.stop_ids
+        try:
+            observation = self.chat.observation_ids([r.content for r in returns], ended=ended)
+        except Exception as error:  # the boundary to the model's own template and tokenizer
+            raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
+        self._commit(state, action_record(turn, returns, observation), started_s)
+
+    def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
+        """Append the record, then apply it. RecordExists or FencedOff: another worker was first, and this one stops."""
+        self.context.epoch.check()
+        if self.closing:  # requests of a closed engine are not failures
+            raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")
+        record |= {
+            "worker": self.context.name,
+            "start_s": started_s,
+            "stop_s": time.time(),
+            "epoch": self.context.spec.epoch,
+        }
+        self.context.journal.append(str(state.tid), state.quanta, record)
+        state.apply(record)
+
+    def _report(self, key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool) -> None:
+        """Report the quantum; ``first`` is the index of the first record it wrote.
+
+        ``goes_on``: the next quantum of the trajectory begins in the same slot.
+        """
+        new = state.records[first:]
+        generated = [r for r in new if r["kind"] == "generation"]
+        tool, status = returned(new)
+        failed = next((r for r in new if r["kind"] == "failure"), None)
+        report = QuantumReport(
+            key=key,
+            quantum=state.quanta - 1,
+            next=str(state.phase) if state.phase is not None else "",
+            goes_on=goes_on,
+            end=str(state.end) if state.end is not None else "",
+            failure=failed["failure"] if failed else str(state.failure if new else FailureClass.NONE),
+            detail=failed["detail"] if failed else state.detail,
+            tokens=sum(len(r["token_ids"]) for r in generated),
+            version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
+            tool=tool,
+            status=str(status),
+            payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
+            context_tokens=state.num_context_tokens,
+            start_s=started_s,
+            stop_s=time.time(),
+        )
+        self.context.report(report)

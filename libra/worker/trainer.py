@@ -1,0 +1,139 @@
+"""The replica of a training worker: made from the configuration, recovered, and open to hybrid replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.comm import get_address_host
+
+from libra.events.reports import HybridPoolReport
+from libra.store.batch_membership import read_batch_facts
+from libra.weights import WeightStore
+from libra.worker.batch_rows import members_of
+from libra.worker.checkpoint_writer import CheckpointWriter
+from libra.worker.context import WorkerContext
+from libra.worker.replica_factory import make_replica
+from libra.worker.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from libra.train import Replica
+    from libra.train.replica_group import TrainGroup
+
+logger = logging.getLogger(__name__)
+
+_one_at_a_time = threading.Lock()
+
+
+def pool_token(spec: RunSpec, gang: int) -> str:
+    """The secret with which a hybrid replica joins the core of this gang in this start of the run."""
+    return hmac.new(spec.secret.encode(), f"hybrid/{spec.epoch}/{gang}".encode(), hashlib.sha256).hexdigest()
+
+
+def group_token(spec: RunSpec, gang: int) -> str:
+    """What the members of this training group have to know."""
+    return hmac.new(spec.secret.encode(), f"group/{spec.epoch}/{gang}".encode(), hashlib.sha256).hexdigest()
+
+
+class Trainer:
+    """One per host with training slots."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.replayed: list[dict[str, Any]] = []
+        """Metrics of the steps that were repeated when its group formed."""
+        self.paused: tuple[int, str] | None = None
+        """The step after which no step is taken, and why."""
+        self._checkpoints: CheckpointWriter | None = None
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether there is a replica; a sharded one is built with its group."""
+        return self._checkpoints is not None
+
+    @property
+    def checkpoints(self) -> CheckpointWriter:
+        """The replica's checkpoints; only if there is a replica."""
+        assert self._checkpoints is not None, (
+            f"{self.context.name} was given a task of training before it has a replica"
+        )
+        return self._checkpoints
+
+    @property
+    def replica(self) -> Replica:
+        """The replica; only if there is one."""
+        return self.checkpoints.replica
+
+    def make_replica(self, group: TrainGroup | None = None) -> None:
+        """Build the replica, replacing an existing one."""
+        spec = self.context.spec
+        replica = make_replica(spec, self.context.model_dir, group)
+        self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
+
+    def recover(self, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
+        """Bring the replica to the weights after ``steps`` steps; see `recover`."""
+        return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
+
+    def open_pool(self, gang: int) -> None:
+        """On rank 0 of the core: let hybrid replicas join, and report where. No effect in a run without hybrid workers."""
+        spec = self.context.spec
+        if not spec.config.cluster.hybrid_workers:
+            return
+        self.close()
+        host = get_address_host(self.context.address)
+        pool = self.replica.admit_hybrids(pool_token(spec, gang), host=host)
+        self.context.report(HybridPoolReport(gang, host, pool.address[1]))
+
+    def close(self) -> None:
+        """Release the hybrid replicas."""
+        if self.has_replica and self.replica.hybrids is not None:
+            self.replica.hybrids.close()
+
+
+def recover(
+    checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, steps: int, *, or_next: bool = False
+) -> list[dict[str, Any]]:
+    """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
+
+    Nothing is generated, and a replica at that step or later is not changed. If the result differs from a published version
+    (another machine, another number of threads), the published weights are used, because tokens were sampled from those.
+    ``or_next``: a checkpoint one step later is also accepted, for a task that repeats that step. Returns the numbers of
+    each step taken. In a group this is a collective, unless all ranks are at that step already.
+    """
+    from libra.train.checkpoint import newest, step_of  # imports transformers, which takes seconds
+
+    replica = checkpoints.replica
+    replayed: list[dict[str, Any]] = []
+    with _one_at_a_time:
+        if replica.steps_done < steps:
+            found = newest(spec.checkpoints_dir, steps + or_next) if replica.group.rank == 0 else None
+            path = replica.group.from_first(None if found is None else str(found))
+            if path is not None and replica.steps_done < step_of(Path(path)):
+                checkpoints.load(Path(path))
+        while replica.steps_done < steps:
+            batch = replica.steps_done
+            rows = read_batch_facts(spec.batches_dir, batch)["groups"]
+            result = checkpoints.step(members_of({"members": rows}, spec.groups_dir, of_the_step=True), batch)
+            logger.info("batch %d was committed before: its step is repeated", batch)
+            replayed.append(result.as_dict())
+            _load_published(checkpoints, spec, store, batch + 1, result.digest)
+    return replayed
+
+
+def _load_published(
+    checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, version: int, digest: str
+) -> None:
+    if version not in store.numbers():
+        return
+    published = store.get(version)
+    if published.digest != digest:
+        logger.warning(
+            "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "
+            "Is this another machine, or another number of threads?",
+            spec.run, version - 1, digest, version, published.digest,
+        )  # fmt: skip
+        checkpoints.take_weights(store.read(published))

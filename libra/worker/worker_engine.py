@@ -1,0 +1,142 @@
+"""The engine of a worker: its kind, its weight sync, and its reports to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from libra.errors import EngineError, LibraError
+from libra.events.reports import (
+    AsleepReport,
+    AwakeReport,
+    DeclaredReport,
+    EngineReport,
+    JoinedReport,
+    ServedReport,
+)
+from libra.policy import off_by_frac
+from libra.rollout.engine_capacity import FEWEST_PASSES, KEPT_PASSES, architecture_of
+from libra.rollout.vllm_settings import read_model_config
+from libra.types import EngineCapacity
+from libra.worker.context import WorkerContext
+from libra.worker.engine_factory import EngineKind, make_engine, stats_of
+from libra.worker.model_files import ONE_MODEL_AT_A_TIME
+from libra.worker.verified_engine import Serving
+
+logger = logging.getLogger(__name__)
+
+DECLARED_AGAIN_FRAC = 0.1
+"""An engine declares its capacity again when its speed differs by this share from the last declaration."""
+SWITCH_INTERVAL_S = 0.0005
+"""Seconds that a thread of a rollout worker may hold the interpreter lock while another waits for it."""
+
+
+class WorkerEngine:
+    """One per host with rollout slots; ``kind`` is that of the engine in use, or of the last one."""
+
+    def __init__(self, context: WorkerContext, kind: EngineKind) -> None:
+        self.context, self.kind = context, kind
+        self.serving = Serving(
+            Path(context.spec.from_checkpoint or context.model_dir),
+            build=partial(make_engine, context.spec.config, kind),
+            newest=context.weights.newest,
+            report=self._report,
+            store=context.weights.store,
+            scratch=Path(context.worker.local_directory),
+            one_model=ONE_MODEL_AT_A_TIME,
+        )
+        self.contended = False
+        """Whether trajectories wait for rollout slots, as the plugin reported last."""
+        self._model = architecture_of(read_model_config(context.model_dir))
+        self._declared: EngineCapacity | None = None
+        self._next_look = 0  # number of passes after which its capacity is checked again
+        self._pulls: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def start(self, *, asleep: bool) -> None:
+        """Start the engine, or if it begins ``asleep``, prepare it to be woken."""
+        if asleep:
+            self.serving.asleep = True
+        else:
+            await self.serving.start()
+        # Before the report: the scheduler sends these to every engine that joined, and an unknown message closes the worker.
+        self.context.listen("libra-version", self._version_announced)
+        self.context.listen("libra-contended", self._contention_announced)
+        self._report(JoinedReport(weights=self.context.weights.offered, engine=self.kind.fields))
+        if asleep:
+            self._report(AsleepReport())
+        # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def load_newest(self) -> None:
+        """Load the newest version, for a worker that joins during the run. A failure shows in its first task."""
+        newest = await self.context.weights.newest()
+        self.serving.announced = newest.number if newest is not None else 0
+        try:
+            await self.serving.pull()
+        except EngineError as error:
+            logger.error("worker %s: %s", self.context.name, error)
+
+    async def close(self) -> None:
+        """Close the engine."""
+        self._closing = True
+        await self.serving.close()
+
+    # ---------------------------------------------------------------- versions
+
+    def _version_announced(
+        self, version: int, holders: Sequence[Sequence[Any]] = (), digest: str | None = None, **extra: Any
+    ) -> None:
+        self.serving.announced = max(self.serving.announced, version)
+        self.context.weights.announced(version, holders, digest)
+        task = asyncio.ensure_future(self._pull_announced())
+        self._pulls.add(task)
+        task.add_done_callback(self._pulls.discard)
+
+    def _contention_announced(self, contended: bool, **extra: Any) -> None:
+        self.contended = contended
+
+    async def _pull_announced(self) -> None:
+        try:
+            await self.serving.pull()
+        except LibraError as error:
+            if not self._closing:
+                logger.warning(
+                    "run %s: a version was not loaded, the next quantum tries again: %s",
+                    self.context.spec.run,
+                    error,
+                )
+
+    # ---------------------------------------------------------------- reports
+
+    def turn_ended(self) -> None:
+        """Declare the capacity again if the passes show another speed; checks whenever an eighth more of them ran."""
+        passes = self.serving.engine.stats().steps
+        if passes >= self._next_look:
+            self._next_look = passes + max(FEWEST_PASSES // 2, min(passes, KEPT_PASSES) // 8)
+            self._declare()
+
+    def _declare(self, *, always: bool = False) -> None:
+        now, before = self.serving.engine.capacity(), self._declared
+        if not always and before is not None and off_by_frac(now, before) <= DECLARED_AGAIN_FRAC:
+            return
+        self._declared = now
+        if always:
+            self._next_look = 0
+        self.context.report(DeclaredReport(self.context.name, self.kind.engine, self.kind.bucket, self._model, now))
+
+    def _report(self, report: EngineReport) -> None:
+        """Report an engine's state, after the declaration of a new one."""
+        if isinstance(report, JoinedReport | AwakeReport | ServedReport) and not self.serving.asleep:
+            self._declare(always=not isinstance(report, ServedReport))
+        if isinstance(report, ServedReport):
+            stats = stats_of(self.serving.engine)
+            report = replace(report, tp=self.kind.tp, bucket=self.kind.bucket, stats=stats)
+        self.context.report(replace(report, name=self.context.name, address=self.context.address))

@@ -1,0 +1,171 @@
+"""Dask's servers against connections that prove nothing: they end soon and are few, and who has the key is served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from distributed import Client, Scheduler
+from distributed.core import rpc
+from tornado.httpclient import AsyncHTTPClient
+from tornado.tcpserver import TCPServer
+
+from libra.cluster import connection_guard
+from libra.cluster.certificates import new_security
+from libra.cluster.settings import GUARD
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def with_scheduler(scenario: Callable[[Scheduler, Callable[[], Awaitable[None]]], Awaitable[None]]) -> None:
+    """Run a scenario with a guarded scheduler, and what checks that it serves a client with its key."""
+
+    async def run() -> None:
+        security = new_security()
+        options: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "dashboard_address": "127.0.0.1:0",
+            "preload": [GUARD],
+        }
+        async with Scheduler(protocol="tls://", security=security, **options) as scheduler:
+
+            async def served() -> None:
+                arguments = security.get_connection_args("client")
+                async with rpc(scheduler.address, connection_args=arguments) as remote:
+                    assert (await remote.identity())["type"] == "Scheduler"
+
+            await scenario(scheduler, served)
+
+    asyncio.run(run())
+
+
+async def said(port: int, what: bytes) -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(what)
+    await writer.drain()
+    return reader, writer
+
+
+async def ended(connection: Connection) -> None:
+    """Wait until the server has closed it."""
+    try:
+        while await connection[0].read(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    connection[1].close()
+
+
+def test_a_handshake_in_single_bytes_has_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection_guard, "HANDSHAKE_S", 0.05)
+
+    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+        for start in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"):
+            await ended(await said(scheduler.port, start))
+        monkeypatch.setattr(connection_guard, "HANDSHAKE_S", 60.0)
+        await served()
+
+    with_scheduler(scenario)
+    assert caplog.text.count("without its key was closed: no proof within 0.05 s") == 1, "one warning, not three"
+
+
+def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_UNPROVEN", 3)
+
+    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+        silent = [await said(scheduler.port, b"") for _ in range(8)]
+        await served()
+        for each in silent[:5]:  # the oldest were closed
+            await ended(each)
+        await served()
+
+    with_scheduler(scenario)
+
+
+def test_pages_are_served_while_others_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_PAGES", 3)
+
+    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+        port = scheduler.http_server.port
+        silent = [await said(port, b"GET /health HTTP/1.1\r\nX: ") for _ in range(8)]
+        for each in silent[:5]:  # the oldest were closed
+            await ended(each)
+        answer = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{port}/health")
+        assert answer.body == b"ok"
+        refused = await AsyncHTTPClient().fetch(
+            f"http://127.0.0.1:{port}/health", headers={"Origin": "http://evil.example"}, raise_error=False
+        )
+        assert refused.code == 403
+        assert b"cluster.dashboard_names=[NAME]" in refused.body
+
+    with_scheduler(scenario)
+
+
+def test_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "REQUEST_S", 0.05)
+
+    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+        body = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1"
+        for start in (b"", b"GET /health HTTP/1.1\r\nX: ", body):
+            await ended(await said(scheduler.http_server.port, start))
+
+    with_scheduler(scenario)
+
+
+class Exhausted:
+    """A listening socket that cannot accept at first."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.failures = listener, 3
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def accept(self) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+
+def test_accepting_goes_on_when_there_are_file_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        accepted, room = asyncio.Event(), []
+
+        class Notes(TCPServer):
+            async def handle_stream(self, stream: Any, address: Any) -> None:
+                accepted.set()
+                stream.close()
+
+        server = Notes()
+        server.listen(0, "127.0.0.1")
+        ((number, listener),) = server._sockets.items()
+        server._sockets[number] = Exhausted(listener)  # type: ignore[assignment]
+        connection_guard.accept_for_ever(server, lambda: room.append(1))
+        await ended(await said(listener.getsockname()[1], b""))
+        await accepted.wait()
+        assert len(room) == 3
+        server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_of_another_cluster_is_refused() -> None:
+    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+        with pytest.raises(OSError, match=r"TLS|SSL|Timed out|closed"):
+            await Client(scheduler.address, security=new_security(), timeout=1, asynchronous=True, set_as_default=False)
+        await served()
+
+    with_scheduler(scenario)

@@ -1,0 +1,132 @@
+"""docs/configuration.md and docs/algorithms.md, made from the settings: ``python tests/config/doc_pages.py docs`` writes them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm, Preset
+from libra.config.field_help import field_references, sections
+from libra.config.yaml_text import one_line_yaml
+
+_REFERENCE_HEAD = """\
+# Configuration
+
+<!-- Made by `make docs` from libra/config/models.py. Edit the docstrings there. -->
+
+A run is described by a YAML file of sections and keys; everything has a default. `libra config CONFIG` prints the result,
+and each run directory holds it as `config.resolved.yaml`, which is itself a configuration file.
+
+```bash
+libra run configs/quickstart.yaml trainer.lr=3e-4 run.seed=7    # overrides: section.key=value, the value in YAML
+libra config configs/quickstart.yaml trainer.lr=3e-4            # what that resolves to
+libra config --fields                                           # this page in the terminal
+```
+
+- **Deltas.** `extends: other.yaml` (relative to the file, or `libra/quickstart` for one that ships) puts a file over another one.
+- **Nothing is dropped.** An unknown key, a wrong type or two fields that contradict each other stop the run before a worker starts,
+  all problems at once, each with file and line.
+- **Nothing is silently ignored.** A given setting without effect in its combination is reported in one line before anything
+  starts, with what would make it effective (`libra.config.effects` has the table). A setting in a file is judged by the commands
+  that read it, so that `planner` and `simulation` may stand beside a run's settings; a setting typed for a command, or given to
+  `libra.train`, is judged by that command.
+- **YAML 1.2.** `1e-4` is a number; only `true` and `false` are truth values; a repeated key is an error.
+"""
+
+
+def reference_markdown() -> str:
+    """The whole of docs/configuration.md."""
+    parts = [_REFERENCE_HEAD]
+    for section_name, section in sections().items():
+        summary = " ".join((section.__doc__ or "").split())
+        rows = [
+            f"| `{name}` | {field.allowed} | `{field.default}` | {field.description.replace('|', chr(92) + '|')} |"
+            for name, field in field_references().items()
+            if name.startswith(f"{section_name}.")
+        ]
+        parts.append("\n".join((f"## {section_name}", "", summary, "", _COLUMNS, *rows, "")))
+    return "\n".join(parts)
+
+
+_COLUMNS = "| key | allowed | default | what it is |\n|---|---|---|---|"
+
+
+_ALGORITHMS_HEAD = f"""\
+# Algorithms
+
+<!-- Made by `make docs` from libra/config/algorithms.py. Edit the table there. -->
+
+`trainer.algorithm` chooses a preset: it fills the keys below that a configuration does not give. A key that is given wins, and
+`libra config` shows what came out. A file or a command line that changes the algorithm starts from its preset, whatever a file
+below it says of another one.
+
+```bash
+libra run configs/quickstart.yaml trainer.algorithm=gspo                          # the paper's values
+libra run configs/quickstart.yaml trainer.algorithm=gspo trainer.clip_high=1e-3   # all but one
+libra config configs/quickstart.yaml trainer.algorithm=ppo_decoupled              # what that resolves to
+make algorithms                                                                   # five of them on the quick start's model
+```
+
+The default is `{DEFAULT_ALGORITHM}`. Every loss runs on packed micro-batches; however a step is cut into them, its gradient is
+that of one big batch. Whatever the algorithm, `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.dual_clip` (ppo, gspo),
+`trainer.drop_uniform_groups` and `trainer.drop_truncated` add to it. [configuration.md](configuration.md) explains each key,
+[golden.md](golden.md) says whose numbers these functions reproduce, [paper_index.md](paper_index.md) where each one is.
+"""
+
+_ALGORITHMS_TAIL = """\
+## What a run does not offer
+
+These are functions of the library, with the same tests, that need what a run of Libra does not have:
+
+| function | lacks |
+|---|---|
+| `libra.train.advantages.gae`, `libra.train.losses.value_loss` | a critic |
+| `libra.train.advantages.remax` | the greedy answer to every prompt, as baseline |
+| `libra.train.advantages.reinforce_pp` with `gamma` below 1 | rewards per token; a run has one per trajectory |
+| `libra.train.corrections.m2po_mask` | a choice over the whole minibatch at once; micro-batches are scored one by one |
+| `rejection_mask`, `binary_kl_mask`, `off_policy_sequence_mask` of `libra.train.corrections` | a key; a run masks by weight alone |
+| `libra.train.losses.vespo_loss`, `dppo_loss` with KL divergence | a key |
+| DAPO's dynamic sampling | prompts beyond the batch to replace what `libra.train.advantages.informative` leaves out |
+"""
+
+
+def algorithms_markdown() -> str:
+    """The whole of docs/algorithms.md."""
+    chosen = ["| `trainer.algorithm` | what | when | source |", "|---|---|---|---|"]
+    chosen += [f"| `{name}` | {found.what} | {found.when} | {found.source} |" for name, found in ALGORITHMS.items()]
+    knobs = ["| `trainer.algorithm` | keys of `trainer` it sets away from the plain clipped loss |", "|---|---|"]
+    knobs += [f"| `{name}` | {_knobs(found)} |" for name, found in ALGORITHMS.items()]
+    differs = ["| `trainer.algorithm` | differs from the paper |", "|---|---|"]
+    differs += [f"| `{name}` | {found.differs} |" for name, found in ALGORITHMS.items() if found.differs]
+    plain = ", ".join(f"`{key}={one_line_yaml(value)}`" for key, value in asdict(Preset()).items())
+    return "\n".join(
+        [
+            _ALGORITHMS_HEAD,
+            *chosen,
+            "",
+            "## Knobs",
+            "",
+            f"The plain clipped loss is {plain}.",
+            "",
+            *knobs,
+            "",
+            "## Where a preset differs from its paper",
+            "",
+            *differs,
+            "",
+            _ALGORITHMS_TAIL,
+        ]
+    )
+
+
+def _knobs(algorithm: Algorithm) -> str:
+    plain = asdict(Preset())
+    given = [f"`{k}={one_line_yaml(v)}`" for k, v in asdict(algorithm.preset).items() if v != plain[k]]
+    return ", ".join(given) or "none"
+
+
+if __name__ == "__main__":
+    docs = Path(sys.argv[1])
+    (docs / "configuration.md").write_text(reference_markdown(), encoding="utf-8")
+    (docs / "algorithms.md").write_text(algorithms_markdown(), encoding="utf-8")

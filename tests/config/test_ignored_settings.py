@@ -1,0 +1,287 @@
+"""Settings without effect are reported: every field is in the table, and a report is there exactly where a need is not met."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from libra.cli.main import main
+from libra.config import RunConfig, config_from_dict, load_config
+from libra.config.effect_conditions import Need, Situation, value_of
+from libra.config.effects import READ, default_of, ignored_settings, warning_lines
+from libra.config.field_help import field_references, sections
+from libra.errors import ConfigError
+
+# Another value for each field than its default, where one cannot be made from its type.
+OTHER: dict[str, Any] = {
+    "run.name": "another",
+    "model.path": "some/model",
+    "model.master_dtype": None,
+    "environment.name": "jsonl",
+    "environment.args": {"path": "x"},
+    "rollout.max_new_tokens": 32,
+    "rollout.max_context_tokens": 512,
+    "rollout.temperature": 0.5,
+    "trainer.clip_low": 0.5,
+    "trainer.correction_low": 0.5,
+    "trainer.betas": (0.8, 0.9),
+    "trainer.correction": "truncate",
+    "policy.boundaries_tokens": {"tp1": 3000.0},
+    "cluster.engines": ({"tp": 1, "count": 2},),
+    "cluster.dashboard_names": ("gateway.example",),
+    "slurm.port": 99,
+    "simulation.layout": {"tp4": 1},
+    "planner.tp": [1],
+    "planner.fixed_engines": {1: 2},
+    "planner.generated_p99_tokens": 9999.0,
+    "planner.generated_p50_tokens": 2000.0,
+    "rollout.max_turns": 3,
+    "trainer.max_row_tokens": 256,
+}
+# What makes fields legal together; the cross-field checks refuse some values alone.
+WITH: dict[str, dict[str, Any]] = {
+    "trainer.aggregation": {"trainer.loss_divisor": 100.0},
+    "trainer.correction_level": {"trainer.old_logp": "proximal"},
+    "trainer.correction_low": {"trainer.old_logp": "proximal"},
+    "trainer.correction_high": {"trainer.old_logp": "proximal"},
+}
+
+
+def field_of(name: str) -> Any:
+    section, _, key = name.partition(".")
+    return sections()[section].model_fields[key]
+
+
+def enum_of(name: str) -> tuple[Any, ...]:
+    """The values of a field that has few of them; empty where it has many."""
+    found: list[Any] = []
+    pending = [field_of(name).annotation]
+    while pending:
+        kind = pending.pop()
+        if kind is bool:
+            found += [False, True]
+        elif get_origin(kind) is Literal:
+            found += get_args(kind)
+        elif get_origin(kind) is not None:
+            pending += [part for part in get_args(kind) if get_origin(kind) is not dict]
+        elif kind is type(None):
+            found.append(None)
+    return tuple(found)
+
+
+def other(name: str, config: RunConfig) -> Any:
+    """A value that the field does not have where nobody gives it."""
+    default = default_of(config, name)
+    if name in OTHER and OTHER[name] != default:
+        return OTHER[name]
+    choices = [value for value in enum_of(name) if value != default and value is not None]
+    if choices:
+        return choices[0]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1 if name != "vllm.gpu_memory_frac" and default != 0.6 else 0.5
+    text = str(field_of(name).annotation)
+    for kind, value in (("float", 2.5), ("int", 3), ("Path", "there"), ("list", ["x"]), ("str", "other")):
+        if kind in text:
+            return value
+    return "1 GiB" if name.endswith("memory") else f"{default}1"
+
+
+def configured(values: dict[str, Any]) -> RunConfig:
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        nested.setdefault(section, {})[key] = value
+    return config_from_dict(nested)
+
+
+def test_every_field_has_an_entry_and_nothing_else_has_one() -> None:
+    assert set(READ) == set(field_references()), (
+        "libra/config/effects.py: READ says of each field who reads it, and when"
+    )
+
+
+def test_needs_look_at_fields_that_exist() -> None:
+    for name, reading in READ.items():
+        assert reading, name
+        for need in itertools.chain(*reading.values()):
+            assert set(need.fields) <= set(READ), name
+            assert need.text, name
+
+
+def cases() -> Iterator[tuple[str, str, Need, str]]:
+    """(field, command, need, the field that the need looks at)."""
+    for name, reading in READ.items():
+        for command, needs in reading.items():
+            for need in needs:
+                for looked_at in need.fields:
+                    yield name, command, need, looked_at
+
+
+def values_to_walk(looked_at: str) -> tuple[Any, ...]:
+    extra: dict[str, tuple[Any, ...]] = {
+        "cluster.train_workers": (1, 2),
+        "cluster.hybrid_workers": (0, 1),
+        "cluster.scheduler": (None, "tcp://h:1"),
+        "policy.boundaries_tokens": {"tp1": 3000.0},
+        "cluster.engines": ((), ({"tp": 1, "count": 2, "slots": 4},)),
+        "planner.trace": (None, "turns.csv"),
+        "simulation.traces": (None, "turns.csv"),
+        "simulation.calibration": (None, "mine.json"),
+        "simulation.gpu": (None, "A100-80G"),
+        "simulation.model": (None, "Qwen3-14B"),
+        "simulation.layout": (None, {"tp1": 2}),
+        "simulation.policy": (None, "fifo", "cmlfq", "mlfq", "predictor"),
+        "simulation.objective": (None, "stream"),
+        "planner.calibration": (None, "mine.json"),
+        "evaluation.prompts": (0, 4),
+        "trainer.kl_coef": (0.0, 0.1),
+        "trainer.lr": (0.0, 1e-3),
+        "trainer.mismatch_alarm": (None, 0.1),
+        "watchdog.timeout_s": (None, 9.0),
+    }
+    return extra.get(looked_at) or enum_of(looked_at)
+
+
+def test_the_walk_knows_values_of_everything_that_anything_depends_on() -> None:
+    assert all(values_to_walk(looked_at) for *_, looked_at in cases())
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in cases()}))
+def test_each_field_is_told_exactly_where_what_it_needs_is_not_there(name: str) -> None:
+    """Over every value of everything it depends on: an error, a warning, or silence, as the table has it."""
+    told = silent = 0
+    refused: list[str] = []
+    for command, needs in READ[name].items():
+        looked_at = sorted({field for need in needs for field in need.fields} - {name})
+        for values in itertools.product(*(values_to_walk(field) for field in looked_at)):
+            around = dict(zip(looked_at, values, strict=True))
+            try:
+                base = configured(around | WITH.get(name, {}))
+            except ConfigError:
+                continue
+            asked = around | {name: other(name, base)} | WITH.get(name, {})
+            try:
+                config = configured(asked)
+            except ConfigError as error:
+                refused.append(str(error))
+                continue
+            situation = Situation(command, frozenset({name}))
+            lacking = [need for need in needs if not need.met(config, situation)]
+            found = [each for each in ignored_settings(config, situation) if each.field == name]
+            assert bool(found) == bool(lacking), (asked, found)
+            if found:
+                told += 1
+                assert name in found[0].message
+                assert all(need.text in found[0].message for need in lacking)
+            else:
+                silent += 1
+    depends_on = {field for needs in READ[name].values() for need in needs for field in need.fields}
+    assert all(any(field in text for field in {name, *depends_on}) for text in refused), refused
+    told += len(refused)
+    assert silent, f"{name} is never effective"
+    assert told or all(not need.fields for needs in READ[name].values() for need in needs), f"{name} is never told"
+
+
+def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told() -> None:
+    assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo"]))
+    assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.2"]))
+    (found,) = ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.3"]))
+    assert found.message == (
+        "trainer.clip_high=0.3 has no effect here; needed is a trainer.loss other than sapo and reinforce"
+    )
+
+
+def test_what_extends_and_overrides_say_is_given(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("policy: {name: fifo, patience: 9}\n")
+    (tmp_path / "mine.yaml").write_text("extends: below.yaml\ntrainer: {tau_negative: 2}\n")
+    found = ignored_settings(load_config(tmp_path / "mine.yaml", ["vllm.eager=true"]))
+    assert [each.field for each in found] == ["vllm.eager", "trainer.tau_negative", "policy.patience"]
+    assert not ignored_settings(load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.tau_negative=1.05"]))
+
+
+def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path: Path) -> None:
+    from libra.config import dump_config
+
+    config = config_from_dict({}, ["trainer.algorithm=gspo", "trainer.tau_positive=3"])
+    (tmp_path / "config.resolved.yaml").write_text(dump_config(config))
+    again = load_config(tmp_path / "config.resolved.yaml")
+    assert again == config
+    assert ignored_settings(again) == ignored_settings(config) != ()
+
+
+def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("planner: {num_gpus: 4}\nsimulation: {turns: 5}\nslurm_rollout: {jobs: 3}\n")
+    config = load_config(tmp_path / "mine.yaml")
+    assert not ignored_settings(config, Situation("run"))
+    typed = frozenset({"planner.num_gpus", "simulation.turns", "slurm_rollout.jobs"})
+    told = {each.field: each.message for each in ignored_settings(config, Situation("run", typed))}
+    assert set(told) == typed
+    assert "planner.layout=auto" in told["planner.num_gpus"]
+    assert "libra cluster slurm" in told["slurm_rollout.jobs"]
+    assert not ignored_settings(config, Situation("plan", frozenset({"planner.num_gpus"})))
+
+
+def test_settings_with_one_reason_share_a_line() -> None:
+    config = config_from_dict({}, ["trainer.loss=sapo", "trainer.clip_low=0.1", "trainer.clip_high=0.3"])
+    assert warning_lines(ignored_settings(config)) == [
+        "trainer.clip_low=0.1, trainer.clip_high=0.3 have no effect here; needed is a trainer.loss other than sapo and reinforce"
+    ]
+
+
+def test_libra_train_tells_it_too_and_refuses_two_environments(caplog: pytest.LogCaptureFixture) -> None:
+    import libra
+
+    typed = {"run__dir": "/proc/no/such", "planner__num_gpus": 3, "cluster__dashboard_port": 0}
+    with pytest.raises(OSError):  # after it was told
+        libra.train(prompts=["x"], reward=lambda completion: 0.0, **typed)
+    assert "planner.num_gpus=3 has no effect here; needed is planner.layout=auto" in caplog.text
+    with pytest.raises(ConfigError, match="environment__name"):
+        libra.train(prompts=["x"], reward=lambda completion: 0.0, environment__name="jsonl")
+
+
+def test_machine_client_and_options_count() -> None:
+    offload = configured({"trainer.layout": "fsdp2", "cluster.train_workers": 2, "trainer.offload": True})
+    assert not ignored_settings(offload)
+    assert [each.field for each in ignored_settings(offload, Situation("run", has_gpu=lambda: False))] == [
+        "trainer.offload"
+    ]
+    workers = configured({"cluster.rollout_workers": 2})
+    assert not ignored_settings(workers, Situation("run"))
+    typed = frozenset({"cluster.rollout_workers"})
+    assert [each.field for each in ignored_settings(workers, Situation("run", typed, client=True))] == [*typed]
+    turns = configured({"simulation.turns": 5})
+    workload = frozenset({"--workload"})
+    assert ignored_settings(turns, Situation("simulate", frozenset({"simulation.turns"}), workload))
+    assert not ignored_settings(turns, Situation("simulate", options=workload))  # an option goes over a file
+
+
+def test_shipped_files_have_no_setting_that_does_nothing(repository: Path) -> None:
+    files = sorted((repository / "configs").glob("*.yaml"))
+    assert files
+    for path in files:
+        for command in ("run", "plan", "simulate", "slurm", None):
+            assert not ignored_settings(load_config(path), Situation(command)), path
+
+
+def test_each_command_says_it_in_one_line_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "libra/quickstart", "trainer.tau_positive=2"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr()
+    assert printed.err == "libra: warning: trainer.tau_positive=2.0 has no effect here; needed is trainer.loss=sapo\n"
+    assert "tau_positive: 2.0" in printed.out
+    with pytest.raises(SystemExit):
+        main(["plan", "libra/quickstart", "policy.name=fifo"])
+    assert "policy.name=fifo has no effect in libra plan; only in libra run" in capsys.readouterr().err
+
+
+def test_the_walk_would_notice_a_wrong_claim() -> None:
+    config = configured({"trainer.loss": "sapo", "trainer.clip_low": 0.9})
+    assert value_of(config, "trainer.clip_low") == 0.9
+    assert [each.field for each in ignored_settings(config)] == ["trainer.clip_low"]

@@ -1,0 +1,155 @@
+"""Engines of several kinds on one box: what a worker says of its engine, and a real run on two vLLM engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from libra import keys
+from libra.cluster.local import engine_resources, thread_bindings, worker_resources
+from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
+from libra.errors import ConfigError, EngineError
+from libra.rollout.vllm_settings import is_installed
+from libra.store.event_log import read_events
+from libra.worker.engine_factory import EngineKind, check_engine
+
+TWO = [{"tp": 1, "threads": 1, "slots": 3}, {"tp": 2, "threads": 1, "slots": 3}]
+
+
+def test_a_worker_says_what_its_engine_is_like_and_the_configuration_says_the_rest() -> None:
+    config = config_from_dict({"rollout": {"engine": "vllm", "tp": 2, "slots": 9}, "cluster": {"threads": 4}})
+    plain = EngineKind.of(config, {keys.ROLLOUT: 9})
+    assert (plain.slots, plain.tp, plain.threads, plain.bucket) == (9, 2, 4, "vllm-tp2-threads4")
+    own = EngineKind.of(config, {keys.ROLLOUT: 5, keys.TP: 1, keys.THREADS: 1})
+    assert (own.slots, own.tp, own.threads, own.bucket) == (5, 1, 1, "vllm-tp1-threads1")
+    assert EngineKind.of(config_from_dict({}), {keys.ROLLOUT: 1}).bucket == "transformers-tp1"
+    with pytest.raises(EngineError, match=r"TP=2.*rollout\.engine=vllm"):
+        EngineKind.of(config_from_dict({}), {keys.ROLLOUT: 1, keys.TP: 2})
+
+
+def test_groups_of_engines_become_workers_with_annotations() -> None:
+    groups = [{"tp": 2, "threads": 1, "count": 2}, {"slots": 7}]
+    config = config_from_dict({"rollout": {"engine": "vllm", "slots": 4}, "cluster": {"engines": groups}})
+    alike = {keys.ROLLOUT: 4, keys.TP: 2, keys.THREADS: 1}
+    assert engine_resources(config) == [alike, alike, {keys.ROLLOUT: 7, keys.TP: 1}]
+    assert [name for name in worker_resources(config) if name.startswith("rollout")] == [
+        f"rollout-{i}" for i in range(3)
+    ]
+    assert engine_resources(config_from_dict({"cluster": {"rollout_workers": 2}})) == [{keys.ROLLOUT: 64}] * 2
+
+
+def test_threads_are_bound_to_cores_of_their_own_or_not_at_all() -> None:
+    groups = [{"tp": 2, "threads": 1}, {"tp": 1, "threads": 2}]
+    config = config_from_dict({"rollout": {"engine": "vllm"}, "cluster": {"engines": groups}})
+    assert thread_bindings(config, [0, 2, 4, 6]) == {"rollout-0": "0|2", "rollout-1": "4,6"}
+    assert thread_bindings(config, [0, 2, 4]) == {}
+    assert thread_bindings(config_from_dict({"rollout": {"engine": "vllm"}}), [0, 1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"tp": 2}}, "rollout.tp: only vllm engines.*type rollout.engine=vllm"),
+        ({"rollout": {"keep_kv": True}}, "rollout.keep_kv: only vllm engines"),
+        ({"cluster": {"engines": [{"tp": 2}]}}, "cluster.engines: only vllm engines"),
+        ({"cluster": {"engines": [{"count": 2}], "rollout_workers": 3}}, "cluster.rollout_workers: 3 workers.*lists 2"),
+        ({"cluster": {"engines": [{"tp": 0}]}}, "cluster.engines.0.tp"),
+        ({"cluster": {"engines": [{"gpus": 1}]}}, "unknown key cluster.engines.0.gpus"),
+    ],
+)
+def test_what_no_engine_can_do_is_said_before_anything_starts(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(sections)
+
+
+def test_a_missing_vllm_is_said_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.rollout.vllm_settings.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="make setup-vllm"):
+        check_engine(config_from_dict({"rollout": {"engine": "vllm"}}))
+
+
+def test_kv_that_holds_no_context_is_refused_before_a_worker_starts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.kv_cache_gib: 0\.0001 GiB holds 69 tokens .*max_context_tokens=1024; type"
+    ):
+        check_engine(config_from_dict({"rollout": {"kv_cache_gib": 1e-4}}))
+    check_engine(config_from_dict({"rollout": {"kv_cache_gib": 0.01}}))
+
+
+def kill_engine_once(run: str, dask_worker: Any) -> None:
+    """Kill the engine's process under the first generation that comes while others run."""
+    engine = dask_worker.plugins[f"libra-{run}"].engine.serving.engine
+    generate, killed = engine.generate, []
+
+    async def killing(request: Any) -> Any:
+        if engine.stats().running and not killed:
+            killed.append(engine.process_ids[0])
+            os.kill(engine.process_ids[0], signal.SIGKILL)
+        return await generate(request)
+
+    engine.generate = killing
+
+
+@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.timeout(900)
+def test_a_run_goes_through_engines_of_two_buckets_and_outlives_the_death_of_one(
+    make_config: Callable[..., RunConfig],
+) -> None:
+    config = make_config(
+        run={"iterations": 2, "eta": 1},
+        model={"path": "libra/tiny-arithmetic"},
+        rollout={"engine": "vllm", "max_new_tokens": 16},
+        trainer={"prompts": 2, "group_size": 6, "lr": 1e-3},
+        cluster={"engines": TWO},
+    )
+    with Session(config) as session:
+        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        (first,) = [address for address, worker in found.items() if worker["name"] == "rollout-0"]
+        session.client.run(kill_engine_once, "demo", workers=[first])
+        numbers = list(session.iterations())
+        model_dir = session.spec.model_dir
+    assert sum(each["resampled/engine"] for each in numbers) > 0  # classified, and tried again
+    assert all(each["failures/engine"] == each["failures/worker"] == 0 for each in numbers)
+
+    events = read_events(session.directory / "events.jsonl").events
+    served = {(e["worker"], e["version"]): (e["tp"], e["bucket"]) for e in events if e["name"] == "version_served"}
+    assert served["rollout-0", 0] == (1, "vllm-tp1-threads1")
+    assert served["rollout-1", 0] == (2, "vllm-tp2-threads1")
+    assert {worker for worker, version in served if version > 0} == {"rollout-0", "rollout-1"}
+    given = Counter(e["worker"] for e in events if e["name"] == "quantum_dispatched" and e["phase"] == "ROLLOUT")
+    assert set(given) == {"rollout-0", "rollout-1"}
+
+    store = zarr.open_group(session.directory / "trajectories.zarr", mode="r")
+    names = ("token_ids", "is_action", "behaviour_logprob", "weight_version", "kv_version")
+    tokens = {name: store[name][:] for name in names}
+    assert_logprobs_are_those_of_transformers(Path(model_dir), tokens, store["trajectory/offset"][:])
+
+
+def assert_logprobs_are_those_of_transformers(
+    model_dir: Path, tokens: dict[str, np.ndarray], offsets: np.ndarray
+) -> None:
+    """Every token that version 0 generated has the log-probability that plain transformers gives it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    checked = 0
+    for begin, end in zip(offsets, [*offsets[1:], len(tokens["token_ids"])], strict=True):
+        ids = torch.from_numpy(tokens["token_ids"][begin:end].astype(np.int64))[None]
+        with torch.no_grad():
+            table = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        expected = np.concatenate([[0.0], table.gather(1, ids[0, 1:, None])[:, 0].numpy()])
+        mine = tokens["is_action"][begin:end] & (tokens["weight_version"][begin:end] == 0)
+        mine &= tokens["kv_version"][begin:end] == 0
+        checked += int(mine.sum())
+        np.testing.assert_allclose(tokens["behaviour_logprob"][begin:end][mine], expected[mine], atol=1e-3)
+    assert checked > 0

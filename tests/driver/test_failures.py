@@ -1,0 +1,479 @@
+"""Whose fault it was: bad rewards, tools, environments, engines and workers become classes, never a silent reward 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from distributed import Client
+
+from libra.cli.run_ending import closing_lines
+from libra.config import RunConfig
+from libra.driver.session import RunSummary, Session, run
+from libra.envs import Environment, FunctionEnvironment, tool
+from libra.errors import (
+    ClusterError,
+    ConfigError,
+    ContextOverflow,
+    EngineError,
+    EnvironmentFault,
+    LibraError,
+    ModelError,
+    NothingToLearn,
+    RewardFault,
+    RewardTimeout,
+    ToolFault,
+    ToolTimeout,
+)
+from libra.store.event_log import read_events
+from libra.store.trajectory_journal import Journal
+from libra.testing import FixedTurns
+from libra.types import Boundary, Episode, FailureClass, Prompt, ToolCall
+from libra.worker.failure_classes import FAULTS, failure_of
+
+Config = Callable[..., RunConfig]
+ONE_ITERATION = {"run": {"iterations": 1}, "trainer": {"prompts": 2, "group_size": 4}}
+
+
+def stored(summary: RunSummary, level: str = "trajectory") -> dict[str, np.ndarray]:
+    group = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")
+    return {name: array[:] for name, array in group[level].arrays()}
+
+
+def address_of(client: Client, name: str) -> str:
+    (address,) = (a for a, worker in client.scheduler_info(n_workers=-1)["workers"].items() if worker["name"] == name)
+    return address
+
+
+def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Config, cluster_client: Client) -> None:
+    class Broken(FixedTurns):
+        def grade(self, episode: Episode) -> float:
+            return math.nan if episode.trajectory_id.endswith("-1") else super().grade(episode)
+
+    summary = run(make_config(**ONE_ITERATION), environment=Broken(), client=cluster_client)
+    columns = stored(summary)
+    bad = columns["sample"] == 1
+    assert set(columns["failure"][bad]) == {"reward"} and np.isnan(columns["reward"][bad]).all()
+    assert (columns["advantage"][bad] == 0).all() and np.isfinite(columns["reward"][~bad]).all()
+    assert all("nan" in detail for detail in columns["failure_detail"][bad])
+    assert summary.iterations[0]["failures"] == summary.iterations[0]["failures/reward"] == 2
+    assert set(columns["retried"][bad]) == {"reward"} and set(columns["attempt"][~bad]) == {0}  # asked again, in vain
+    for group in (0, 1):  # the others of a group are compared with each other only
+        rows = (columns["group"] == group) & ~bad
+        assert abs(columns["advantage"][rows].sum()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("case", "status"), [("raises", "error"), ("hangs", "timeout"), ("floods", "truncated"), ("unknown", "malformed")]
+)
+def test_what_a_tool_does_is_a_status_the_model_reads(
+    case: str, status: str, make_config: Config, cluster_client: Client
+) -> None:
+    class OneTool(FixedTurns):
+        def __init__(self) -> None:
+            super().__init__()
+
+            async def act(how: str) -> str:
+                """Do something.
+
+                Args:
+                    how: What.
+                """
+                import asyncio
+
+                if how == "hangs":
+                    await asyncio.Event().wait()
+                if how == "raises":
+                    raise RuntimeError("the tool broke")
+                return "z" * 10_000_000
+
+            self.tools = (tool(act, timeout_s=0.05, max_payload_chars=20),)
+
+        def parse(self, text: str) -> tuple[ToolCall, ...]:
+            return (ToolCall("nothing" if case == "unknown" else "act", {"how": case}),)
+
+    config = make_config(**ONE_ITERATION, rollout={"max_context_tokens": 1024, "max_turns": 2})
+    summary = run(config, environment=OneTool(), client=cluster_client)
+    turns = stored(summary, "turn")
+    assert set(turns["status"][turns["turn"] == 0]) == {status}
+    assert turns["observation_tokens"].max() < 300
+    assert set(stored(summary)["failure"]) == {"policy"}  # ended by max_turns, still trained on
+    assert set(stored(summary)["attempt"]) == {0} and summary.iterations[0]["resampled"] == 0
+
+
+def test_a_prompt_that_cannot_be_made_fails_its_group_only_and_the_sandbox_is_noted(
+    make_config: Config, cluster_client: Client
+) -> None:
+    class OddOnes(FixedTurns):
+        isolation = "bubblewrap"
+
+        def prompt(self, split: str, index: int) -> Prompt:
+            if index % 2:
+                raise KeyError(f"row {index}")
+            return super().prompt(split, index)
+
+    summary = run(make_config(**ONE_ITERATION), environment=OddOnes(), client=cluster_client)
+    columns = stored(summary)
+    assert Counter(map(str, columns["failure"])) == {"environment": 4, "policy": 4}
+    assert set(columns["group"][columns["failure"] == "environment"]) == {1}
+    assert zarr.open_group(summary.directory / "trajectories.zarr", mode="r").attrs["isolation"] == ["bubblewrap"]
+
+
+def test_an_environment_without_any_prompt_is_one_clear_error(make_config: Config, cluster_client: Client) -> None:
+    class Empty(FixedTurns):
+        def prompt(self, split: str, index: int) -> Prompt:
+            raise KeyError("no rows")
+
+    with pytest.raises(LibraError, match=r"Empty.prompt\('train', 0\) raised KeyError"):
+        run(make_config(**ONE_ITERATION), environment=Empty(), client=cluster_client)
+
+
+def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
+    make_config: Config, cluster_client: Client
+) -> None:
+    async def break_engine(run: str, dask_worker: Any) -> None:
+        engine = dask_worker.plugins[f"libra-{run}"].engine.serving.engine
+        generate = engine.generate
+
+        async def sometimes(request: Any) -> Any:
+            from libra.errors import EngineError
+
+            if request.trajectory_id.endswith("-3") and request.turn == 1:
+                raise EngineError("injected: out of memory")
+            return await generate(request)
+
+        engine.generate = sometimes
+
+    with Session(make_config(**ONE_ITERATION), client=cluster_client) as session:
+        cluster_client.run(break_engine, "demo", workers=[address_of(cluster_client, "rollout-0")])
+        (values,) = session.iterations()
+    assert values["failures"] == 2
+    columns = zarr.open_group(session.directory / "trajectories.zarr", mode="r")["trajectory"]
+    bad = columns["failure"][:] == "engine"
+    assert set(columns["sample"][:][bad]) == {3} and all(
+        "out of memory" in d for d in columns["failure_detail"][:][bad]
+    )
+
+
+@pytest.mark.parametrize("resample", [0, 1])
+def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_attempt(
+    make_config: Config, cluster_client: Client, resample: int
+) -> None:
+    class Deadly(FixedTurns):
+        def __init__(self) -> None:
+            super().__init__()
+
+            async def kill(text: str, action_id: str = "") -> str:
+                """Kill the worker process, unless this is the second draw.
+
+                Args:
+                    text: Whose.
+                """
+                if "." not in action_id:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return text
+
+            self.tools = (*self.tools, tool(kill))
+
+        def parse(self, text: str) -> tuple[ToolCall, ...]:
+            return (ToolCall("kill", {"text": text}),)
+
+    trainer = {"prompts": 1, "group_size": 1, "normalize_std": False, "resample": resample}
+    config = make_config(run={"iterations": 1}, trainer=trainer)
+    summary = run(config, environment=Deadly(), client=cluster_client)
+    columns = stored(summary)
+    if resample:
+        assert (columns["failure"][0], columns["retried"][0]) == ("policy", "worker")  # ended by max_turns
+    else:
+        assert list(columns["failure"]) == ["worker"] and "lost 3 times" in columns["failure_detail"][0]
+    events = list(read_events(summary.directory / "events.jsonl").events)
+    assert sum(e["name"] == "quantum_lost" for e in events) == 3
+    assert [e["failure"] for e in events if e["name"] == "failure_classified"] == ["worker", "policy"][: 1 + resample]
+    assert columns["attempt"][0] == summary.iterations[0]["resampled/worker"] == resample
+
+
+def test_wrong_input_is_told_before_anything_starts(make_config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path"):
+        run(make_config(model={"path": str(tmp_path / "nowhere")}))
+    with pytest.raises(ConfigError, match="tool_arithmetic"):
+        run(make_config(environment={"name": "tool_aritmetic"}))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_busy_dashboard_port_is_named_and_leaves_no_directory(make_config: Config, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"port {port} .* type cluster.dashboard_port=0"):
+            run(make_config(cluster={"dashboard_port": port}))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_scheduler_that_does_not_answer_is_named(make_config: Config) -> None:
+    with pytest.raises(ClusterError, match=r"tcp://127.0.0.1:9"):
+        run(make_config(cluster={"scheduler": "tcp://127.0.0.1:9"}))
+
+
+def test_a_reward_without_prompts_is_refused() -> None:
+    import libra
+
+    with pytest.raises(ConfigError, match="prompts is missing"):
+        libra.train(reward=lambda completion: 0.0)
+    with pytest.raises(ConfigError, match="section__name"):
+        libra.train(lr=1e-3)
+    with pytest.raises(ConfigError, match="no section"):
+        libra.train(trainr__lr=1e-3)
+
+
+def test_function_environments_travel_to_the_workers(make_config: Config, cluster_client: Client) -> None:
+    def reward(completion: str, bonus: float) -> float:
+        return bonus
+
+    rows = [{"prompt": f"question {i}", "bonus": float(i)} for i in range(4)]
+    environment: Environment = FunctionEnvironment(prompts=rows, reward=reward, seed=0)
+    summary = run(make_config(**ONE_ITERATION), environment=environment, client=cluster_client)
+    columns = stored(summary)
+    for group in (0, 1):
+        (value,) = set(columns["reward"][columns["group"] == group])
+        assert value in {0.0, 1.0, 2.0, 3.0}
+
+
+# ------------------------------------------------------------------------------------------------ tried again
+
+
+class ToolThat(FixedTurns):
+    """Its one tool does what ``how`` says at the first draw of samples 1, and answers everybody else."""
+
+    def __init__(self, how: str, always: bool = False) -> None:
+        super().__init__()
+        self.how, self.always = how, always
+
+        async def act(text: str, action_id: str = "") -> str:
+            """Do something.
+
+            Args:
+                text: What.
+            """
+            import asyncio
+
+            from libra.errors import ToolFault
+
+            position, _, _ = action_id.partition("/")
+            if position.endswith("-1") or (self.always and position.split(".")[0].endswith("-1")):
+                if self.how == "timeout":
+                    await asyncio.Event().wait()
+                raise (ToolFault if self.how == "says so" else ConnectionError)("the sandbox is gone")
+            return text
+
+        fatal = {"timeout": ("timeout",), "error": ("error",)}.get(how, ())
+        self.tools = (tool(act, timeout_s=0.2, fatal=fatal),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("act", {"text": "y"}),)
+
+
+@pytest.mark.parametrize(("how", "failure"), [("error", "tool"), ("says so", "tool"), ("timeout", "timeout")])
+def test_a_fatal_tool_failure_is_sampled_again_with_other_random_numbers(
+    how: str, failure: str, make_config: Config, cluster_client: Client
+) -> None:
+    summary = run(make_config(**ONE_ITERATION), environment=ToolThat(how), client=cluster_client)
+    columns = stored(summary)
+    again = columns["sample"] == 1
+    assert set(columns["failure"]) == {"policy"} and np.isfinite(columns["reward"]).all()  # all ended by max_turns
+    assert set(columns["retried"][again]) == {failure} and set(columns["attempt"][again]) == {1}
+    assert set(columns["retried"][~again]) == {""} and set(columns["attempt"][~again]) == {0}
+    assert set(columns["num_turns"]) == {3}, "turns of the attempt that failed were kept"
+    values = summary.iterations[0]
+    assert values["resampled"] == values[f"resampled/{failure}"] == 2 and values["failures"] == 0
+    calm = run(
+        make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
+        client=cluster_client,
+    )
+    first, second = (stored_first_turn(summary), stored_first_turn(calm))
+    different = [row for row in range(8) if not np.array_equal(first[row], second[row])]
+    assert different == np.flatnonzero(again).tolist()
+
+
+def stored_first_turn(summary: RunSummary) -> list[np.ndarray]:
+    """Tokens generated in the first turn of each trajectory, in the order of group and sample."""
+    group = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")
+    columns = stored(summary)
+    tokens, action = group["token_ids"][:], group["is_action"][:]
+    rows = np.lexsort((columns["sample"], columns["group"]))
+    return [
+        tokens[o : o + n][action[o : o + n]][:4]
+        for o, n in zip(columns["offset"][rows], columns["length"][rows], strict=True)
+    ]
+
+
+def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 1}, trainer={"prompts": 2, "group_size": 2, "resample": 2})
+    summary = run(config, environment=ToolThat("error", always=True), client=cluster_client)
+    columns, values = stored(summary), summary.iterations[0]
+    bad = columns["sample"] == 1
+    assert set(columns["failure"][bad]) == {"tool"} and np.isnan(columns["reward"][bad]).all()
+    assert set(columns["retried"][bad]) == {"tool,tool"} and set(columns["attempt"][bad]) == {2}
+    assert (columns["advantage"] == 0).all(), "one member has nobody to be compared with"
+    assert (values["failures"], values["failures/tool"], values["resampled"], values["groups_without_signal"]) == (
+        2,
+        2,
+        4,
+        2,
+    )
+    assert values["optimizer_steps"] == 0
+    assert values["no_signal"].startswith("no group has two valid trajectories to compare; the first failure: tool: ")
+    lines = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["failures/tool"] == 2 and lines[0]["failures/engine"] == 0 and lines[0]["resampled/tool"] == 4
+
+
+def test_a_run_that_cannot_learn_says_so_and_stops_where_that_is_asked(
+    make_config: Config, cluster_client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Constant(FixedTurns):
+        def grade(self, episode: Episode) -> float:
+            return 0.5
+
+    config = make_config(
+        run={"iterations": 3},
+        trainer={"prompts": 2, "group_size": 2, "no_signal": "stop", "no_signal_batches": 2},
+        observe={"progress": True, "tensorboard": False},
+    )
+    with pytest.raises(
+        NothingToLearn, match=r"in 2 iterations in a row: all 4 rewards are 0\.5\. .*trainer\.no_signal=warn"
+    ):
+        run(config, environment=Constant(), client=cluster_client)
+    said = capsys.readouterr().out
+    assert said.count("nothing to learn: all 4 rewards are 0.5") == 1, said  # once, not after every iteration
+    warned = config.model_copy(update={"trainer": config.trainer.model_copy(update={"no_signal": "warn"})})
+    summary = run(warned, environment=Constant(), client=cluster_client, resume=True)
+    (values,) = summary.iterations
+    assert (values["iteration"], values["groups_without_signal"], values["frac_reward_zero_std"]) == (2, 2, 1.0)
+    assert (values["reward_std"], values["reward_group_min"], values["reward_group_max"]) == (0.0, 0.5, 0.5)
+    assert closing_lines(summary, warned)[2] == (
+        "no signal     in 1 of 1 iterations there was nothing to learn: all 4 rewards are 0.5"
+    )
+
+
+def test_an_engine_that_failed_once_goes_on_from_what_was_committed(
+    make_config: Config, cluster_client: Client
+) -> None:
+    """The same tokens as without the failure: what fails has no say in what is sampled, so long answers lose nothing."""
+
+    async def break_engine_once(run: str, dask_worker: Any) -> None:
+        engine = dask_worker.plugins[f"libra-{run}"].engine.serving.engine
+        generate, failed = engine.generate, set()
+
+        async def first_time(request: Any) -> Any:
+            from libra.errors import EngineError
+
+            if request.turn == 2 and request.trajectory_id not in failed:
+                failed.add(request.trajectory_id)
+                raise EngineError("injected: out of memory")
+            return await generate(request)
+
+        engine.generate = first_time
+
+    with Session(make_config(**ONE_ITERATION, store={"keep_journals": True}), client=cluster_client) as session:
+        cluster_client.run(break_engine_once, "demo", workers=[address_of(cluster_client, "rollout-0")])
+        (values,) = session.iterations()
+    calm = run(
+        make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
+        client=cluster_client,
+    )
+    broken = zarr.open_group(session.directory / "trajectories.zarr", mode="r")
+    whole = zarr.open_group(calm.directory / "trajectories.zarr", mode="r")
+    assert np.array_equal(broken["token_ids"][:], whole["token_ids"][:])
+    assert set(broken["trajectory/retried"][:]) == {"engine"} and set(broken["trajectory/failure"][:]) == {"policy"}
+    assert values["resampled/engine"] == 8 and values["failures"] == 0
+    journal = Journal(session.directory / "journal").read("train-0-0-0")
+    assert [record["kind"] for record in journal] == ["generation", "action"] * 2 + ["failure", "generation"]
+
+
+def test_a_grader_that_failed_once_is_asked_again_about_the_same_answer(
+    make_config: Config, cluster_client: Client, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    asked.mkdir()
+
+    class Flaky(FixedTurns):
+        def grade(self, episode: Episode) -> float:
+            try:
+                (asked / episode.trajectory_id).touch(exist_ok=False)
+            except FileExistsError:
+                return super().grade(episode)
+            raise ConnectionError("the judge does not answer")
+
+    summary = run(make_config(**ONE_ITERATION), environment=Flaky(), client=cluster_client)
+    columns = stored(summary)
+    assert np.isfinite(columns["reward"]).all() and set(columns["retried"]) == {"reward"}
+    assert summary.iterations[0]["resampled/reward"] == 8 and summary.iterations[0]["failures"] == 0
+
+
+def test_text_that_the_environment_cannot_read_is_its_failure(make_config: Config, cluster_client: Client) -> None:
+    class Unreadable(FixedTurns):
+        def parse(self, text: str) -> tuple[ToolCall, ...]:
+            raise IndexError("no such field")
+
+    summary = run(make_config(**ONE_ITERATION), environment=Unreadable(), client=cluster_client)
+    columns = stored(summary)
+    assert set(columns["failure"]) == {"environment"} and set(columns["attempt"]) == {1}
+    assert all("Unreadable.parse raised IndexError" in detail for detail in columns["failure_detail"])
+    events = read_events(summary.directory / "events.jsonl").events
+    assert sum(e["name"] == "failure_classified" for e in events) == 16
+
+
+def test_every_class_is_on_one_side_of_one_boundary_and_only_the_policys_trains() -> None:
+    for failure in FailureClass:
+        assert (failure.boundary is None) == (failure is FailureClass.NONE)
+        assert failure.trains == (failure.boundary in (None, Boundary.POLICY))
+    assert {failure.boundary for failure in FailureClass} == {None, *Boundary}
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (EngineError("x"), FailureClass.ENGINE),
+        (ContextOverflow("x"), FailureClass.ENVIRONMENT),
+        (EnvironmentFault("x"), FailureClass.ENVIRONMENT),
+        (ToolFault("x"), FailureClass.TOOL),
+        (ToolTimeout("x"), FailureClass.TIMEOUT),
+        (RewardFault("x"), FailureClass.REWARD),
+        (RewardTimeout("x"), FailureClass.TIMEOUT),
+    ],
+)
+def test_every_fault_has_its_class(error: Any, failure: FailureClass) -> None:
+    assert isinstance(error, FAULTS) and failure_of(error) is failure
+
+
+def test_an_environment_that_workers_cannot_import_is_told_before_anything_runs(
+    make_config: Config, cluster_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here_at_home.py").write_text(
+        "from libra.testing import FixedTurns\n\n\nclass Mine(FixedTurns):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here_at_home  # type: ignore[import-not-found]
+
+    with pytest.raises(ConfigError, match=r"cannot load it \(ModuleNotFoundError.*only_here_at_home.*PYTHONPATH"):
+        run(make_config(), environment=only_here_at_home.Mine(), client=cluster_client)
+    assert run(
+        make_config(run={"name": "next", "iterations": 1}), client=cluster_client
+    ).iterations  # workers are all there
+
+
+def test_an_environment_that_cannot_be_pickled_is_told_so(make_config: Config, cluster_client: Client) -> None:
+    import threading
+
+    environment = FixedTurns()
+    environment.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"cannot be sent to workers .*lock.*setup\(\)"):
+        run(make_config(), environment=environment, client=cluster_client)

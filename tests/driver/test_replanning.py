@@ -1,0 +1,386 @@
+"""Accepted plans change roles: what runs is what the scheduler says, each change is compared with what it was to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from libra.config import RunConfig
+from libra.driver.replanning import Replanning, RequestedChange, batch_of, change_cost_s, costs_of
+from libra.driver.session import Session
+from libra.errors import ClusterError
+from libra.events import EVENTS
+from libra.planner.arrangement_forecast import EndedIteration
+from libra.planner.arrangement_loop import ArrangementLoop, SplitDecision
+from libra.planner.arrangements import Arrangement, Assignments, Engine, Seat, arranged, arrangements
+from libra.planner.cost import TrajectoryTotals
+from libra.planner.measured_step import StepForecast, Taken
+from libra.planner.replan import REBUCKET, ROLES, SLOTS, Rules
+from libra.planner.run_facts import RunFacts
+from libra.store.event_log import read_events
+from libra.types import EngineCapacity, StepSeconds
+
+RULES = Rules(first_cost_s=0.1, rest_iterations=1)
+NO_TP = RunFacts(1, 0, 16, 4096, lambda engine, tp: "rollout.engine=vllm", lambda *_: None)
+
+
+class Scheduler:
+    """A scheduler of one hybrid that does what it is asked an iteration later, or undoes it, or refuses."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, Any] = {
+            "worker": "rollout-0",
+            "role": "rollout",
+            "tp": 1,
+            "stage": "resupplied",
+            "generation": 0,
+        }
+        self.row["seconds"] = None
+        self.asked: list[Assignments] = []
+        self.limits: list[Mapping[str, Mapping[str, int]]] = []
+        self.boundaries: list[Mapping[str, float]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.refuses = self.undoes = False
+        self.roles = self.engines = self
+
+    def log(self, name: str, fields: Mapping[str, Any]) -> None:
+        self.told.append((name, dict(fields)))
+
+    def role_rows(self) -> Sequence[Mapping[str, Any]]:
+        return [dict(self.row)]
+
+    def change(self, assignments: Assignments) -> int:
+        if self.refuses:
+            raise ClusterError("roles: busy")
+        self.asked.append(assignments)
+        self.row |= {"role": assignments["rollout-0"]["role"], "stage": "draining", "generation": len(self.asked)}
+        return len(self.asked)
+
+    def limit_slots(self, slots: Mapping[str, Mapping[str, int]], reason: str) -> None:
+        self.limits.append(slots)
+
+    def set_boundaries(self, tokens: Mapping[str, float], reason: str) -> None:
+        self.boundaries.append(tokens)
+
+    def settle(self) -> None:
+        if self.row["stage"] != "resupplied" and self.undoes:
+            self.row["role"] = "rollout" if self.row["role"] == "train" else "train"
+        else:
+            self.row["seconds"] = 0.25
+        self.row["stage"] = "resupplied"
+
+
+class MadeUp:
+    """A run of exact speeds: 100 tokens/s an engine, 1,000 trained tokens/s a replica."""
+
+    def __init__(self, apply: bool = True) -> None:
+        self.scheduler, self.forecast, self.k = Scheduler(), StepForecast(), 0
+        self.told = self.scheduler.told
+        self.replanning = Replanning(self.scheduler, ArrangementLoop(NO_TP, RULES), apply=apply)
+
+    def seats(self) -> list[Seat]:
+        row = self.scheduler.row
+        stays = Seat("rollout-1", "node", "transformers", "transformers-tp1-threads1", 1, 8)
+        if row["stage"] in ("lost", "failed"):
+            return [stays]
+        return [Seat("rollout-0", "node", "transformers", "transformers-tp1-threads1", 1, 8, True, row["role"]), stays]
+
+    def iteration(self, generated: int, trained: int) -> None:
+        training = self.scheduler.row["role"] == "train" and self.scheduler.row["stage"] == "resupplied"
+        engines = 1 if training else 2
+        rollout_s, train_s = generated / engines / 100.0, trained / (1 + training) / 1000.0
+        seats = self.seats()
+        kind = arranged(seats).engines[0].kind
+        self.forecast = self.forecast.after(
+            Taken(rollout_s, train_s, 0.0, rollout_s + train_s, {kind: generated}, []), {kind: engines}
+        )
+        values = {
+            "generated_tokens": generated,
+            "forwarded_tokens": trained, "hybrids": int(training), "train_s": train_s,
+        }  # fmt: skip
+        ended = EndedIteration(self.k, seats, batch_of(values), None, rollout_s + train_s, 50, False)
+        self.replanning.after(ended, values, self.forecast)
+        self.k += 1
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.told]
+
+    def fields(self, name: str) -> list[dict[str, Any]]:
+        return [fields for told, fields in self.told if told == name]
+
+
+LONG, HEAVY = (3000, 3500), (300, 30000)
+
+
+def test_workers_go_both_ways_and_each_change_is_compared_with_what_it_was_to_gain() -> None:
+    run = MadeUp()
+    for k in range(40):
+        run.iteration(*(HEAVY if 10 <= k < 22 else LONG))
+        if run.scheduler.row["stage"] != "resupplied" and k % 2:
+            run.scheduler.settle()
+    assert [asked["rollout-0"]["role"] for asked in run.scheduler.asked] == ["train", "rollout"]
+    there, back = run.fields("plan_realised")
+    assert there["predicted_gain_frac"] > 0.2
+    assert there["realised_gain_frac"] == pytest.approx(0.45, abs=0.15)  # training is halved, and nearly all there is
+    assert back["realised_gain_frac"] > 0.2
+    assert there["iteration"] < there["realised_iteration"] < back["iteration"]
+    assert there["cost_s"] == back["cost_s"] == 0.25
+    accepted = [fields["iteration"] for fields in run.fields("plan_accepted")]
+    assert accepted == [there["iteration"], back["iteration"]]
+    assert len(run.fields("plan_considered")) > 20  # those that were not accepted too
+    for name, fields in run.told:
+        EVENTS[name](run="demo", t_s=0.0, **fields)
+
+
+def test_nothing_is_asked_for_while_a_change_goes_on() -> None:
+    run = MadeUp()
+    for k in range(30):
+        run.iteration(*(HEAVY if k >= 4 else LONG))
+    assert len(run.scheduler.asked) == 1  # it never settles
+    assert not run.fields("plan_realised")
+
+
+def test_a_change_that_is_undone_or_refused_is_no_gain_and_is_seen_as_it_is() -> None:
+    run = MadeUp()
+    run.scheduler.undoes = True
+    for k in range(12):
+        run.iteration(*(HEAVY if k >= 2 else LONG))
+        run.scheduler.settle()
+    assert len(run.scheduler.asked) >= 1
+    assert run.scheduler.row["role"] == "rollout"
+    assert not run.fields("plan_realised")
+    refused = MadeUp()
+    refused.scheduler.refuses = True
+    for _ in range(12):
+        refused.iteration(*HEAVY)
+    assert refused.fields("plan_accepted")
+    assert not refused.scheduler.asked
+    assert {fields["missing"] for fields in refused.fields("plan_blocked")} >= {"roles: busy"}
+
+
+def test_without_apply_the_same_is_weighed_and_nothing_is_asked_for() -> None:
+    run, carried = MadeUp(apply=False), MadeUp()
+    for _ in range(4):
+        run.iteration(*HEAVY)
+        carried.iteration(*HEAVY)
+    assert carried.scheduler.asked
+    assert not run.scheduler.asked
+    at = [fields["iteration"] for fields in run.fields("plan_accepted")]
+    assert at == [fields["iteration"] for fields in carried.fields("plan_accepted")]
+
+
+def test_the_cost_of_a_change_is_that_of_its_slowest_worker() -> None:
+    rows = [
+        {"worker": f"rollout-{k}", "generation": g, "seconds": s}
+        for k, (g, s) in enumerate([(4, 1.5), (4, 2.5), (3, 9.0)])
+    ]
+    assert change_cost_s(rows, 4) == 2.5
+    assert change_cost_s(rows, 5) is None
+    assert change_cost_s([{"worker": "rollout-0", "generation": 0, "seconds": None}], 0) is None
+
+
+@pytest.mark.timeout(300)
+def test_a_run_carries_out_what_its_planner_accepts(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes; what is accepted is set here, since what is quick depends on who else uses the machine."""
+    weigh, accepted_at = ArrangementLoop.weigh, {1: 1, 4: 0}
+
+    def decided(self: ArrangementLoop, forecast: StepForecast, ended: EndedIteration) -> SplitDecision | None:
+        weighed = weigh(self, forecast, ended)
+        assert weighed is not None
+        now = weighed.now.arrangement
+        training = accepted_at.get(ended.iteration, len(now.training))
+        options = arrangements(ended.seats, self.run.may_have)
+        chosen = replace(weighed.now, arrangement=next(o for o in options if len(o.training) == training))
+        differs = training != len(now.training)
+        considered = replace(weighed.considered, accepted=differs, commands=())
+        return replace(
+            weighed, considered=considered, chosen=chosen if differs else weighed.now, kinds=(ROLES,) if differs else ()
+        )
+
+    monkeypatch.setattr(ArrangementLoop, "weigh", decided)
+    config = make_config(
+        run={"iterations": 8},
+        cluster={"rollout_workers": 2, "hybrid_workers": 1},
+        planner={"replan": True, "apply": True},
+    )
+    with Session(config) as session:
+        rows = []
+        for values in session.iterations():
+            rows.append(values)
+            for generation in {row["generation"] for row in session.roles.rows()} - {0}:
+                session.roles.wait(generation)  # so that the next iteration is wholly in the new roles
+    events = [*read_events(session.directory / "events.jsonl").events]
+    changed = [event for event in events if event["name"] == "role_changed"]
+    assert [(event["worker"], event["to_role"]) for event in changed] == [
+        ("rollout-0", "train"),
+        ("rollout-0", "rollout"),
+    ]
+    assert max(row["hybrids"] for row in rows[2:5]) == 1
+    realised = [event for event in events if event["name"] == "plan_realised"]
+    assert [(event["iteration"], event["generation"]) for event in realised] == [
+        (1, changed[0]["generation"]),
+        (4, changed[1]["generation"]),
+    ]
+    assert [event["cost_s"] for event in realised] == [event["seconds"] for event in changed]
+    assert all(event["realised_iteration"] > event["iteration"] for event in realised)
+    considered = [event for event in events if event["name"] == "plan_considered"]
+    assert {event["iteration"]: event["accepted"] for event in considered if event["accepted"]} == {1: True, 4: True}
+    assert len(considered) > 2  # those that were not accepted too
+
+
+def test_a_worker_that_failed_is_no_part_of_the_fleet_and_no_plan_waits_for_it() -> None:
+    run = MadeUp()
+    while not run.scheduler.asked:
+        run.iteration(*HEAVY)
+    run.iteration(*HEAVY)
+    considered = len(run.fields("plan_considered"))
+    run.scheduler.row["stage"] = "failed"
+    for _ in range(4):
+        run.iteration(*HEAVY)
+    assert len(run.fields("plan_considered")) > considered  # the change is over, and the others are planned for
+    assert len(run.scheduler.asked) == 1  # of it nothing is asked
+    run.scheduler.row |= {"role": "rollout", "stage": "resupplied"}  # it was started anew
+    for _ in range(4):
+        run.iteration(*HEAVY)
+    assert len(run.scheduler.asked) == 2
+
+
+# ---------------------------------------------------------------- engines of two workers, slots, boundaries
+
+STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
+
+
+class Two(Scheduler):
+    """A scheduler of two hybrids whose changes end at once, with vLLM engines of 2 slots and 384 tokens of KV."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
+        self.fails = False
+
+    def role_rows(self) -> Sequence[Mapping[str, Any]]:
+        generation = len(self.asked)
+        return [
+            {"worker": name, **has, "stage": "resupplied", "generation": generation, "seconds": 0.5}
+            for name, has in self.now.items()
+        ]
+
+    def change(self, assignments: Assignments) -> int:
+        self.asked.append(assignments)
+        if not self.fails:
+            self.now |= {name: dict(has) for name, has in assignments.items()}  # type: ignore[arg-type]
+        return len(self.asked)
+
+    def seats(self) -> list[Seat]:
+        joined = self.now["rollout-1"]["role"] == "lent"
+        limits = {entry["tp"]: entry["slots"] for named in self.limits for entry in named.values()}
+        declared = {1: EngineCapacity(384, 1, 1, 2, 1, STEPS)}
+        if joined:
+            declared[2] = EngineCapacity(768, 1, 1, 4, 2, replace(STEPS, fixed_s=0.8 * STEPS.fixed_s))
+        bonds = {"rollout-0": frozenset({"rollout-1"}), "rollout-1": frozenset({"rollout-0"})}
+        return [
+            Seat(
+                name,
+                "node",
+                "vllm",
+                "vllm-tp1-threads1",
+                1,
+                2,
+                True,
+                str(has["role"]),
+                bonds[name] if joined else frozenset(),
+                0,
+                limits,
+                declared,
+            )
+            for name, has in self.now.items()
+        ]
+
+
+def growing(two: Two, contexts: Sequence[float], *, ratio: float = 0.8) -> list[tuple[str, dict[str, Any]]]:
+    """Events of a run whose contexts grow so."""
+    run = RunFacts(1, 0, 16, 4096, lambda engine, tp: "", lambda *_: (ratio, "a datasheet"))
+    loop = ArrangementLoop(run, Rules(first_cost_s=1e9))
+    replanning = Replanning(two, loop)
+    forecast = StepForecast()
+    for k, context in enumerate(contexts):
+        seats = two.seats()
+        now = arranged(seats)
+        each = {kind: 1000 * count for kind, count in now.by_kind.items()}
+        forecast = forecast.after(Taken(4.0, 1.0, 0.0, 5.0, each, []), now.by_kind)
+        lengths = TrajectoryTotals.of([context / 2] * 16, [context / 2] * 16)
+        values = {"generated_tokens": 2000, "forwarded_tokens": 2000, "train_s": 1.0}
+        ended = EndedIteration(k, seats, batch_of(values), lengths, 5.0, 20, False)
+        replanning.after(ended, values, forecast)
+    for name, fields in two.told:
+        EVENTS[name](run="demo", t_s=0.0, **fields)
+    return two.told
+
+
+def test_two_engines_become_one_before_memory_runs_out_and_its_slots_are_limited_first() -> None:
+    two = Two()
+    told = growing(two, [150.0, 175.0, 200.0, 205.0, 205.0, 205.0])
+    assert two.asked == [{"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": {"role": "lent", "tp": 1}}]
+    assert two.limits[0]["rollout-0"]["tp"] == 2 and two.limits[0]["rollout-0"]["slots"] <= 3
+    accepted = [fields for name, fields in told if name == "plan_accepted"]
+    assert [name for name, _ in accepted[0]["commands"]] == ["Rebucket", "SetConcurrency"]
+    (realised,) = [fields for name, fields in told if name == "plan_realised"][:1]
+    assert (realised["generation"], realised["cost_s"]) == (1, 0.5)
+    considered = [fields for name, fields in told if name == "plan_considered"]
+    assert "KV memory" in considered[[f["accepted"] for f in considered].index(True)]["reason"]
+    assert considered[0]["kv_demand"] > 0
+
+
+def test_slots_alone_are_limited_at_once_and_cost_what_the_call_took() -> None:
+    two = Two()
+    told = growing(two, [150.0, 175.0, 200.0, 205.0, 205.0], ratio=9.0)
+    assert not two.asked
+    assert two.limits[0] == {name: {"tp": 1, "slots": 1} for name in ("rollout-0", "rollout-1")}
+    realised = [fields for name, fields in told if name == "plan_realised"]
+    assert realised and realised[0]["generation"] == 0 and 0 <= realised[0]["cost_s"] < 60
+
+
+def test_a_change_that_was_undone_is_not_taken_for_done() -> None:
+    two = Two()
+    two.fails = True
+    told = growing(two, [150.0, 175.0, 200.0, 205.0, 205.0, 205.0])
+    assert len(two.asked) > 1
+    assert not [fields for name, fields in told if name == "plan_realised"]
+
+
+def test_costs_are_told_apart_by_what_was_changed() -> None:
+    rows = [{"worker": "a", "generation": 1, "seconds": 2.0}, {"worker": "c", "generation": 2, "seconds": 3.0}]
+    before = Arrangement((Engine(("a", "b"), "k", 2, 4, 4), Engine(("c",), "k", 1, 4, 4)), frozenset())
+    change = RequestedChange(0, 0.1, before, [], limit_s=0.01)
+    change.requested = {
+        1: {"a": {"role": "rollout", "tp": 1}, "b": {"role": "rollout", "tp": 1}},
+        2: {"c": {"role": "train", "tp": 1}},
+    }
+    assert costs_of(change, rows) == [(REBUCKET, 2.0), (ROLES, 3.0), (SLOTS, 0.01)]
+
+
+def test_boundaries_follow_lengths_by_classes_only() -> None:
+    two = Two()
+    two.now = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": {"role": "lent", "tp": 1}}
+    run = RunFacts(1, 0, 16, 4096, lambda engine, tp: "", lambda *_: (1.0, "a datasheet"))
+    replanning = Replanning(two, ArrangementLoop(run, Rules(first_cost_s=1e9)))
+    third = Seat(
+        "rollout-2", "node", "vllm", "vllm-tp1-threads1", 1, 2, declared={1: EngineCapacity(10**6, 1, 1, 2, 1, STEPS)}
+    )
+    big = {1: EngineCapacity(10**6, 1, 1, 2, 1, STEPS), 2: EngineCapacity(2 * 10**6, 1, 1, 4, 2, STEPS)}
+    forecast = StepForecast()
+    for k, factor in enumerate((1.0, 1.1, 1.2, 3.0)):
+        seats = [replace(seat, declared=big, limits={}) for seat in two.seats()] + [third]
+        now = arranged(seats)
+        forecast = forecast.after(Taken(4.0, 1.0, 0.0, 5.0, dict.fromkeys(now.by_kind, 500), []), now.by_kind)
+        lengths = TrajectoryTotals.of([10.0] * 20, [factor * 10.0 * n for n in range(1, 21)])
+        values = {"generated_tokens": 2000, "forwarded_tokens": 2000, "train_s": 1.0}
+        ended = EndedIteration(k, seats, batch_of(values), lengths, 5.0, 20, False)
+        replanning.after(ended, values, forecast)
+    assert [list(tokens) for tokens in two.boundaries] == [["tp1"], ["tp1"]]
+    assert two.boundaries[1]["tp1"] > 2 * two.boundaries[0]["tp1"]

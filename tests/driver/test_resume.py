@@ -1,0 +1,453 @@
+"""A run that was stopped goes on from what it committed: nothing lost, nothing twice, the same weights; or is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from distributed import Client
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra import keys
+from libra.config import RunConfig, config_from_dict, dump_config
+from libra.config.resume_changes import load_resumed
+from libra.driver.resume import learned_before, read_point
+from libra.driver.session import RunSummary, Session, evaluation_is_due, run
+from libra.errors import ConfigError, RunDirectoryError
+from libra.events import from_dict
+from libra.observe.metrics import read_metrics
+from libra.policy.log_replay import replay
+from libra.store.batch_membership import commit_batch
+from libra.store.epochs import newest_epoch
+from libra.store.event_log import read_events
+from libra.store.group_records import group_path, write_group
+from libra.store.trajectory_journal import Journal
+from libra.testing import FixedTurns
+from libra.train import Replica, TrainSettings
+from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
+from libra.weights import WeightStore
+from libra.worker.checkpoint_writer import CheckpointWriter
+from libra.worker.run_spec import RunSpec
+from libra.worker.trainer import recover
+
+Config = Callable[..., RunConfig]
+TURNS = 3
+QUANTA = 2 * TURNS - 1  # a generation each, and an action between two
+
+
+# ------------------------------------------------------------------------------------------------ the point of a directory
+
+
+def journal_records(directory: Path) -> dict[str, str]:
+    """Every record of a journal as text, by name."""
+    found = {}
+    for name in {path.name.split(".")[0] for path in (directory / "journal").glob("*.rec")}:
+        for quantum, record in enumerate(Journal(directory / "journal").read(name)):
+            found[f"{name}.{quantum}"] = json.dumps(record, default=lambda array: array.tolist(), sort_keys=True)
+    return found
+
+
+def spec_of(directory: Path, config: RunConfig | None = None, model: Path = Path("none")) -> RunSpec:
+    return RunSpec("run", 0, directory, str(model), config or config_from_dict({}))
+
+
+FATES = st.one_of(
+    st.sampled_from(["consumed", "committed", "untouched"]),
+    st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=3),  # versions in each record of its journal
+)
+
+
+@given(st.lists(st.lists(FATES, min_size=1, max_size=3), max_size=4), st.booleans())
+def test_each_group_is_consumed_or_committed_or_started_or_none(
+    fates: list[list[str | list[list[int]]]], leftovers: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        spec = spec_of(Path(name))
+        journal = Journal(spec.journal_dir)
+        spec.groups_dir.mkdir()
+        consumed, committed, started, batches = set(), set(), {}, []
+        for k, iteration in enumerate(fates):
+            batch = []
+            for g, fate in enumerate(iteration):
+                if fate == "consumed":
+                    batch.append((k, g))
+                elif fate == "committed":
+                    group_path(spec.groups_dir, k, g).touch()
+                    committed.add(("train", k, g))
+                elif not isinstance(fate, str):
+                    for quantum, versions in enumerate(fate):
+                        record = {"kind": "generation", "weight_versions": np.array(versions, np.int32)}
+                        journal.append(f"train-{k}-{g}-0", quantum, record)
+                    if known := [version for versions in fate for version in versions]:
+                        started[(k, g)] = min(known)
+            if batch:
+                members = [TrajectoryId(*group, sample) for group in batch for sample in (0, 1)]
+                commit_batch(spec.batches_dir, len(batches), members)
+                batches.append(tuple(batch))
+                consumed |= set(batch)
+        if leftovers:  # none of these is an answer to anything
+            commit_batch(spec.batches_dir, len(batches) + 1, [TrajectoryId(99, 0, 0)])  # after a gap
+            (spec.groups_dir / ".train-000000-000000.group.ab.tmp").touch()
+            journal.append("eval-0-0-0", 0, {"kind": "generation", "weight_versions": np.array([0], np.int32)})
+            for k, g in consumed:  # the journal of a group goes after its store
+                journal.append(f"train-{k}-{g}-1", 0, {"kind": "generation", "weight_versions": np.array([0])})
+        point = read_point(spec)
+        assert point.members == batches and point.batches == len(batches)
+        assert point.consumed == consumed and point.committed == committed and point.started == started
+        for k, iteration in enumerate(fates):
+            expected = [g for g, fate in enumerate(iteration) if fate != "consumed"]
+            assert point.left(k, len(iteration)) == expected
+
+
+def test_the_oldest_version_of_all_samples_counts(tmp_path: Path) -> None:
+    journal = Journal(spec_of(tmp_path).journal_dir)
+    for sample, versions in ((0, [4, 3]), (1, [2]), (10, [5])):
+        journal.append(f"train-1-0-{sample}", 0, {"kind": "failure", "failure": "engine", "detail": ""})
+        journal.append(f"train-1-0-{sample}", 1, {"kind": "generation", "weight_versions": np.array(versions)})
+    assert read_point(spec_of(tmp_path)).started == {(1, 0): 2}
+
+
+def test_a_directory_without_anything_is_the_beginning(tmp_path: Path) -> None:
+    point = read_point(spec_of(tmp_path))
+    assert (point.batches, point.members, point.committed, point.started) == (0, [], frozenset(), {})
+
+
+# ------------------------------------------------------------------------------------------------ the same weights
+
+
+def trajectory(iteration: int, sample: int) -> Trajectory:
+    rng = np.random.default_rng([iteration, sample])
+    action = np.arange(12) >= 5
+    return Trajectory(
+        trajectory_id=TrajectoryId(iteration, 0, sample),
+        prompt=Prompt("p", ()),
+        token_ids=rng.integers(0, 200, 12).astype(np.int32),
+        is_action=action,
+        behaviour_logprob=np.where(action, -5 - rng.random(12), 0).astype(np.float32),
+        weight_version=np.where(action, iteration, -1).astype(np.int32),
+        kv_version=np.where(action, iteration, -1).astype(np.int32),
+        turns=[],
+        end_reason=EndReason.ANSWERED,
+        reward=float(sample),
+    )
+
+
+STEPS = 4
+ADVANTAGES = [1.0, -0.5, -0.5]
+
+
+@pytest.fixture
+def committed(tmp_path: Path, make_config: Config, random_model: Path) -> RunSpec:
+    """A run directory with `STEPS` committed batches and nothing else."""
+    spec = spec_of(tmp_path / "run", make_config(run={"iterations": 9}, checkpoint={"every": 2}), random_model)
+    for batch in range(STEPS):
+        members = [trajectory(batch, sample) for sample in range(3)]
+        path = write_group(spec.groups_dir, batch, 0, members)
+        row = {"iteration": batch, "group": 0, "path": str(path), "advantages": ADVANTAGES, "trains": [True] * 3}
+        commit_batch(spec.batches_dir, batch, [m.trajectory_id for m in members], groups=[row])
+    return spec
+
+
+def trainer_of(spec: RunSpec) -> Any:
+    replica = Replica(spec.model_dir, TrainSettings(lr=1e-2, minibatches=2), dtype=torch.float32, threads=1, seed=7)
+    writer = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
+    return SimpleNamespace(spec=spec, replica=replica, checkpoints=writer, weights=WeightStore(spec.weights_dir))
+
+
+def recovered(trainer: Any, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
+    return recover(trainer.checkpoints, trainer.spec, trainer.weights, steps, or_next=or_next)
+
+
+def step_of_batch(trainer: Any, batch: int) -> Any:
+    members = [trajectory(batch, sample) for sample in range(3)]
+    for member, advantage in zip(members, ADVANTAGES, strict=True):
+        member.advantage = advantage
+    return trainer.checkpoints.step(members, batch)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_committed_batches_taken_again_give_the_same_weights_bit_for_bit(committed: RunSpec, checkpoint: bool) -> None:
+    straight = trainer_of(committed)
+    for batch in range(STEPS):
+        if checkpoint and batch == 2:
+            straight.checkpoints.save(2)
+        step_of_batch(straight, batch)
+    resumed = trainer_of(committed)
+    replayed = recovered(resumed, STEPS)
+    assert [taken["step"] for taken in replayed] == ([2, 3] if checkpoint else [0, 1, 2, 3])
+    assert resumed.replica.steps_done == STEPS
+    start = trainer_of(committed).replica.weights()
+    for name, tensor in straight.replica.weights().items():
+        assert torch.equal(resumed.replica.weights()[name], tensor), name
+    assert any(not torch.equal(start[name], tensor) for name, tensor in straight.replica.weights().items())
+    after = [step_of_batch(trainer, STEPS).digest for trainer in (straight, resumed)]  # optimizer and random stream too
+    assert after[0] == after[1]
+
+
+def test_a_step_whose_result_was_lost_is_answered_from_the_checkpoint_after_it(committed: RunSpec) -> None:
+    first = trainer_of(committed)
+    taken = [step_of_batch(first, batch) for batch in range(2)]
+    path = first.checkpoints.save(2)
+    for group in committed.groups_dir.glob("*.group"):
+        group.unlink()  # as when they are older than the oldest checkpoint kept
+    again = trainer_of(committed)
+    assert recovered(again, 1, or_next=True) == []
+    assert step_of_batch(again, 1).digest == taken[1].digest
+    assert again.checkpoints.save(2) == path  # and so is its checkpoint
+
+
+def test_a_replica_that_is_there_is_left_alone(committed: RunSpec) -> None:
+    trainer = trainer_of(committed)
+    recovered(trainer, 2)
+    before = {name: tensor.clone() for name, tensor in trainer.replica.weights().items()}
+    assert recovered(trainer, 2) == recovered(trainer, 1) == []
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.replica.weights().items())
+
+
+def test_weights_that_were_published_otherwise_are_taken_and_said(
+    committed: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(committed)
+    other = {name: tensor + 0.5 for name, tensor in trainer.replica.weights().items()}
+    trainer.weights.publish(1, other)
+    with caplog.at_level(logging.WARNING):
+        recovered(trainer, 1)
+    assert all(torch.equal(other[name], tensor) for name, tensor in trainer.replica.weights().items())
+    assert "the published ones are taken" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ a run that was stopped
+
+
+def stopped(config: RunConfig, client: Client, iterations: int, **given: Any) -> Path:
+    """Directory of a run whose driver left after some iterations, with work in flight."""
+    with Session(config, client=client, **given) as session:
+        if evaluation_is_due(config, 0):
+            session.evaluate(0)
+        left = session.iterations()
+        for _ in range(iterations):
+            values = next(left)
+            if evaluation_is_due(config, values["iteration"] + 1):
+                session.evaluate(values["iteration"] + 1)
+        next(left)  # whose metrics are written, and whose evaluation is not made
+    return session.directory
+
+
+def check_whole(directory: Path, config: RunConfig) -> None:
+    """Every trajectory once, in the batch of one step each; every step's metrics once; no quantum twice."""
+    iterations, prompts, size = config.run.iterations, config.trainer.prompts, config.trainer.group_size
+    group = zarr.open_group(directory / "trajectories.zarr", mode="r")
+    columns = {name: array[:] for name, array in group["trajectory"].arrays()}
+    train = columns["batch"] >= 0
+    ids = list(zip(*(columns[name][train].tolist() for name in ("iteration", "group", "sample")), strict=True))
+    assert sorted(ids) == [(k, g, s) for k in range(iterations) for g in range(prompts) for s in range(size)]
+    assert Counter(columns["batch"][train].tolist()) == dict.fromkeys(range(iterations), prompts * size)
+    assert set(columns["num_turns"].tolist()) == {TURNS} and np.isfinite(columns["reward"]).all()
+    due = [version for version in range(iterations + 1) if evaluation_is_due(config, version)]
+    asked = list(zip(columns["iteration"][~train].tolist(), columns["group"][~train].tolist(), strict=True))
+    assert sorted(asked) == [(version, g) for version in due for g in range(config.evaluation.prompts)]
+    rows = read_metrics(directory)
+    assert [row["step"] for row in rows if "reward" in row] == list(range(iterations))
+    assert [row["step"] for row in rows if "evaluation/reward" in row] == due
+    quanta: Counter[Any] = Counter()
+    for event in read_events(directory / "events.jsonl").events:
+        if event["name"] == "quantum_finished":
+            key = keys.parse(event["key"])
+            assert key is not None
+            quanta[key.split, key.indices, event["quantum"]] += 1
+    assert quanta and set(quanta.values()) == {1}
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_stopped_run_goes_on_without_losing_or_repeating_anything(
+    eta: int, make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(
+        run={"iterations": 5, "eta": eta},
+        evaluation={"prompts": 2, "every": 2},
+        checkpoint={"every": 2},
+        store={"keep_journals": True},
+    )
+    directory = stopped(config, cluster_client, 2)
+    before = journal_records(directory)
+    summary = run(config, client=cluster_client, resume=True)
+    check_whole(directory, config)
+    assert newest_epoch(directory / "epochs") == 1
+    assert [result["version"] for result in summary.evaluations] == [0, 2, 4, 5]
+    assert summary.iterations[0]["iteration"] >= 3 and summary.iterations[-1]["iteration"] == 4
+    assert max(values["lag_max"] for values in summary.iterations) <= eta
+    assert summary.checkpoint is not None and summary.checkpoint.name == "step-000005"
+    after = journal_records(directory)
+    assert before.items() <= after.items()
+    assert len(after) == (5 * 4 + 4 * 2) * QUANTA
+    assert {json.loads(record)["epoch"] for record in after.values()} == {0, 1}
+
+
+def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 4})
+    directory = stopped(config, cluster_client, 2)
+    before = read_events(directory / "events.jsonl").events
+    ended = [event for event in before if event["name"] == "trajectory_ended" and event["completed"]]
+    run(config, client=cluster_client, resume=True)
+    events = read_events(directory / "events.jsonl").events
+    begin = next(event for event in events[len(before) :] if event["name"] == "policy_snapshot")
+    weight, _, _, _, running = begin["order"]["forecaster"]["all"]
+    assert 0.6 * len(ended) < weight <= len(ended)  # a new version lets older ones count a little less
+    assert running == pytest.approx(0, abs=1e-9)
+    assert begin["order"]["lives"]["lives"] == {}
+    told = replay((line, from_dict(event)) for line, event in enumerate(events, start=1))
+    assert [step.difference for step in told if step.difference] == []
+
+
+def test_a_log_that_cannot_be_read_costs_a_run_that_goes_on_only_what_was_learned(
+    make_config: Config, cluster_client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(run={"iterations": 3})
+    directory = stopped(config, cluster_client, 0)
+    log = directory / "events.jsonl"
+    log.write_text(log.read_text().replace('"name":"policy_snapshot"', '"name":"policy_snapshot","made_up":1'))
+    with caplog.at_level(logging.WARNING):
+        assert learned_before(directory) is None
+        assert learned_before(directory / "not there") is None
+    assert "learns again" in caplog.text and "made_up" in caplog.text
+    summary = run(config, client=cluster_client, resume=True)
+    assert summary.iterations[-1]["iteration"] == 2
+
+
+def test_torn_last_lines_of_both_logs_are_cut_and_said(
+    make_config: Config, cluster_client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(run={"iterations": 3})
+    directory = stopped(config, cluster_client, 0)
+    for name, torn in (("events.jsonl", '{"schema":1,"name":"quantum_fi'), ("metrics.jsonl", '{"step": 1, "rew')):
+        with (directory / name).open("a") as file:
+            file.write(torn)
+    with caplog.at_level(logging.WARNING):
+        run(config, client=cluster_client, resume=True)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        assert f"{name}: cut off a torn last line" in caplog.text
+    check_whole(directory, config)
+
+
+def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(
+    make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(evaluation={"prompts": 2})
+    summary = run(config, client=cluster_client)
+    kept = ("metrics.jsonl", "trajectories.zarr/zarr.json", "batches/batch-000001.json")
+    before = {name: (summary.directory / name).read_bytes() for name in kept}
+    again = run(load_resumed(summary.directory), client=cluster_client, resume=True)
+    assert {name: (summary.directory / name).read_bytes() for name in kept} == before
+    assert again.iterations == [] and again.evaluations == summary.evaluations
+    assert again.checkpoint == summary.checkpoint
+    events = read_events(summary.directory / "events.jsonl").events
+    start = max(index for index, event in enumerate(events) if event["name"] == "run_started")
+    assert not [event for event in events[start:] if event["name"].startswith(("quantum", "step", "batch"))]
+
+    more = load_resumed(summary.directory, ["run.iterations=3"])
+    assert [values["iteration"] for values in run(more, client=cluster_client, resume=True).iterations] == [2]
+    assert [row["step"] for row in read_metrics(summary.directory) if "reward" in row] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def test_a_directory_without_a_run_is_refused(make_config: Config, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"demo: no run to resume here; type the directory of a run"):
+        run(make_config(), resume=True)
+    with pytest.raises(RunDirectoryError, match=r"no run here, it has no config\.resolved\.yaml"):
+        load_resumed(tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from libra.driver.run_lock import lock_run
+lock = lock_run(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_run_with_a_driver_at_work_is_refused_and_not_fenced_off(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 1})
+    directory = stopped(config, cluster_client, 0)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(RunDirectoryError, match=f'another driver has this run.*"pid": {holder.pid}'):
+        run(config, client=cluster_client, resume=True)
+    assert newest_epoch(directory / "epochs") == 0
+    holder.kill()  # the kernel gives the lock back
+    holder.communicate()
+    run(config, client=cluster_client, resume=True)
+    assert newest_epoch(directory / "epochs") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("trainer.lr=0.5", False),
+        ("trainer.prompts=3", False),
+        ("run.seed=9", False),
+        ("run.eta=1", False),
+        ("rollout.max_turns=9", False),
+        ("run.iterations=9", True),
+        ("cluster.rollout_workers=2", True),
+        ("checkpoint.every=1", True),
+    ],
+)
+def test_what_would_make_another_run_of_it_is_refused_by_name(
+    override: str, allowed: bool, make_config: Config, tmp_path: Path
+) -> None:
+    (tmp_path / "config.resolved.yaml").write_text(dump_config(make_config()))
+    name, _, value = override.partition("=")
+    if allowed:
+        section, _, field = name.partition(".")
+        assert str(getattr(getattr(load_resumed(tmp_path, [override]), section), field)) == value
+        return
+    with pytest.raises(
+        ConfigError, match=rf"^{name}: the run was started with .*, got {value}; .*resumed run keeps it"
+    ):
+        load_resumed(tmp_path, [override])
+
+
+def test_objects_a_run_was_begun_with_are_asked_for(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 1})
+    directory = stopped(config, cluster_client, 0, environment=FixedTurns())
+    with pytest.raises(ConfigError, match=r"begun with an object as its environment.*without one.*run__name='demo'"):
+        run(config, client=cluster_client, resume=True)
+    assert newest_epoch(directory / "epochs") == 0
+    summary: RunSummary = run(config, client=cluster_client, resume=True, environment=FixedTurns())
+    assert summary.iterations == [] and json.loads((directory / "given.json").read_text())["environment"]
+
+
+def test_a_run_that_was_moved_is_resumed_where_it_is_now(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 4}, checkpoint={"every": 100})
+    directory = stopped(config, cluster_client, 2)
+    there = directory.parent / "elsewhere" / "demo2"
+    there.parent.mkdir()
+    directory.rename(there)
+    run(load_resumed(there), client=cluster_client, resume=True)
+    check_whole(there, config)
+
+
+def test_python_may_not_change_a_run_either(make_config: Config, cluster_client: Client) -> None:
+    stopped(make_config(run={"iterations": 3}), cluster_client, 1)
+    with pytest.raises(ConfigError, match=r"trainer\.lr: the run was started with 0\.001, got 0\.5"):
+        run(make_config(run={"iterations": 3}, trainer={"lr": 0.5}), client=cluster_client, resume=True)

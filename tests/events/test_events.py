@@ -1,0 +1,141 @@
+"""Every event survives its JSON form; nothing unknown is read as known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import fields
+
+from libra.errors import StoreError
+from libra.events import (
+    EVENTS,
+    SCHEMA,
+    Event,
+    GateOpened,
+    IterationFinished,
+    PolicySnapshot,
+    QuantumFinished,
+    WorkerLost,
+    from_dict,
+    from_json,
+    to_dict,
+    to_json,
+)
+from libra.types import NO_TOOL, ToolStatus
+
+_INTS = st.integers(-(2**63), 2**64 - 1)
+_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+_BY_TYPE = {
+    "str": st.text(),
+    "bool": st.booleans(),
+    "int": _INTS,
+    "float": _FLOATS,
+    "str | None": st.none() | st.text(),
+    "int | None": st.none() | _INTS,
+    "float | None": st.none() | _FLOATS,
+    "tuple[int, ...]": st.lists(_INTS).map(tuple),
+    "tuple[str, ...]": st.lists(st.text()).map(tuple),
+    "tuple[float, ...]": st.lists(_FLOATS).map(tuple),
+    "tuple[tuple[int, int, int], ...]": st.lists(st.tuples(*[_INTS] * 3)).map(tuple),
+    "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
+    "tuple[tuple[int, int], ...]": st.lists(st.tuples(_INTS, _INTS)).map(tuple),
+    "tuple[tuple[int, float], ...]": st.lists(st.tuples(_INTS, _FLOATS)).map(tuple),
+    "dict[str, int]": st.dictionaries(st.text(), _INTS),
+    "dict[str, float]": st.dictionaries(st.text(), _FLOATS),
+    "dict[str, int | float]": st.dictionaries(st.text(), _INTS | _FLOATS),
+    "dict[str, Any]": st.dictionaries(st.text(), _FLOATS | st.text() | st.booleans()),
+}
+_OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
+
+
+@pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_an_event_comes_back_from_its_line(kind, data):
+    types = Event.__annotations__ | kind.__annotations__
+    drawn = {
+        name: data.draw(_OUTCOMES if name == "status" else _BY_TYPE[types[name]], label=name)
+        for name in kind.__struct_fields__
+    }
+    event = kind(**drawn)
+    line = to_json(event)
+    assert "\n" not in line
+    assert from_json(line) == event
+    assert json.loads(line)["schema"] == SCHEMA
+
+
+def test_lines_that_were_encoded_by_hand_are_read_and_written_with_the_same_fields_in_the_same_order():
+    lines = [
+        line for line in (Path(__file__).parent / "data" / "events_schema_4.jsonl").read_bytes().split(b"\n") if line
+    ]
+    assert {json.loads(line)["name"] for line in lines} == set(EVENTS)
+    for line in lines:
+        event = from_json(line.decode())
+        assert list(json.loads(to_json(event)).items()) == list(json.loads(line).items())
+
+
+@pytest.mark.parametrize("word", ["success", "failure", "OK", "other"])
+def test_a_word_that_is_no_outcome_of_a_tool_is_refused_with_those_that_are(word):
+    line = to_json(QuantumFinished("demo", 0.0, "k", "TOOL", 0, 0, "ls", ToolStatus.OK, 0, 1.0, "w", 0, ""))
+    assert from_json(line).status == ToolStatus.OK
+    allowed = "allowed are ok, error, timeout, malformed, truncated, and nothing if no tool returned"
+    with pytest.raises(
+        StoreError, match=f"event quantum_finished: status '{word}'.*{allowed}.*use the Libra that wrote it"
+    ):
+        from_json(line.replace('"status":"ok"', f'"status":"{word}"'))
+
+
+def test_names_are_past_tense_snake_case_and_each_event_says_run_and_time():
+    for name, kind in EVENTS.items():
+        assert re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() == name
+        assert [f.name for f in fields(kind)[:2] if f.required] == ["run", "t_s"]
+
+
+def test_numbers_that_json_has_no_word_for_are_refused():
+    with pytest.raises(StoreError, match="gate_opened: t_s is nan"):
+        to_json(GateOpened(run="demo", t_s=float("nan"), iteration=0, reason=""))
+    with pytest.raises(StoreError, match="policy_snapshot: learned is inf"):
+        to_json(PolicySnapshot("demo", 0.0, "fifo", "", {"parts": [{"learned": float("inf")}]}, {}))
+
+
+def test_numbers_of_numpy_are_plain_numbers_in_the_log():
+    event = IterationFinished("demo", 0.0, np.int64(3), np.float64(0.5), np.float32(0.25))
+    assert to_dict(event) == to_dict(from_json(to_json(event)))
+    assert {type(value) for value in to_dict(event).values()} == {int, float, str}
+    with pytest.raises(StoreError, match="iteration_finished: reward is nan"):
+        to_json(IterationFinished("demo", 0.0, 3, np.float64("nan"), 0.0))
+    with pytest.raises(StoreError, match=r"iteration_finished: object .* has no form in JSON"):
+        to_json(IterationFinished("demo", 0.0, 3, object(), 0.0))
+
+
+def test_text_that_is_no_unicode_is_kept():
+    event = WorkerLost("demo", 0.0, "file \udcff")  # a file name that is not UTF-8, as Python has it
+    assert from_dict(json.loads(to_json(event))) == event
+
+
+@pytest.mark.parametrize(("field", "value"), [("iteration", "0"), ("iteration", 0.5), ("t_s", "now"), ("reason", None)])
+def test_a_value_of_another_type_is_refused_with_its_place(field, value):
+    values = to_dict(GateOpened(run="demo", t_s=0.0, iteration=0, reason="")) | {field: value}
+    with pytest.raises(StoreError, match=rf"event gate_opened: Expected .*\$\.{field}"):
+        from_dict(values)
+
+
+def test_unknown_schemas_names_and_fields_are_refused_by_name():
+    good = to_dict(GateOpened(run="demo", t_s=0.0, iteration=0, reason=""))
+    for bad, words in (
+        (good | {"schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),
+        (good | {"name": "gate_closed"}, "gate_closed"),
+        (good | {"colour": 1}, "colour"),
+        ({key: value for key, value in good.items() if key != "reason"}, "reason"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            from_dict(bad)
+    for line in ("{", "[]", "3"):
+        with pytest.raises(StoreError, match="event line"):
+            from_json(line)

@@ -1,0 +1,142 @@
+"""Reports on the wire: every type comes back as it was sent, and what is none is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from libra.events import VersionServed, to_json
+from libra.events.reports import (
+    REPORTS,
+    TOPIC,
+    AsleepReport,
+    AwakeReport,
+    BoundariesReport,
+    CheckNumbers,
+    DeclaredReport,
+    EngineKindFields,
+    EngineReport,
+    FoundEndedReport,
+    GangFailedReport,
+    GangJoinedReport,
+    GangOpenReport,
+    GangReport,
+    GivenBackReport,
+    GroupReport,
+    HybridPoolReport,
+    IterationReport,
+    JoinedReport,
+    NotReadyReport,
+    PlanReport,
+    PromptsReport,
+    PublishedReport,
+    QuantumReport,
+    QuarantinedReport,
+    ReadyReport,
+    Report,
+    RoleFailedReport,
+    RoleMemberReport,
+    RoleStageReport,
+    ServedReport,
+    StepReport,
+    TrainerReport,
+    decode,
+    encode,
+)
+from libra.types import EngineCapacity, StepSeconds
+
+AT = {"name": "rollout-0", "address": "tcp://10.0.0.1:1"}
+STEPS = StepSeconds(0.1, 0.2, 0.3, 0.4, 5, 0.6)
+EXAMPLES: list[Report] = [
+    QuantumReport(
+        key="k", quantum=2, next="TOOL", goes_on=True, end="", failure="none", detail="", tokens=7, version=1, tool="search",
+        status="ok", payload_tokens=3, context_tokens=40, start_s=1.5, stop_s=2.5,
+    ),
+    FoundEndedReport("k", 4, "answered"),
+    GivenBackReport("k"),
+    GroupReport("train", 1, 2, -1, None, {"tool": 1}, {"worker": "w", "num_bytes": (3,)}),
+    PublishedReport(3, "d", 10, "tcp://10.0.0.1:1", ("10.0.0.1", 5)),
+    JoinedReport(**AT, weights=("10.0.0.1", 5), engine=EngineKindFields("vllm", "vllm-tp2", 2, 8)),
+    AsleepReport(**AT),
+    AwakeReport(**AT),
+    ServedReport(
+        **AT, version=1, load_s=0.5, tp=2, bucket="vllm-tp2", stats={"steps": 3, "busy_s": 0.25},
+        check=CheckNumbers("columns", 0.0, 0.0, None, 9, None, 0.0, True, 0.1, 0.2),
+    ),
+    QuarantinedReport(**AT, version=1, layer="(all)", method="probe", gap=None, tolerance=0.1, detail="", out=True),
+    DeclaredReport("rollout-0", "vllm", "vllm-tp2", "m", EngineCapacity(1, 2, 3, 4, 5, STEPS)),
+    DeclaredReport("rollout-0", "vllm", "vllm-tp2", "m", EngineCapacity(1, 2, 3, 4, 5)),
+    ReadyReport(**AT),
+    NotReadyReport(**AT, detail="OSError"),
+    StepReport(1, 0.5, 2.0),
+    IterationReport(1, None, 0.5),
+    PlanReport("plan_considered", {"seconds": 1.5}),
+    PromptsReport(1, ["a", ""]),
+    BoundariesReport({"1": 100.0}, "asked for"),
+    TrainerReport(**AT),
+    GangOpenReport(1, "10.0.0.1", 5),
+    GangJoinedReport(1, 0, 3),
+    GangFailedReport(1, 0, "lost"),
+    HybridPoolReport(0, "10.0.0.1", 5),
+    RoleMemberReport(**AT, tp=1, slots=8, share={"cores": "", "devices": ""}),
+    RoleStageReport("rollout-0", 1, "draining", 0.5),
+    RoleFailedReport("rollout-0", 1, "no memory"),
+]  # fmt: skip
+
+
+def test_every_kind_has_an_example() -> None:
+    assert {type(report) for report in EXAMPLES} == set(REPORTS.values())
+
+
+@pytest.mark.parametrize("report", EXAMPLES, ids=lambda report: type(report).__name__)
+def test_a_report_comes_back_as_it_was_sent(report: Report) -> None:
+    wire: Any = msgpack.unpackb(msgpack.packb(encode("demo", 3, report)), use_list=False)  # as Dask does
+    received = decode(TOPIC, wire | {"worker": "tcp://10.0.0.1:1"})
+    assert received is not None
+    assert (received.run, received.epoch, received.worker) == ("demo", 3, "tcp://10.0.0.1:1")
+    assert received.report == report and REPORTS[wire["kind"]] is type(report)
+
+
+def test_numpy_scalars_become_numbers() -> None:
+    step: Any = StepReport(np.int64(1), np.float64(0.5), np.float32(2.0))  # type: ignore[arg-type]
+    received = decode(TOPIC, encode("demo", 0, step))
+    assert received is not None and received.report == StepReport(1, 0.5, 2.0)
+
+
+def test_counters_stay_whole_numbers_on_their_way_into_the_log() -> None:
+    (served,) = (report for report in EXAMPLES if isinstance(report, ServedReport))
+    received = decode(TOPIC, encode("demo", 0, served))
+    assert received is not None and isinstance(received.report, ServedReport)
+    line = to_json(VersionServed(run="demo", t_s=1.0, version=1, worker="w", load_s=0.1, stats=received.report.stats))
+    assert '"stats":{"steps":3,"busy_s":0.25}' in line
+
+
+def test_a_plugin_takes_the_types_that_it_handles() -> None:
+    asleep = encode("demo", 0, AsleepReport(**AT))
+    assert decode(TOPIC, asleep, EngineReport) is not None
+    assert decode(TOPIC, asleep, GangReport) is None
+    assert decode(TOPIC, asleep, (GangReport, AsleepReport)) is not None
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["text", {}, {"kind": "new", "run": "demo", "epoch": 0}, {"kind": "EngineReport", "run": "demo", "epoch": 0}],
+)
+def test_what_is_no_report_is_ignored(message: object) -> None:
+    assert decode(TOPIC, message) is None
+
+
+def test_other_topics_are_ignored() -> None:
+    assert decode("quanta", encode("demo", 0, GivenBackReport("k"))) is None
+
+
+@pytest.mark.parametrize("wrong", [{"key": 3}, {"epoch": None}])
+def test_a_malformed_report_is_logged_and_ignored(caplog: pytest.LogCaptureFixture, wrong: dict[str, Any]) -> None:
+    message = encode("demo", 0, GivenBackReport("k")) | wrong
+    for name in [name for name, value in wrong.items() if value is None]:
+        del message[name]
+    assert decode(TOPIC, message) is None
+    assert "a malformed report is ignored" in caplog.text

@@ -1,0 +1,130 @@
+"""A run whose model writes hostile calls, whose tools return hostile text and whose reward raises it: it ends, and goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from distributed import Client
+
+from libra.config import RunConfig
+from libra.driver.session import run
+from libra.envs import Environment, tool
+from libra.errors import ToolFault
+from libra.observe.metrics import read_metrics
+from libra.store.event_log import read_events
+from libra.testing import FixedTurns
+from libra.testing.hostile_text import hostile_texts
+from libra.types import Episode, ToolCall
+
+ENDS_A_RUN = [  # each of these alone ended a run for good, before what enters a record was made storable
+    *(json.dumps({"name": f"{chr(0xD800 + i)}", "arguments": {}}) for i in range(8)),
+    *(f'{{"name": "echo", "arguments": {{"text": {"[" * depth}{"]" * depth}}}}}' for depth in range(850, 990, 10)),
+    *(json.dumps({"name": "echo", "arguments": {"text": f"{chr(0xDC00 + i)}"}}) for i in range(8)),
+    *(json.dumps({"name": "raises", "arguments": {"text": f"{chr(0xDC00 + i)}"}}) for i in range(8)),
+    *(json.dumps({"name": "faults", "arguments": {"text": f"{chr(0xDC00 + i)}"}}) for i in range(4)),
+]
+
+
+class Hostile(FixedTurns):
+    """Its tools return or raise what they were given with more of the kind; its reward raises for one sample of each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        worse = "\ud800\x00\x1b]0;title\x07\u202e"
+
+        async def echo(text: Any) -> Any:
+            """Return it.
+
+            Args:
+                text: What.
+            """
+            return text + worse if isinstance(text, str) else [text, worse, float("nan"), 10**5000]
+
+        async def raises(text: str) -> str:
+            """Raise it.
+
+            Args:
+                text: What.
+            """
+            raise RuntimeError(text + worse)
+
+        async def faults(text: str) -> str:
+            """Fail with it.
+
+            Args:
+                text: What.
+            """
+            raise ToolFault(text + worse)
+
+        self.tools = tuple(tool(function, max_payload_chars=60) for function in (echo, raises, faults))
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return Environment.parse(self, text)
+
+    def grade(self, episode: Episode) -> float:
+        if episode.trajectory_id.endswith("-1"):
+            raise ValueError("\udc00\x9b31m" + episode.answer)
+        if episode.trajectory_id.endswith("-2"):
+            return 1e308
+        return hashlib.blake2b(episode.answer.encode(), digest_size=1).digest()[0] / 256
+
+
+@pytest.fixture(scope="module")
+def hostile_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random model with hostile calls as words: it writes about one every second token."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("hostile_model")
+    words = [text for text in hostile_texts(largest_chars=20_000) if "<tool_call>" in text and len(text) <= 20_000]
+    words = [text for text in words if text == text.encode(errors="replace").decode()]  # the others are no words
+    words += [f"<tool_call>{call}</tool_call>" for call in ENDS_A_RUN]
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    tokenizer.add_tokens(words)
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = Qwen3Config.from_pretrained(random_model, vocab_size=len(tokenizer))
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(
+    hostile_model: Path, make_config: Callable[..., RunConfig], cluster_client: Client
+) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(hostile_model)},
+        "rollout": {"max_new_tokens": 3, "max_turns": 3},
+        "trainer": {"prompts": 2, "group_size": 8},
+        "observe": {"tensorboard": True},
+    }
+    config = make_config(run={"iterations": 1}, **sections)
+    first = run(config, environment=Hostile(), client=cluster_client)
+    assert len(first.iterations) == 1
+    more = make_config(run={"iterations": 2}, **sections)
+    second = run(more, environment=Hostile(), client=cluster_client, resume=True)
+    assert [values["iteration"] for values in second.iterations] == [1]
+
+    columns = {
+        name: array[:]
+        for name, array in zarr.open_group(first.directory / "trajectories.zarr", mode="r")["trajectory"].arrays()
+    }
+    assert len(columns["sample"]) == 32
+    failures = Counter(map(str, columns["failure"]))
+    assert failures["reward"] == 8, "four samples whose reward raises, four with a reward that no gradient survives"
+    assert failures["policy"] + failures["none"] + failures["tool"] == 24
+    assert np.isfinite(columns["advantage"]).all()
+    events = [
+        event for event in read_events(first.directory / "events.jsonl").events if event["name"] == "quantum_finished"
+    ]
+    tools, statuses = Counter(event["tool"] for event in events), Counter(event["status"] for event in events)
+    assert set(tools) <= {"", "echo", "raises", "faults"}, "a tool that the model made up is counted as one"
+    assert statuses.keys() >= {"ok", "error", "malformed"}, statuses
+    assert [line["step"] for line in read_metrics(first.directory)] == [0, 1]

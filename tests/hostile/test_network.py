@@ -1,0 +1,392 @@
+"""Everybody else on the network and on this machine, against a run that goes on: it ends as if nobody had been there.
+
+The servers that are attacked are all that listen in the run's processes, found in /proc, so that none is forgotten. The cluster is
+the one that other tests share, and its deadlines are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from distributed import Client
+
+from libra.config import RunConfig
+from libra.driver.session import Session
+from libra.scheduler.plugin import LibraPlugin
+from libra.store.event_log import read_events
+from libra.transport import Channel, Server
+from libra.weights import WeightStore
+from libra.weights.transfer import PURPOSE
+
+CONNECTIONS = 2000
+ITERATIONS = 2
+OTHER_UID = 61_234
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def client_hello() -> bytes:
+    """How a TLS connection begins."""
+    outgoing = ssl.MemoryBIO()
+    wrapped = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="libra")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        wrapped.do_handshake()
+    return outgoing.read()
+
+
+HELLO = client_hello()
+ATTACKS = (
+    b"",  # silent
+    b"\x16",  # one byte, and then none for long
+    bytes(range(256)) * 16,  # garbage
+    HELLO[: len(HELLO) // 2],  # half messages
+    HELLO,
+    b"GET /libra HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ",
+    b"\xff" * 64,  # huge lengths
+    b"\x16\x03\x03\xff\xff" + bytes(100),
+    (2**60).to_bytes(8, "little") * 8,
+    b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999999999\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: evil.example\r\nOrigin: http://evil.example\r\nUpgrade: websocket\r\n\r\n",
+)
+
+
+def listening(pids: set[int]) -> dict[int, str]:
+    """Ports on which these processes listen, and the address of each."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found: dict[int, str] = {}
+    for line in itertools.chain(*(Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))):
+        columns = line.split()
+        if columns[3] == "0A" and columns[9] in inodes:
+            address, port = columns[1].split(":")
+            found[int(port, 16)] = address
+    return found
+
+
+@dataclass
+class Attacker:
+    """Holds `CONNECTIONS` connections that say `ATTACKS`, and makes new ones for each that is closed."""
+
+    ports: list[int]
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self._held: list[socket.socket] = []
+        self._stop = threading.Event()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < CONNECTIONS + 1000 <= hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (CONNECTIONS + 1000, hard))
+        self._number = min(CONNECTIONS, max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 800))
+        self._said = itertools.cycle(itertools.product(ATTACKS, self.ports))
+
+    def __enter__(self) -> Attacker:
+        while len(self._held) < self._number:
+            self._one()
+        self._thread = threading.Thread(target=self._on_and_on)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for each in self._held:
+            each.close()
+
+    def _one(self) -> None:
+        what, port = next(self._said)
+        with contextlib.suppress(ConnectionError):  # closed at once
+            connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+            self._held.append(connection)
+            connection.sendall(what)
+        self.made += 1
+
+    def _on_and_on(self) -> None:
+        while not self._stop.wait(0.01):
+            self._held.pop(0).close()
+            self._one()
+
+
+# ---------------------------------------------------------------- who lies
+
+
+Lie = Callable[[str, bytes], tuple[int, bytes]]
+
+
+def altered(name: str, content: bytes) -> tuple[int, bytes]:
+    return len(content), (content[:-8] + bytes(8) if name.endswith(".safetensors") else content)
+
+
+def oversize(name: str, content: bytes) -> tuple[int, bytes]:
+    return (2**50 if name.endswith(".safetensors") else len(content)), content
+
+
+def of_another_version(name: str, content: bytes) -> tuple[int, bytes]:
+    if name == "version.json":
+        content = json.dumps({**json.loads(content), "number": 77}).encode()
+    return len(content), content
+
+
+LIES: tuple[Lie, ...] = (altered, oversize, of_another_version)
+
+
+class RogueHolders:
+    """Weight servers that know the run's secret, and that the scheduler names first; each tells another lie."""
+
+    def __init__(self, session: Session) -> None:
+        self.asked: set[tuple[str, int]] = set()
+        self._directory = session.spec.weights_dir
+        self._servers = [
+            Server(functools.partial(self._serve, lie), secret=session.spec.secret, purpose=PURPOSE, host="127.0.0.1")
+            for lie in LIES
+        ]
+        scheduler = session.client.cluster.scheduler
+        holders = scheduler.plugins[LibraPlugin.name].runs[session.spec.run].workers.holders
+        for number, server in enumerate(self._servers, 1):
+            holders.offers(f"tls://127.0.0.1:{number}", server.address)
+            for version in range(1, ITERATIONS + 1):
+                holders.has(f"tls://127.0.0.1:{number}", version)
+
+    def __enter__(self) -> RogueHolders:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._servers:
+            server.close()
+
+    def _serve(self, lie: Lie, channel: Channel, client: str) -> None:
+        while (request := channel.recv_frame()) is not None:
+            version, name = request["version"], request["file"]
+            try:
+                content = (WeightStore(self._directory).directory(version) / name).read_bytes()
+            except OSError:
+                channel.send_frame(error="none", absent=True)
+                continue
+            self.asked.add((lie.__name__, version))
+            size, sent = lie(name, content)
+            channel.send_frame(size=size, sha256=hashlib.sha256(sent).hexdigest() if name.endswith(".json") else None)
+            channel.send_bytes([memoryview(sent)[request["offset"] :]])
+
+
+# ---------------------------------------------------------------- the run
+
+
+def digest_of(directory: Path) -> str:
+    """Of all tokens and rewards of a run, and of the version that each token is of.
+
+    Tokens of the second iteration follow from the weights after the first. Log-probabilities are left out: their last bit, and with
+    it that of the weights, depends on how the engine's passes fall.
+    """
+    group = zarr.open_group(directory / "trajectories.zarr", mode="r")
+    trajectories = {name: array[:] for name, array in group["trajectory"].arrays()}
+    order = np.lexsort([trajectories[name] for name in ("sample", "group", "iteration")])
+    found = hashlib.sha256()
+    for row in order:
+        span = slice(trajectories["offset"][row], trajectories["offset"][row] + trajectories["length"][row])
+        for name in ("token_ids", "is_action", "weight_version"):
+            found.update(group[name][span].tobytes())
+        found.update(trajectories["reward"][row].tobytes())
+    assert len(order) == ITERATIONS * 4
+    return found.hexdigest()
+
+
+def published(directory: Path) -> list[str]:
+    """Digest of each version that the trainer published."""
+    return [e["digest"] for e in read_events(directory / "events.jsonl").events if e["name"] == "version_published"]
+
+
+def config_of(make: Callable[..., RunConfig], name: str) -> RunConfig:
+    return make(
+        run={"name": name, "iterations": ITERATIONS},
+        trainer={"dispatch": "peer"},
+        weights={"transfer": "peer"},
+        evaluation={"prompts": 0},
+    )
+
+
+@dataclass
+class Undergone:
+    """A run that was attacked, as its test found it."""
+
+    directory: Path
+    undisturbed: str
+    connections: int
+    addresses: dict[int, str]
+    asked_rogues: set[tuple[str, int]]
+    kept: dict[str, list[str]]
+    seen_by_another: dict[str, str]
+
+
+def stores(run: str, dask_worker: Any) -> list[str]:
+    """Digests of the versions that a worker keeps for itself; runs on a worker."""
+    from libra.weights import WeightStore
+
+    found = []
+    for root in Path(dask_worker.local_directory).glob(f"libra-weights-{run}-e*"):
+        store = WeightStore(root)
+        found += [store.get(number).digest for number in store.numbers()]
+        found += [path.name for path in root.iterdir() if not path.name.isdecimal()]
+    return found
+
+
+@pytest.fixture(name="undergone")
+def _undergone(cluster_client: Client, make_config: Callable[..., RunConfig]) -> Undergone:
+    with Session(config_of(make_config, "alone"), client=cluster_client) as alone:
+        list(alone.iterations())
+    undisturbed = digest_of(alone.directory)
+    with Session(config_of(make_config, "attacked"), client=cluster_client) as session:
+        workers = cluster_client.scheduler_info(n_workers=-1)["workers"]
+        pids = set(cluster_client.run(os.getpid).values())
+        addresses = listening({os.getpid(), *pids})
+        assert len(addresses) >= 2 + 3 * len(workers) + 2, (
+            "scheduler and page; nanny, worker, page each; rows and weights"
+        )
+        seen = seen_by_another(session, {os.getpid(), *pids}, workers)
+        with RogueHolders(session) as rogues, Attacker(sorted(addresses)) as attacker:
+            for _ in session.iterations():
+                with Client(cluster_client.cluster, set_as_default=False) as other:
+                    assert other.submit(lambda: "still served", pure=False).result() == "still served"
+        kept = cluster_client.run(stores, "attacked")
+    return Undergone(session.directory, undisturbed, attacker.made, addresses, rogues.asked, kept, seen)
+
+
+def test_nobody_changes_a_run_without_its_key(undergone: Undergone) -> None:
+    """One test: its run is its cost."""
+    assert digest_of(undergone.directory) == undergone.undisturbed
+    assert undergone.connections >= min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 800)
+    assert set(undergone.addresses.values()) == {"0100007F"}, "every server of a local run is on 127.0.0.1 alone"
+
+    # What the rogue holders gave was deleted, and what the engine's worker keeps is what the trainer published.
+    assert undergone.asked_rogues >= {(lie.__name__, 1) for lie in LIES}, "each was asked"
+    kept = [digest for found in undergone.kept.values() for digest in found]
+    assert kept and set(kept) <= set(published(undergone.directory))
+
+    if undergone.seen_by_another:
+        assert undergone.seen_by_another.pop("a client with the key") == "served", "what the others lack is the key"
+        breaches = {what: seen for what, seen in undergone.seen_by_another.items() if not seen.startswith("refused")}
+        assert not breaches
+
+
+# ---------------------------------------------------------------- another user of this machine
+
+AS_ANOTHER = """
+import asyncio, json, os, sys
+from pathlib import Path
+
+import distributed.comm, distributed.client
+from distributed import Client
+from distributed.comm import connect
+from distributed.security import Security
+from libra.cluster.certificates import new_security, security_of
+
+asked = json.loads(sys.stdin.read())
+stranger = new_security()
+seen = {}
+
+
+def reads(what, path, *secrets):
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except (OSError, ValueError) as error:
+        seen[what] = f"refused: {error}"
+    else:
+        seen[what] = "READ" if not secrets or any(secret.encode() in content for secret in secrets) else "refused: not in it"
+
+
+async def calls(what, address, security):
+    async def submit():
+        arguments = security.get_connection_args("client")
+        comm = await connect(address, timeout=asked["patience_s"], **arguments)
+        await comm.write({"op": "identity", "reply": True})
+        answer = await comm.read()
+        comm.abort()
+        return answer
+    try:
+        await asyncio.wait_for(submit(), 4 * asked["patience_s"])
+    except (OSError, asyncio.TimeoutError) as error:
+        seen[what] = f"refused: {error!r}"
+    else:
+        seen[what] = "served"
+
+
+async def main(addresses):
+    certificate, key, authority = asked["shown"]
+    await calls("a client with the key", asked["addresses"][0], security_of(certificate, key, authority))
+    for address in addresses:
+        plain = address.replace("tls://", "tcp://")
+        await asyncio.gather(
+            calls(f"a client with a key of its own: {address}", address, stranger),
+            calls(f"an open client: {plain}", plain, Security(require_encryption=False)),
+        )
+
+# All modules are imported before: the environment of these tests may be closed to another user.
+asyncio.run(main(asked["addresses"][:1]))
+seen.clear()
+os.setgroups([]); os.setgid(asked["uid"]); os.setuid(asked["uid"])
+os.environ["HOME"] = "/"
+asyncio.run(main(asked["addresses"]))
+for pid in asked["pids"]:
+    for name in ("environ", "mem", "maps"):
+        reads(f"/proc/{pid}/{name}", f"/proc/{pid}/{name}")
+    reads(f"/proc/{pid}/cmdline", f"/proc/{pid}/cmdline", *asked["secrets"])
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+        seen[f"/proc/{pid}/fd"] = "READ"
+    except OSError as error:
+        seen[f"/proc/{pid}/fd"] = f"refused: {error}"
+for root in asked["roots"]:
+    for path in sorted(Path(root).rglob("*")) if os.access(root, os.R_OK) else []:
+        if path.is_file():
+            reads(str(path), path, *asked["secrets"])
+reads("scheduler.json", asked["contact"])
+print(json.dumps(seen))
+"""
+
+
+def seen_by_another(session: Session, pids: set[int], workers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What a process of another user comes to; nothing where these tests may not start one."""
+    if os.getuid() != 0:
+        return {}
+    client = session.client
+    shown = client.security.get_tls_config_for_role("client")
+    key = shown["key"]
+    # Tests are under a directory that is private to their user; a run's is usually not.
+    for parent in itertools.takewhile(lambda path: path != Path("/tmp"), session.directory.parents):
+        parent.chmod(0o755)
+    asked = {
+        "uid": OTHER_UID,
+        "patience_s": 2,
+        "addresses": [client.scheduler.address, *workers, *(worker["nanny"] for worker in workers.values())],
+        "shown": [shown["cert"], key, shown["ca_file"]],
+        "secrets": [session.spec.secret, key, key.splitlines()[1], json.dumps(key)[1:-1]],
+        "pids": sorted(pids),
+        "roots": [str(session.directory), *{worker["local_directory"] for worker in workers.values()}],
+        "contact": str(session.directory / "scheduler.json"),
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", AS_ANOTHER], input=json.dumps(asked), capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return dict(json.loads(found.stdout))

@@ -1,0 +1,87 @@
+"""Programs that attack their sandbox, at every level that is to be had here: what each comes to, and that the next program runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attack_each import LIMITS, attack_each
+
+from libra.envs.sandbox import Level, Session, available
+from libra.testing.sandbox_attacks import ATTACKS, Attack, contained_at, end_of, why_not_contained
+
+ORDINARY_USER = 61_000
+"""An id that no account has."""
+ELSEWHERE = {
+    "bubblewrap as an ordinary user": ("bubblewrap", ORDINARY_USER),
+    "landlock": ("landlock", 0),
+    "rlimits": ("rlimits", 0),
+}
+"""Levels that are tried by a process of their own, with its user; as root it gives programs a user of their own."""
+
+
+@pytest.fixture(name="level", scope="module")
+def _level() -> Level:
+    level, missing = available()
+    if level is Level.RLIMITS:
+        pytest.skip(f"this machine can confine programs by limits alone: {missing}")
+    return level
+
+
+@pytest.fixture(name="secret", scope="module")
+def _secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("host") / "secret"
+    path.write_text("what no program may read")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(name="elsewhere", scope="module")
+def _elsewhere() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Begun at once, since most of their time is waiting."""
+    if os.geteuid() != 0:
+        pytest.skip(
+            "only root can try these levels: it gives programs a user of their own, and can be another user itself"
+        )
+    script = str(Path(__file__).parents[1] / "support/attack_each.py")
+    begun = {
+        name: subprocess.Popen([sys.executable, script, level, str(user)], stdout=subprocess.PIPE, text=True)
+        for name, (level, user) in ELSEWHERE.items()
+    }
+    yield begun
+    for process in begun.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_each_level_contains_what_it_has_to(elsewhere: dict[str, subprocess.Popen[str]], name: str) -> None:
+    output, _ = elsewhere[name].communicate(timeout=300)
+    assert elsewhere[name].returncode == 0
+    found = json.loads(output)
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    assert found and {attack: why for attack, why in found.items() if why is not None} == {}
+
+
+def test_the_best_level_here_contains_what_it_has_to(level: Level, secret: Path) -> None:
+    found = attack_each(level, secret)
+    assert found and {attack: why for attack, why in found.items() if why is not None} == {}
+
+
+def test_an_attack_that_succeeds_is_seen(level: Level, secret: Path) -> None:
+    with Session(level, LIMITS) as session:
+        assert "it succeeded" in (why_not_contained(session, Attack("print('BREACH')", "ended"), secret) or "")
+        assert "it was ended" in (why_not_contained(session, Attack("pass", "refused"), secret) or "")
+        assert end_of(session.run("raise SystemExit(3)", timeout_s=20.0)) == "refused"
+
+
+def test_a_better_level_contains_all_that_a_worse_one_does_and_more() -> None:
+    rlimits, landlock, bubblewrap = (set(contained_at(level, groups=True)) for level in sorted(Level))
+    assert rlimits < landlock < bubblewrap == set(ATTACKS)
+    assert set(contained_at(Level.BUBBLEWRAP, groups=False)) == bubblewrap - {"takes memory in processes"}

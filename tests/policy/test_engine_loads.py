@@ -1,0 +1,165 @@
+"""What is believed of engines: sums kept event by event are those of all members, and the longest stands out as far as it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined, joined_of
+from libra.policy.engine_loads import SURE, UNSURE, Loads
+from libra.policy.fleet import Fleet
+from libra.types import EngineCapacity, Phase, StepSeconds
+
+KEYS = [f"t{k}" for k in range(6)]
+WORKERS = ["a", "b"]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("believe"), st.sampled_from(KEYS), st.integers(0, 10**6), st.integers(1, 10**6)),
+        st.tuples(st.just("generated"), st.sampled_from(KEYS), st.integers(0, 10**5)),
+        st.tuples(st.just("settle"), st.sampled_from(KEYS), st.sampled_from([*WORKERS, None])),
+        st.tuples(st.just("end"), st.sampled_from(KEYS)),
+    ),
+    max_size=60,
+)
+
+
+def engines() -> tuple[Fleet, Loads]:
+    fleet = Fleet()
+    for worker in WORKERS:
+        fleet.handle(WorkerJoined(worker, "tp2", 8, 0, 100_000, 0.01, 0.03, 1e-5))
+    return fleet, Loads(fleet)
+
+
+def take(fleet: Fleet, loads: Loads, step: tuple[Any, ...]) -> None:
+    match step:
+        case ("believe", key, left, final):
+            loads.set_forecast(key, float(left), float(final))
+        case ("generated", key, tokens):
+            fleet.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
+            loads.generated(key, tokens)
+        case ("settle", key, worker):
+            loads.settle(key, worker)
+        case ("end", key):
+            loads.end(key)
+
+
+def brute_s(loads: Loads, worker: str, more: tuple[float, float]) -> float:
+    """When an engine is over with one more, from its members as they are."""
+    load = loads._loads.get(worker)
+    members = [(left, work) for _, left, work in load.members.values()] if load is not None else []
+    members.append(more)
+    peak = sum((left / 1000) ** UNSURE for left, _ in members) ** (1 / UNSURE) * 1000
+    return 0.01 * peak + 0.02 / 100_000 * sum(work for _, work in members)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=STEPS)
+def test_sums_are_those_of_all_members_after_any_events(steps: list[tuple[Any, ...]]) -> None:
+    fleet, loads = engines()
+    loads.set_forecast("new", 100.0, 300.0)
+    for step in steps:
+        take(fleet, loads, step)
+        for worker in WORKERS:
+            expected = brute_s(loads, worker, (100.0, 100.0 * 0.5 * 300.0))
+            assert loads.finish_s("new", worker) == pytest.approx(expected, rel=1e-3)
+
+
+def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one() -> None:
+    fleet, loads = engines()
+    for key in KEYS[:5]:
+        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0))
+        fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
+        loads.set_forecast(key, 1000.0, 1000.0)
+        loads.settle(key, "a")
+    work_s = 0.02 / 100_000 * loads._loads["a"].work
+    assert loads.finish_s(KEYS[0], "a") - work_s == pytest.approx(0.01 * 1000 * 5 ** (1 / UNSURE))
+    loads.set_forecast("long", 50_000.0, 50_000.0)
+    alone_s = loads.finish_s("long", "b")
+    beside_s = loads.finish_s("long", "a")
+    assert alone_s < beside_s
+    assert beside_s - alone_s == pytest.approx(work_s, rel=0.02)  # the others do not make the longest any longer
+
+
+def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_that_are_too_few_add_steps() -> None:
+    fleet = Fleet()
+    steps = StepSeconds(0.01, 0.002, 1e-6, 0.0, 100, 0.0)
+    fleet.handle(joined_of("a", "tp1", EngineCapacity(8192, 0, 0, 2, 1, steps)))
+    loads = Loads(fleet, SURE)
+    for key in ("x", "y", "z"):
+        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0))
+        loads.set_forecast(key, 100.0, 100.0)
+        loads.settle(key, "a")
+    # Three of 100 tokens on two slots: 150 steps, 300 tokens, contexts of 50 on average.
+    expected_s = 150 * 0.01 + 300 * 0.002 + 300 * 50 * 1e-6
+    assert loads.finish_s("x", "a") == pytest.approx(expected_s, rel=1e-6)
+    assert loads.pace_s_per_token("x", "a") == pytest.approx(0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6)  # room: 70 each
+
+
+def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one() -> None:
+    """Seconds per token, compared with seconds until an engine is over, had every engine of unknown capacity seem over at once."""
+    told = {"kv_tokens": 10**6, "full_s_per_token": 0.02}
+    alone = {"a": 0.01, "b": 0.003}
+    for known in (("a", "b"), ("a",), ("b",), ()):
+        fleet = Fleet()
+        for name in ("a", "b"):
+            fleet.handle(
+                WorkerJoined(
+                    name, "tp1", rollout_slots=4, **(told | {"alone_s_per_token": alone[name]} if name in known else {})
+                )
+            )
+        loads = Loads(fleet)
+        for key in ("long", "longer"):
+            fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
+            fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
+            loads.set_forecast(key, 5000.0, 6000.0)
+            loads.settle(key, "a")
+        loads.set_forecast("longer", 9000.0, 10_000.0)
+        better = loads.better_home("longer", {"b": 4})
+        assert (better is not None) == (known == ("a", "b"))
+
+
+def test_beliefs_end_where_engines_end_contexts() -> None:
+    fleet = Fleet()
+    capacity = EngineCapacity(4096, 0, 0, 8, 1, StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0), max_context_tokens=512)
+    fleet.handle(joined_of("a", "tp1", capacity))
+    loads = Loads(fleet, SURE)
+    for number in range(8):
+        fleet.handle(TrajectoryParked(f"t{number}", 0, Phase.ROLLOUT, 0))
+        loads.set_forecast(f"t{number}", 50_000.0, 60_000.0)
+        assert loads.fits(f"t{number}", "a"), "eight slots of the longest contexts there can be"
+        loads.settle(f"t{number}", "a")
+    assert loads.finish_s("t0", "a") == pytest.approx(512 * 0.01, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sure", "residents", "beside_s", "goes"),
+    [
+        (False, 1, 0.0, True),  # a short one goes to the faster engine, whose end it does not change
+        (False, 4, 0.0, False),  # whose every slot somebody at home there needs
+        (False, 3, 0.02, False),  # where it would hold the others up by more than it wins
+        (True, 1, 0.0, False),  # lengths are known: only ends count
+    ],
+)
+def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(
+    sure: bool, residents: int, beside_s: float, goes: bool
+) -> None:
+    fleet = Fleet()
+    for name, alone_s in (("slow", 0.03), ("fast", 0.01)):
+        steps = StepSeconds(alone_s, beside_s if name == "fast" else 0.0, 0.0, 1e-6, 100, 0.0)
+        fleet.handle(joined_of(name, "tp1", EngineCapacity(10**6, 0, 0, 4, 1, steps)))
+    loads = Loads(fleet, SURE if sure else UNSURE)
+    homes = {"short": "slow", "other": "slow", **{f"long{n}": "fast" for n in range(residents)}}
+    for key, home in homes.items():
+        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
+        fleet.handle(QuantumStarted(key, Phase.ROLLOUT, home))
+        loads.set_forecast(key, {"short": 50.0, "other": 500.0}.get(key, 5000.0), 6000.0)
+        loads.settle(key, home)
+    free = {"slow": 2, "fast": 1}
+    assert loads.better_home("short", free) is None, "it is not the longest at home"
+    moved = loads.move("short", free)
+    assert (moved is not None) == goes
+    if moved is not None:
+        assert moved == ("fast", "move: it is over 1 s sooner, and nobody later")

@@ -1,0 +1,419 @@
+"""Role changes: every interleaving ends in the old or the new assignments, and no GPU is ever in two hands."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy.role_changes import Roles
+from libra.policy.role_messages import (
+    Assignment,
+    CancelRequested,
+    ChangeRequested,
+    GiveUp,
+    MemberAnnounced,
+    MemberFailed,
+    MemberLost,
+    Perform,
+    Refuse,
+    ReportEnded,
+    ReportStarted,
+    ReportUndone,
+    RestartMember,
+    Role,
+    RoleEvent,
+    Stage,
+    StageDone,
+    Supply,
+    Withdraw,
+)
+
+ROLLOUT, TRAIN, LENT = Assignment(Role.ROLLOUT), Assignment(Role.TRAIN), Assignment(Role.LENT)
+LEADS_2, LEADS_3 = Assignment(Role.ROLLOUT, 2), Assignment(Role.ROLLOUT, 3)
+NODES = {"a": "one", "b": "one", "c": "one", "d": "two"}
+
+
+@dataclass
+class Process:
+    """A worker's process as the machine cannot see it: what it holds, was told, and was given."""
+
+    holds: Assignment | None
+    supplied: Assignment | None
+    told: deque[Perform] = field(default_factory=deque)
+    alive: bool = True
+
+
+class World:
+    """Workers that do what they are told, late, wrongly or never, and the checks of every command."""
+
+    def __init__(self) -> None:
+        self.roles = Roles()
+        self.processes = {name: Process(ROLLOUT, ROLLOUT) for name in NODES}
+        self.mail: deque[RoleEvent] = deque()
+        self.sent: list[RoleEvent] = []
+        self.restarts: list[str] = []
+        self.begun: dict[int, ReportStarted] = {}
+        self.undone: set[int] = set()
+        self.ended: dict[int, ReportEnded] = {}
+        self.refused: list[str] = []
+        for name in NODES:
+            self.announce(name)
+
+    def announce(self, name: str) -> None:
+        self.handle(MemberAnnounced(name, ROLLOUT, NODES[name]))
+
+    def handle(self, event: RoleEvent) -> tuple[Any, ...]:
+        commands = self.roles.handle(event)
+        for command in commands:
+            self.obey(command)
+        changing = [name for change in self.roles.changes.values() for name in change.moves]
+        assert len(changing) == len(set(changing)), "a worker is in one change at a time"
+        return commands
+
+    def obey(self, command: Any) -> None:
+        process = self.processes.get(getattr(command, "worker", ""))
+        match command:
+            case Withdraw():
+                process.supplied = None
+            case Perform():
+                assert process.alive and process.supplied is None
+                process.told.append(command)
+            case Supply(assignment=assignment):
+                assert process.alive and process.supplied is None
+                assert process.holds == assignment, "it is given work of the role it is in"
+                process.supplied = assignment
+            case RestartMember(worker=worker) | GiveUp(worker=worker):
+                if isinstance(command, RestartMember):
+                    self.restarts.append(worker)
+                assert process.supplied is None
+            case ReportStarted(generation=generation):
+                assert generation > max(self.begun, default=0)
+                self.begun[generation] = command
+            case ReportUndone(generation=generation):
+                assert generation in self.begun and generation not in self.ended
+                self.undone.add(generation)
+            case ReportEnded(generation=generation):
+                assert generation not in self.undone
+                self.ended[generation] = command
+            case Refuse(reason=reason):
+                self.refused.append(reason)
+
+    def work(self, name: str, *, fails: bool = False, skips: bool = False) -> None:
+        """A worker does the first thing that it was told and has not done, and says so."""
+        process = self.processes[name]
+        while skips and len(process.told) > 1 and process.told[0].generation < process.told[-1].generation:
+            process.told.popleft()
+        if not process.alive or not process.told:
+            return
+        told = process.told.popleft()
+        assert process.supplied is None
+        if fails:
+            self.say(MemberFailed(name, told.generation, "no room"))
+            return
+        if told.stage is Stage.SLEEPING:
+            process.holds = None
+        elif told.stage is Stage.TAKING_UP:
+            assert process.holds in (None, told.assignment), "it slept first"
+            process.holds = told.assignment
+            for node in set(NODES.values()):
+                held = [
+                    other.holds.tp
+                    for worker, other in self.processes.items()
+                    if NODES[worker] == node and other.holds is not None and other.holds.role is not Role.LENT
+                ]
+                assert sum(held) <= list(NODES.values()).count(node), "no GPU is in two hands"
+        self.say(StageDone(name, told.generation, told.stage))
+
+    def say(self, event: RoleEvent) -> None:
+        self.mail.append(event)
+        self.sent.append(event)
+
+    def deliver(self) -> None:
+        if self.mail:
+            self.handle(self.mail.popleft())
+
+    def say_again(self, index: int) -> None:
+        """Something that was said before and is of no change going on, or was heard already, arrives once more."""
+        if not self.sent:
+            return
+        event = self.sent[index % len(self.sent)]
+        assert isinstance(event, StageDone | MemberFailed)
+        change = self.roles.changes.get(event.generation)
+        current = change is not None and event.worker not in change.broken and self.roles.members[event.worker].present
+        if isinstance(event, StageDone):
+            current = current and change is not None and event.stage is change.stage and event.worker not in change.done
+        elif change is None:
+            current = event.generation == self.roles.members[event.worker].generation
+        if not current:
+            before = copy.deepcopy(self.roles)
+            assert self.handle(event) == ()
+            assert vars(before) == vars(self.roles)
+
+    def lose(self, name: str) -> None:
+        process = self.processes[name]
+        if process.alive:
+            process.alive, process.holds, process.supplied = False, None, None
+            process.told.clear()
+            self.restarts = [worker for worker in self.restarts if worker != name]
+            self.handle(MemberLost(name))
+
+    def come_back(self, name: str) -> None:
+        if not self.processes[name].alive:
+            self.processes[name].alive = True
+            self.announce(name)
+
+    def step(self, what: str, number: int) -> None:
+        """One thing happens, of one kind."""
+        busy = [name for name, process in self.processes.items() if process.told] or list(NODES)
+        name = busy[number % len(busy)]
+        going = sorted(self.roles.changes) or [number]
+        match what:
+            case "request":
+                self.handle(ChangeRequested(targets_of(number)))
+            case "work" | "skip" | "fail":
+                self.work(name, fails=what == "fail", skips=what == "skip")
+            case "late":
+                change = self.roles.change_of(name)
+                if change is not None and self.processes[name].alive and not self.processes[name].told:
+                    self.say(MemberFailed(name, change.generation, "no room after all"))
+            case "deliver":
+                self.deliver()
+            case "cancel":
+                self.handle(CancelRequested(going[number % len(going)]))
+            case "lose":
+                self.lose(name)
+            case "back":
+                for worker in NODES:
+                    self.come_back(worker)
+            case "again":
+                self.say_again(number)
+            case "all":
+                everybody(self)
+
+    def settle(self) -> None:
+        """Everybody does all that is to be done, restarts included, and whoever is away comes back."""
+        for _ in range(200):
+            for name in NODES:
+                self.come_back(name)
+                self.work(name)
+            for name in list(self.restarts):
+                self.lose(name)
+            while self.mail:
+                self.deliver()
+
+
+def targets_of(number: int) -> dict[str, Assignment]:
+    """One of many things that can be asked for, sensible or not."""
+    choices = [
+        {"a": TRAIN}, {"b": TRAIN}, {"d": TRAIN}, {"a": ROLLOUT}, {"b": ROLLOUT}, {"a": TRAIN, "d": TRAIN},
+        {"a": LEADS_2, "b": LENT}, {"b": LEADS_2, "a": LENT}, {"a": LEADS_3, "b": LENT, "c": LENT},
+        {"a": ROLLOUT, "b": ROLLOUT}, {"a": ROLLOUT, "b": ROLLOUT, "c": ROLLOUT}, {"a": TRAIN, "b": ROLLOUT},
+        dict.fromkeys(NODES, ROLLOUT), {"a": LEADS_2, "d": LENT}, {"a": LENT}, {"x": TRAIN}, {"a": LEADS_2},
+    ]  # fmt: skip
+    return choices[number % len(choices)]
+
+
+KINDS = (
+    *("request",) * 3, *("all",) * 4, *("work",) * 3, *("deliver",) * 3, *("again",) * 2, "cancel", "cancel",
+    "fail", "fail", "late", "skip", "lose", "back", "back",
+)  # fmt: skip
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_every_interleaving_ends_in_the_old_or_the_new_assignments(steps: list[tuple[str, int]]) -> None:
+    world = World()
+    for what, number in steps:
+        world.step(what, number)
+    world.settle()
+    roles = world.roles
+    assert roles.changes == {}
+    assert set(roles.members) == set(NODES)
+    assert set(world.begun) == set(world.ended) | world.undone
+    for generation in world.undone & {began.undoes for began in world.begun.values()}:
+        again = next(began for began in world.begun.values() if began.undoes == generation)
+        back = {worker: to for worker, (_, to) in again.moves.items()}
+        assert back == {worker: before for worker, (before, _) in world.begun[generation].moves.items()}
+    for name, member in roles.members.items():
+        process = world.processes[name]
+        if member.present:
+            assert process.supplied == process.holds == member.settled
+        else:  # given up, which takes two failures in a row
+            assert member.failures > 1 and process.supplied is None
+        partners = [roles.members[other] for other in member.bond]
+        assert all(partner.bond == member.bond for partner in partners)
+        if member.bond:
+            assert sorted(p.settled.role for p in partners) == [Role.LENT] * (len(partners) - 1) + [Role.ROLLOUT]
+            (leader,) = (p for p in partners if p.settled.role is Role.ROLLOUT)
+            assert leader.settled.tp == len(partners)
+        else:
+            assert member.settled in (ROLLOUT, TRAIN)
+
+
+def everybody(world: World) -> list[tuple[str, Stage]]:
+    """All workers do what they were told, once; what that was."""
+    told = [(name, process.told[0].stage) for name, process in world.processes.items() if process.told]
+    for name in NODES:
+        world.work(name)
+    while world.mail:
+        world.deliver()
+    return told
+
+
+def test_a_change_goes_through_its_stages_and_withdraws_first() -> None:
+    world = World()
+    commands = world.handle(ChangeRequested({"a": TRAIN}))
+    kinds = [type(command) for command in commands]
+    assert kinds == [ReportStarted, Withdraw, Perform]
+    stages = [everybody(world) for _ in range(3)]
+    assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
+    assert world.processes["a"].supplied == TRAIN
+    assert world.roles.rows()[0] == {
+        "worker": "a", "role": "train", "tp": 1, "stage": "resupplied", "generation": 1, "from_role": "train", "from_tp": 1,
+        "shares_with": [],
+    }  # fmt: skip
+
+
+def test_members_of_a_rebucket_wait_for_each_other_at_every_stage() -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
+    for stage in (Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP):
+        assert {world.processes[name].told[0].stage for name in "ab"} == {stage}
+        world.work("a")
+        world.deliver()
+        assert not world.processes["a"].told
+        world.work("b")
+        world.deliver()
+    assert (world.processes["a"].supplied, world.processes["b"].supplied) == (LEADS_2, LENT)
+    world.handle(ChangeRequested({"b": ROLLOUT}))
+    assert "shares one engine's GPUs with a" in world.refused[-1]
+    world.handle(ChangeRequested({"a": ROLLOUT, "b": ROLLOUT}))
+    for _ in range(3):
+        everybody(world)
+    assert world.processes["a"].supplied == world.processes["b"].supplied == ROLLOUT
+
+
+@pytest.mark.parametrize("stage", [Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP])
+@pytest.mark.parametrize("how", ["cancel", "fail", "lose"])
+def test_what_ends_early_takes_everybody_back(stage: Stage, how: str) -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
+    while world.processes["a"].told[0].stage is not stage:
+        everybody(world)
+    if how == "cancel":
+        world.handle(CancelRequested(1))
+    elif how == "fail":
+        world.work("b", fails=True)
+        world.deliver()
+    else:
+        world.lose("b")
+    assert world.undone == {1}
+    assert world.begun[2].undoes == 1
+    first = [told.stage for told in world.processes["a"].told if told.generation == 2]
+    assert first == [Stage.TAKING_UP if stage is Stage.DRAINING else Stage.SLEEPING]
+    world.settle()
+    assert world.processes["a"].supplied == world.processes["b"].supplied == ROLLOUT
+    assert 2 in world.ended
+
+
+def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone() -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
+    for _ in range(3):
+        everybody(world)
+    world.handle(ChangeRequested({"a": ROLLOUT, "b": ROLLOUT}))
+    everybody(world), everybody(world)
+    world.handle(CancelRequested(2))  # while both take their own up again
+    for process in world.processes.values():
+        process.told = deque(told for told in process.told if told.generation == 3)
+    world.work("a", fails=True), world.work("b")
+    while world.mail:
+        world.deliver()
+    assert world.restarts == ["a"]
+    world.handle(MemberFailed("a", 3, "said twice"))
+    world.handle(StageDone("a", 3, Stage.SLEEPING))
+    assert world.restarts == ["a"] and not world.processes["b"].told  # which would take up GPUs that a may hold
+    world.lose("a")
+    assert world.processes["b"].told[0].stage is Stage.TAKING_UP
+    world.come_back("a")
+    assert world.processes["a"].told[0].stage is Stage.TAKING_UP
+    assert everybody(world) and world.roles.changes == {}
+    assert (world.processes["a"].supplied, world.processes["b"].supplied) == (LEADS_2, LENT)
+
+
+def test_who_comes_back_gets_its_assignment_by_name() -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": TRAIN}))
+    world.settle()
+    world.lose("a")
+    world.come_back("a")
+    assert world.processes["a"].told[0].assignment == TRAIN
+    world.settle()
+    assert world.processes["a"].supplied == TRAIN
+
+
+def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for() -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": TRAIN}))
+    world.settle()
+    world.handle(MemberFailed("a", 1, "the core refuses it"))
+    assert world.processes["a"].supplied is None
+    world.settle()
+    assert world.processes["a"].supplied == ROLLOUT
+
+
+def test_who_cannot_go_back_is_restarted_once_and_then_given_up() -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": TRAIN}))
+    world.handle(CancelRequested(1))
+    for _ in range(2):
+        world.processes["a"].told = deque(list(world.processes["a"].told)[-1:])
+        world.work("a", fails=True)
+        world.deliver()
+        if world.restarts:
+            world.lose("a")
+            world.come_back("a")
+    assert not world.roles.members["a"].present
+    world.lose("a")
+    world.come_back("a")
+    world.settle()
+    assert world.processes["a"].supplied == ROLLOUT
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        ({}, "nothing changes"),
+        ({"a": ROLLOUT}, "nothing changes"),
+        ({"x": TRAIN}, "cannot change roles here; those that can: a, b, c, d"),
+        ({"a": LEADS_2}, "tp=1 is"),
+        ({"a": LENT}, "must take the GPUs as rollout"),
+        ({"a": LEADS_2, "d": LENT}, "within one node"),
+        ({"a": LEADS_3, "b": LENT}, "tp=2 is: it has 1 GPUs of its own, and b lent"),
+        ({"a": Assignment(Role.TRAIN, 2)}, "tp=1 is"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_happens(targets: dict[str, Assignment], reason: str) -> None:
+    world = World()
+    commands = world.handle(ChangeRequested(targets))
+    assert len(commands) == 1 and reason in world.refused[0]
+    assert world.roles.changes == {}
+
+
+def test_a_change_in_progress_refuses_another_one_of_its_members() -> None:
+    world = World()
+    world.handle(ChangeRequested({"a": TRAIN}))
+    world.handle(ChangeRequested({"a": ROLLOUT}))
+    assert "change 1 is draining" in world.refused[0]
+    world.lose("b")
+    world.handle(ChangeRequested({"b": TRAIN}))
+    assert "b: not in the cluster" in world.refused[1]
+    world.handle(CancelRequested(7))
+    assert "change 7 is not in progress" in world.refused[2]

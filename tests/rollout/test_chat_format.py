@@ -1,0 +1,173 @@
+"""The chat format against what rendering the whole conversation gives, for three ways templates treat tool messages."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.errors import ModelError
+from libra.rollout import ChatFormat, load_chat_format
+
+OPEN, CLOSE, CALL, END_CALL = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
+
+# One role per message, tools as a message of their own (SmolLM's way).
+PLAIN = (
+    "{%- if tools %}" + OPEN + "system\n{{ tools | tojson }}" + CLOSE + "\n{% endif -%}"
+    "{%- for m in messages -%}" + OPEN + "{{ m.role }}\n{{ m.content }}" + CLOSE + "\n{% endfor -%}"
+    "{%- if add_generation_prompt -%}" + OPEN + "assistant\n{% endif -%}"
+)
+# Neighbouring tool messages share one user block (Qwen's way).
+JOINED = (
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}"
+    "{%- if loop.previtem.role != 'tool' -%}{{ '" + OPEN + "user' }}{%- endif -%}"
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' -%}{{ '" + CLOSE + "\\n' }}{%- endif -%}"
+    "{%- else -%}{{ '" + OPEN + "' + m.role + '\\n' + m.content + '" + CLOSE + "\\n' }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '" + OPEN + "assistant\\n' }}{%- endif -%}"
+)
+# Tool messages are rewritten, so they cannot be inserted into a frame (Llama's way).
+QUOTED = (
+    "{%- for m in messages -%}"
+    "{%- set text = m.content | trim | tojson if m.role == 'tool' else m.content -%}"
+    "{{ '" + OPEN + "' + m.role + '\\n' + text + '" + CLOSE + "\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '" + OPEN + "assistant\\n' }}{%- endif -%}"
+)
+TEMPLATES = {"plain": PLAIN, "joined": JOINED, "quoted": QUOTED}
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(template):
+        letters = [chr(code) for code in range(32, 127)] + ["\n"]
+        core = Tokenizer(
+            models.WordLevel({letter: i for i, letter in enumerate([*letters, "<unk>"])}, unk_token="<unk>")
+        )
+        core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+        core.decoder = decoders.Fuse()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<|end|>")
+        tokenizer.add_special_tokens({"additional_special_tokens": [OPEN, CLOSE]})
+        tokenizer.add_tokens([CALL, END_CALL])
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def formats(make_tokenizer):
+    return {name: ChatFormat(make_tokenizer(template)) for name, template in TEMPLATES.items()}
+
+
+def whole(chat, messages):
+    text = chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return chat.tokenizer.encode(text, add_special_tokens=False)
+
+
+TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n"), max_size=30)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=20, deadline=None)
+@given(question=TEXT, said=TEXT, contents=st.lists(TEXT, min_size=1, max_size=4))
+def test_prompt_turn_and_observation_together_are_the_rendered_conversation(formats, name, question, said, contents):
+    chat = formats[name]
+    user, tools = {"role": "user", "content": question}, [{"role": "tool", "content": c} for c in contents]
+    generated = [*chat.tokenizer.encode(said, add_special_tokens=False), chat.end_of_turn_id]
+    ids = np.concatenate([chat.prompt_ids([user]), generated, chat.observation_ids(contents)])
+    assert ids.dtype.kind == "i"
+    assert chat.observation_ids(contents).dtype == np.int32
+    assert ids.tolist() == whole(chat, [user, {"role": "assistant", "content": said}, *tools])
+
+
+def test_a_turn_that_did_not_end_itself_is_ended(formats):
+    chat = formats["joined"]
+    ended, cut = chat.observation_ids(["7"]), chat.observation_ids(["7"], ended=False)
+    assert cut.tolist() == [chat.end_of_turn_id, *ended.tolist()]
+    assert chat.tokenizer.decode(ended) == (
+        f"\n{OPEN}user\n<tool_response>\n7\n</tool_response>{CLOSE}\n{OPEN}assistant\n"
+    )
+
+
+def test_decode_keeps_calls_and_drops_the_stop_at_the_end(formats):
+    chat = formats["plain"]
+    text = f'{CALL}{{"name": "f"}}{END_CALL}'
+    ids = chat.tokenizer.encode(text + CLOSE, add_special_tokens=False)
+    assert chat.decode(ids) == chat.decode(np.array(ids[:-1])) == text
+    assert chat.decode([]) == ""
+    assert CLOSE in chat.decode([*ids, *ids[:1]])  # in the middle it is what the model wrote
+
+
+def test_tools_are_shown_by_the_template(make_tokenizer):
+    schema = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    chat = ChatFormat(make_tokenizer(PLAIN), [schema])
+    assert "calculator" in chat.decode(chat.prompt_ids([{"role": "user", "content": "?"}]))
+    assert "calculator" not in chat.decode(chat.observation_ids(["1"]))
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "One."}}},
+    },
+}
+
+
+def test_tools_that_the_template_leaves_out_are_explained_in_the_system_message(make_tokenizer):
+    chat = ChatFormat(make_tokenizer(JOINED), [SCHEMA])
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "..."}}\n</tool_call>'
+    for said in ([], [{"role": "system", "content": "Be short."}]):
+        text = chat.decode(chat.prompt_ids([*said, {"role": "user", "content": "1 + 1?"}]))
+        assert text.count("system\n") == 1
+        assert "Adds. a: One." in text
+        assert call in text
+        assert text.index(call) < text.index("1 + 1?")
+        assert ("Be short.\n" in text) == bool(said)
+    without = ChatFormat(make_tokenizer(JOINED))
+    assert list(chat.observation_ids(["2"])) == list(without.observation_ids(["2"]))
+
+
+def test_tools_that_the_template_shows_are_not_explained_twice(make_tokenizer):
+    messages = [{"role": "user", "content": "?"}]
+    chat = ChatFormat(make_tokenizer(PLAIN), [SCHEMA])
+    expected = chat.tokenizer.apply_chat_template(messages, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+    assert chat.decode(chat.prompt_ids(messages)) == expected
+
+
+def test_a_call_format_that_cannot_be_explained_is_refused(make_tokenizer):
+    with pytest.raises(ModelError, match=r"shows the model no tools.*rollout\.tool_format=hermes"):
+        ChatFormat(make_tokenizer(JOINED), [SCHEMA], tool_format="qwen3_coder")
+    ChatFormat(make_tokenizer(JOINED), tool_format="qwen3_coder")
+
+
+def test_stop_ids_come_from_template_tokenizer_and_generation_config(make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer(PLAIN)
+    tokenizer.save_pretrained(tmp_path)
+    close, end = tokenizer.convert_tokens_to_ids([CLOSE, "<|end|>"])
+    assert load_chat_format(tmp_path).stop_ids == tuple(sorted((close, end)))
+    for given_ids, extra in ((3, [3]), ([3, close], [3])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given_ids}))
+        assert load_chat_format(tmp_path).stop_ids == tuple(sorted((close, end, *extra)))
+
+
+def test_models_without_a_usable_template_are_refused(make_tokenizer, tmp_path):
+    with pytest.raises(ModelError, match="no chat template"):
+        ChatFormat(make_tokenizer(None))
+    with pytest.raises(ModelError, match="not a special token"):
+        ChatFormat(make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"))
+    with pytest.raises(ModelError, match="cannot show tool messages: no tools here"):
+        ChatFormat(make_tokenizer("{{ raise_exception('no tools here') }}"))
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        load_chat_format(tmp_path)
+    with pytest.raises(ValueError, match="at least one"):
+        ChatFormat(make_tokenizer(PLAIN)).observation_ids([])

@@ -1,0 +1,432 @@
+"""The batch itself, step by step and without threads: what it computes, and who gets which slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from libra.errors import ContextOverflow, EngineError
+from libra.rollout import kv_slots as slot_cache
+from libra.rollout import slot_batch as batch_module
+from libra.rollout.slot_batch import SlotBatch
+from libra.rollout.slot_table import FREE, RETAINED, RUNNING, Job
+from libra.rollout.weight_loading import load_causal_lm
+from libra.types import StopReason
+
+FAMILIES = ["qwen3", "qwen2", "llama"]
+
+
+@pytest.fixture
+def make_batch(make_model):
+    slot_cache.register()
+
+    def make(family="qwen3", slots=4, max_context_tokens=96, fused=True, dtype="float32", **more):
+        model = load_causal_lm(make_model(family), dtype, slot_cache.SLOT_ATTENTION)
+        return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, fused=fused, **more)
+
+    return make
+
+
+@pytest.fixture
+def shared_batch(make_batch):
+    """One batch for all examples of a property: each example leaves it empty. Its KV is less than three requests may need."""
+    return make_batch(slots=3, max_context_tokens=30, kv_tokens=36)
+
+
+def submit(batch, *requests):
+    for request in requests:
+        batch.check(request)
+        submit.tickets += 1
+        batch.submit(Job(submit.tickets, request, 0.0))
+
+
+submit.tickets = 0
+
+
+def drain(batch, most_steps=2000):
+    """Step until nothing is left, checking the invariants; outputs by trajectory, in order of their end."""
+    outputs = {}
+    while batch.has_work:
+        most_steps -= 1
+        assert most_steps, "the batch does not come to an end"
+        for job, output in batch.step():
+            assert job.request.trajectory_id not in outputs
+            outputs[job.request.trajectory_id] = output
+        check_invariants(batch)
+    return outputs
+
+
+def check_invariants(batch):
+    table, shared = batch.table, batch.shared
+    for slot, state in enumerate(table.state):
+        assert (table.jobs[slot] is not None) == (state == RUNNING)
+        assert bool(table.owner[slot]) == (state != FREE)
+        if state != FREE:
+            assert table.slot_of[table.owner[slot]] == slot
+            assert table.cached[slot] < table.known[slot]
+        if state == RUNNING:
+            assert table.jobs[slot].slot == slot
+            assert batch.queue.running[table.owner[slot]] is table.jobs[slot]
+    assert shared.leaders | set(shared.following) <= set(table.slot_of)
+    assert not shared.leaders & set(shared.following)
+    assert all(table.cached[table.slot_of[name]] == 0 for name in shared.following)
+    assert len(table.slot_of) == int((table.state != FREE).sum())
+    assert len(batch.queue.running) == int((table.state == RUNNING).sum())
+    running, retained = table.state == RUNNING, table.state == RETAINED
+    reserved = (table.known - table.generated + table.sampling.limit)[running].sum()
+    assert reserved + table.known[retained].sum() <= batch.kv_tokens
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_ragged_prompts_equal_transformers_generate(
+    family, fused, make_batch, make_request, make_model, reference
+):
+    requests = [make_request(f"g{n}", length=n, new=12, temperature=0.0) for n in (1, 2, 5, 17, 33, 40)]
+    batch = make_batch(family, slots=6, fused=fused)
+    assert (batch.forward.fused is not None) == fused
+    submit(batch, *requests)
+    outputs = drain(batch)
+    for request in requests:
+        ids = torch.from_numpy(request.context_ids.astype(np.int64))[None]
+        expected = reference(make_model(family)).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )
+        assert outputs[request.trajectory_id].token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_equal_a_full_forward_pass(family, fused, make_batch, make_request, make_model, reference_logprobs):
+    requests = [
+        make_request(f"l{n}", length=n, new=20, seed=n, temperature=t) for n, t in ((3, 1.0), (30, 1.0), (8, 0.7))
+    ]
+    batch = make_batch(family, fused=fused)
+    submit(batch, *requests)
+    outputs = drain(batch)
+    for request in requests:
+        output = outputs[request.trajectory_id]
+        expected = reference_logprobs(make_model(family), request.context_ids, output.token_ids, request.temperature)
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+        assert len(set(output.token_ids.tolist())) > 1
+
+
+def test_greedy_logprob_is_the_one_at_temperature_one(make_batch, make_request, make_model, reference_logprobs):
+    request = make_request("greedy", new=10, temperature=0.0)
+    batch = make_batch()
+    submit(batch, request)
+    output = drain(batch)["greedy"]
+    expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
+    np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch, make_request):
+    batch, fresh = make_batch(family), make_batch(family)
+    first = make_request("a", length=12, new=7, seed=1)
+    submit(batch, first, make_request("other", length=5, new=30))
+    output = drain(batch)["a"]
+    context = np.concatenate([first.context_ids, output.token_ids, [4, 5, 6]])
+    second = make_request("a", context=context, turn=1, new=15, seed=2)
+    before = batch.counters.prefilled_tokens
+    submit(batch, second)
+    submit(fresh, second)
+    warm, cold = drain(batch)["a"], drain(fresh)["a"]
+    assert warm.token_ids.tolist() == cold.token_ids.tolist()
+    np.testing.assert_allclose(warm.logprobs, cold.logprobs, atol=1e-5)
+    assert (warm.cached_tokens, cold.cached_tokens) == (12 + 7 - 1, 0)
+    # the last generated token, whose KV was never needed, and three new
+    assert batch.counters.prefilled_tokens - before == 4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_samples_of_a_group_compute_their_prompt_once(fused, make_batch, make_request, make_model, reference_logprobs):
+    batch = make_batch(slots=6, fused=fused)
+    context = make_request("prompt", length=17).context_ids
+    siblings = [make_request(f"s{n}", context=context, new=9, seed=n) for n in range(4)]
+    submit(batch, *siblings[:3], make_request("other", length=5, new=30))
+    batch.step()
+    submit(batch, siblings[3])
+    outputs = drain(batch)
+    assert batch.counters.prefilled_tokens == 17 + 5
+    assert [outputs[f"s{n}"].cached_tokens for n in range(4)] == [0, 16, 16, 16]
+    assert len({tuple(outputs[f"s{n}"].token_ids) for n in range(4)}) == 4
+    for request in siblings:
+        output = outputs[request.trajectory_id]
+        expected = reference_logprobs(make_model(), context, output.token_ids)
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("interruption", ["abort", "load"])
+def test_who_waits_for_a_siblings_prompt_gets_right_answers_when_it_goes(
+    interruption, make_batch, make_request, make_model, reference_logprobs, monkeypatch
+):
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS_PER_STEP", 8)  # the prompt takes three steps
+    batch = make_batch()
+    context = make_request("prompt", length=20).context_ids
+    submit(batch, *(make_request(f"s{n}", context=context, new=6, seed=n) for n in range(3)))
+    batch.step()
+    if interruption == "abort":
+        batch.abort("s0")
+    else:
+        batch.load(1, make_model("qwen3", seed=1))
+    outputs = drain(batch)
+    assert sorted(outputs) == ["s0", "s1", "s2"][interruption == "abort" :]
+    for output in outputs.values():
+        weights = make_model("qwen3", seed=int(interruption == "load"))
+        expected = reference_logprobs(weights, context, output.token_ids)
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+
+
+def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, make_request):
+    batch, fresh = make_batch(), make_batch()
+    first = make_request("a", length=12, new=7)
+    submit(batch, first)
+    drain(batch)
+    changed = first.context_ids.copy()
+    changed[5] = (changed[5] + 1) % 48
+    for context, cached in ((changed, 5), (changed[:4], 3), (changed[:4], 3)):
+        request = make_request("a", context=context, new=9, seed=3)
+        submit(batch, request)
+        submit(fresh, request)
+        warm, cold = drain(batch)["a"], drain(fresh)["a"]
+        fresh.forget("a")
+        assert warm.cached_tokens == cached
+        assert warm.token_ids.tolist() == cold.token_ids.tolist()
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(make_batch, make_request):
+    request = make_request("s", length=10, new=24, seed=77)
+    alone, crowd = make_batch(slots=1), make_batch(slots=6)
+    submit(alone, request)
+    submit(crowd, *(make_request(f"x{n}", length=3 + 7 * n, new=5 + n, seed=n, temperature=0.5) for n in range(4)))
+    crowd.step()
+    submit(crowd, request)
+    one, many = drain(alone)["s"], drain(crowd)["s"]
+    assert one.token_ids.tolist() == many.token_ids.tolist()
+    np.testing.assert_allclose(one.logprobs, many.logprobs, atol=1e-5)
+    other = make_batch()
+    submit(other, make_request("s", length=10, new=24, seed=78))
+    assert drain(other)["s"].token_ids.tolist() != one.token_ids.tolist()
+
+
+def test_waiting_requests_start_by_priority_then_arrival(make_batch, make_request):
+    batch = make_batch(slots=1)
+    order = [("late", (2, 0)), ("first", (1, 5)), ("urgent", (0,)), ("second", (1, 5))]
+    submit(batch, *(make_request(name, new=3, priority=priority) for name, priority in order))
+    assert list(drain(batch)) == ["urgent", "first", "second", "late"]
+
+
+def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch, make_request):
+    batch = make_batch(slots=3)
+    for name in ("old", "wanted", "young"):
+        submit(batch, make_request(name, new=2))
+        drain(batch)
+    wanted = batch.table.slot_of["wanted"]
+    batch.table.used_at[wanted] = 0  # the oldest of all, but its next turn is already in the queue
+    submit(batch, make_request("new1", new=2, priority=(0,)), make_request("wanted", new=2, priority=(1,)))
+    batch.step()
+    assert set(batch.table.slot_of) == {"new1", "wanted", "young"}
+    drain(batch)
+
+
+def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way(make_batch, make_request):
+    batch = make_batch(slots=4, max_context_tokens=40, kv_tokens=60)
+    for name in ("first", "second"):
+        submit(batch, make_request(name, length=10, new=10))
+        drain(batch)
+    assert set(batch.table.slot_of) == {"first", "second"}  # 40 tokens are retained
+    submit(batch, make_request("third", length=20, new=15), make_request("fourth", length=10, new=20))
+    batch.step()
+    assert set(batch.table.slot_of) == {"second", "third"}
+    assert list(batch.queue.waiting) == ["fourth"]  # 35 + 30 would not fit
+    outputs = drain(batch)
+    assert {name: len(output.token_ids) for name, output in outputs.items()} == {"third": 15, "fourth": 20}
+    roomy = make_batch(slots=4, max_context_tokens=40)
+    submit(roomy, make_request("fourth", length=10, new=20))
+    assert drain(roomy)["fourth"].token_ids.tolist() == outputs["fourth"].token_ids.tolist()
+
+
+def test_a_pass_takes_as_long_as_is_asked_for_and_says_so(make_batch, make_request):
+    batch = make_batch(min_pass_s=0.01)
+    submit(batch, *(make_request(f"r{n}", length=8, new=40, seed=n) for n in range(3)))
+    drain(batch)
+    steps = batch.meter.seconds()
+    assert steps is not None and steps.num_steps == batch.counters.steps
+    assert steps.step_s(3, 90) >= 0.99 * batch.min_pass_s
+
+
+def test_stop_ids_end_a_turn_and_stay_in_it(make_batch, make_request):
+    batch = make_batch()
+    free = make_request("free", new=30, seed=5)
+    submit(batch, free)
+    tokens = drain(batch)["free"].token_ids.tolist()
+    stop = tokens[11]
+    submit(batch, make_request("free", context=free.context_ids, new=30, seed=5, stop_ids=(stop, 99)))
+    output = drain(batch)["free"]
+    assert output.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+    assert output.stop_reason is StopReason.STOP
+
+
+def test_max_new_tokens_ends_a_turn(make_batch, make_request):
+    batch = make_batch()
+    submit(batch, *(make_request(f"m{n}", new=n) for n in (1, 2, 9)))
+    outputs = drain(batch)
+    for n in (1, 2, 9):
+        output = outputs[f"m{n}"]
+        assert len(output.token_ids) == len(output.logprobs) == len(output.weight_versions) == n
+        assert output.stop_reason is StopReason.LENGTH
+
+
+def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make_request, monkeypatch):
+    whole, parts = make_batch(), make_batch()
+    requests = [make_request(f"p{n}", length=n, new=6, seed=n) for n in (50, 41, 3, 1)]
+    submit(whole, *requests)
+    submit(parts, *requests)
+    expected = drain(whole)
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS_PER_STEP", 16)
+    fed = []
+    while parts.has_work:
+        before = parts.counters.prefilled_tokens
+        for job, output in parts.step():
+            assert output.token_ids.tolist() == expected[job.request.trajectory_id].token_ids.tolist()
+            fed.append(job.request.trajectory_id)
+        assert parts.counters.prefilled_tokens - before <= 16
+    assert sorted(fed) == sorted(expected)
+    assert parts.counters.prefilled_tokens == whole.counters.prefilled_tokens == 50 + 41 + 3
+
+
+def test_requests_that_cannot_be_served_name_their_numbers(make_batch, make_request):
+    batch = make_batch(max_context_tokens=40)
+    with pytest.raises(ContextOverflow, match=r"30 context tokens \+ 11 new ones = 41.*40.*at most 10"):
+        batch.check(make_request("o", length=30, new=11))
+    batch.check(make_request("o", length=30, new=10))
+    for bad in (
+        make_request("o", new=0), make_request("o", context=[]), make_request("o", context=[0, 48]),
+        make_request("o", context=[-1]), make_request("o", top_p=0.0), make_request("o", temperature=-1.0),
+        make_request("o", seed=-1),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=r"^o: "):
+            batch.check(bad)
+
+
+def test_the_last_position_of_the_context_can_be_filled(make_batch, make_request, make_model, reference_logprobs):
+    batch = make_batch(max_context_tokens=33)
+    request = make_request("full", length=20, new=13)
+    submit(batch, request)
+    output = drain(batch)["full"]
+    expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
+    np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+
+
+def test_new_weights_take_over_between_two_tokens(make_batch, make_request, make_model, reference_logprobs):
+    batch = make_batch()
+    submit(batch, make_request("kept", new=2))
+    drain(batch)
+    requests = [make_request(f"v{n}", length=n, new=14, seed=n) for n in (4, 20)]
+    submit(batch, *requests)
+    for _ in range(5):
+        assert batch.step() == []
+    batch.load(3, make_model("qwen3", seed=1))
+    assert "kept" not in batch.table.slot_of
+    outputs = drain(batch)
+    for request in requests:
+        output = outputs[request.trajectory_id]
+        assert output.weight_versions.tolist() == output.kv_versions.tolist() == [0] * 5 + [3] * 9
+        old = reference_logprobs(make_model("qwen3", seed=0), request.context_ids, output.token_ids)
+        new = reference_logprobs(make_model("qwen3", seed=1), request.context_ids, output.token_ids)
+        np.testing.assert_allclose(output.logprobs[:5], old[:5], atol=1e-4)
+        np.testing.assert_allclose(output.logprobs[5:], new[5:], atol=1e-4)
+        assert np.abs(old - new).max() > 0.1
+
+
+def test_scattered_slots_are_brought_together_with_their_kv(make_batch, make_request):
+    alone = make_batch(slots=1)
+    keep = make_request("keep", length=11, new=40, seed=9)
+    submit(alone, keep)
+    expected = drain(alone)["keep"]
+    batch = make_batch(slots=16)
+    submit(batch, *(make_request(f"short{n}", new=2 + n % 3) for n in range(15)), keep)
+    spans = []
+    while batch.has_work:
+        for job, output in batch.step():
+            if job.request.trajectory_id == "keep":
+                assert output.token_ids.tolist() == expected.token_ids.tolist()
+                np.testing.assert_allclose(output.logprobs, expected.logprobs, atol=1e-5)
+                spans.append("keep")
+        check_invariants(batch)
+        if len(batch.table.running) == 1 and not batch.table.changed:
+            spans.append(int(batch.table.running[0]))
+    assert spans[0] < 15
+    assert spans[-1] == "keep"
+    follow = np.concatenate([keep.context_ids, expected.token_ids, [1]])
+    submit(batch, make_request("keep", context=follow, new=2), make_request("short3", length=3, new=2))
+    assert drain(batch)["keep"].cached_tokens == 50
+
+
+def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request):
+    batch, sound = make_batch(), make_batch()
+    request = make_request("n", new=6)
+    submit(batch, request)
+    batch.step()
+    weight = next(batch.model.parameters())
+    saved = weight.clone()
+    weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        batch.step()
+    assert [job.request.trajectory_id for job in batch.drop_all()] == ["n"]
+    weight.copy_(saved)
+    submit(batch, request)
+    submit(sound, request)
+    assert drain(batch)["n"].token_ids.tolist() == drain(sound)["n"].token_ids.tolist()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 6), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2)),
+        st.tuples(st.just("abort"), st.integers(0, 6)),
+        st.tuples(st.just("forget"), st.integers(0, 6)),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+    ),
+    min_size=5,
+    max_size=40,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS)
+def test_every_request_ends_exactly_once_whatever_happens(actions, shared_batch, make_request):
+    batch = shared_batch
+    asked, ended = [], []
+    for action in actions:
+        name = f"t{action[1]}"
+        if action[0] == "ask":
+            busy = batch.queue.find(name) is not None
+            context = make_request(f"group {action[1] % 2}", length=action[2]).context_ids
+            request = make_request(name, context=context, new=action[3], priority=(action[4],))
+            if busy:
+                with pytest.raises(EngineError, match="already has a request"):
+                    submit(batch, request)
+            else:
+                submit(batch, request)
+                asked.append(name)
+        elif action[0] == "abort":
+            answer = batch.abort(name)
+            assert name not in batch.table.slot_of
+            ended += [] if answer is None else [answer[0].request.trajectory_id]
+        elif action[0] == "forget":
+            batch.forget(name)
+            assert name not in batch.table.slot_of or batch.table.state[batch.table.slot_of[name]] == RUNNING
+        else:
+            for _ in range(action[1]):
+                ended += [job.request.trajectory_id for job, _ in batch.step()]
+                check_invariants(batch)
+    ended += drain(batch)
+    assert sorted(asked) == sorted(ended)
+    for name in list(batch.table.slot_of):
+        assert batch.table.state[batch.table.slot_of[name]] == RETAINED
+        batch.forget(name)
+    assert (batch.table.state == FREE).all()

@@ -1,0 +1,322 @@
+"""The role plugin against a scheduler that is a few dicts: supplies, messages, and what is written down."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libra import keys
+from libra.events import Event, to_dict
+from libra.events.reports import EngineKindFields
+from libra.scheduler.role_plugin import RolePlugin
+from libra.scheduler.slot_limits import Concurrency
+
+NAMES = ("a", "b", "plain")
+
+
+class Stage:
+    """A scheduler with workers ``a`` and ``b`` that can change roles and one that cannot, and the plugin on it."""
+
+    def __init__(self, tp: int = 0) -> None:
+        self.tp = tp
+        self.workers: dict[str, Any] = {}
+        self.resources: dict[str, dict[str, int]] = {}
+        self.running: list[Any] = []
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.later: list[Any] = []
+        state = SimpleNamespace(log=SimpleNamespace(emit=self.emit))
+        kicked = SimpleNamespace(kick=lambda: None)
+        concurrency = Concurrency(self, kicked.kick)  # type: ignore[arg-type]
+        self.plugins = {"libra": SimpleNamespace(runs={"demo": state}, trajectories=kicked, concurrency=concurrency)}
+        self.loop = SimpleNamespace(add_callback=lambda call, *args: self.later.append((call, args)))
+        self.plugin = RolePlugin()
+        self.plugin._scheduler = self  # type: ignore[assignment]
+        assert self.plugin.register_roles("demo", 0) == {}
+        for name in NAMES:
+            self.join(name)
+
+    def emit(self, kind: type[Event], *values: Any, **fields: Any) -> None:
+        logged = to_dict(kind("demo", 0.0, *values, **fields))  # type: ignore[call-arg]
+        for envelope in ("schema", "name", "run", "t_s"):
+            del logged[envelope]
+        self.events.append((kind.name, logged))
+
+    @staticmethod
+    def address(name: str) -> str:
+        return f"tcp://10.0.0.1:{ord(name[0])}"
+
+    def join(self, name: str) -> None:
+        """A worker comes, with what its command line says, and its host announces itself."""
+        address = self.address(name)
+        resources = {keys.ROLLOUT: 8} | ({keys.TP: self.tp} if self.tp else {})
+        self.workers[address] = SimpleNamespace(name=name, resources=resources, used_resources={})
+        self.running.append(self.workers[address])
+        for resource, count in resources.items():
+            self.resources.setdefault(resource, {})[address] = count
+        self.plugin.add_worker(self, address)  # type: ignore[arg-type]
+        self.supplied_when_it_came = self.slots(name)
+        if name != "plain":
+            self.say("role_member", name=name, address=address, tp=self.tp or 1, slots=8, share={"cores": name})
+
+    def leave(self, name: str) -> None:
+        address = self.address(name)
+        self.running.remove(self.workers.pop(address))
+        for supply in self.resources.values():
+            supply.pop(address, None)
+        self.plugin.remove_worker(self, address)  # type: ignore[arg-type]
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
+
+    def worker_send(self, address: str, message: dict[str, Any]) -> None:
+        self.sent.append((address, message))
+
+    def slots(self, name: str) -> int:
+        address = self.address(name)
+        assert self.workers[address].resources[keys.ROLLOUT] == self.resources[keys.ROLLOUT][address]
+        return self.resources[keys.ROLLOUT][address]
+
+    def told(self, name: str) -> dict[str, Any]:
+        return next(message for address, message in reversed(self.sent) if address == self.address(name))
+
+    def done(self, *names: str) -> None:
+        """These workers finish the stage that they were told."""
+        for name in names:
+            told = self.told(name)
+            fields = {"generation": told["generation"], "stage": told["stage"], "seconds": 0.5}
+            self.say("role_stage", name=name, **fields)
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+def change(stage: Stage, **assignments: dict[str, Any]) -> int:
+    answer = stage.plugin.set_roles("demo", 0, assignments)
+    assert "error" not in answer, answer
+    return int(answer["generation"])
+
+
+def test_slots_are_zeroed_before_the_drain_and_come_back_with_the_role() -> None:
+    stage = Stage()
+    generation = change(stage, a={"role": "train"})
+    assert stage.slots("a") == 0 and keys.ROLLOUT in stage.workers[stage.address("a")].resources
+    assert (stage.told("a")["stage"], stage.told("a")["generation"]) == ("draining", generation)
+    for _ in range(3):
+        stage.done("a")
+    assert stage.slots("a") == 0  # it trains
+    back = change(stage, a={"role": "rollout"})
+    for _ in range(3):
+        assert stage.slots("a") == 0
+        stage.done("a")
+    assert stage.slots("a") == 8
+    there, here = (fields for name, fields in stage.events if name == "role_changed")
+    assert (there["generation"], here["generation"]) == (generation, back)
+    assert (here["from_role"], here["to_role"]) == ("train", "rollout")
+    assert here["stage_s"] == {"draining": 0.5, "sleeping": 0.5, "taking_up": 0.5}
+    assert stage.plugin._runs["demo"].begun_s == {} == stage.plugin._runs["demo"].stage_s
+
+
+@pytest.mark.parametrize("tp", [0, 1])
+def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp: int) -> None:
+    stage = Stage(tp)
+    change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
+    for _ in range(3):
+        assert stage.slots("a") == stage.slots("b") == 0
+        stage.done("a", "b")
+    assert (stage.slots("a"), stage.slots("b")) == (16, 0)
+    assert stage.told("a")["slots"] == 16
+    assert stage.told("a")["shares"] == [{"cores": "a"}, {"cores": "b"}]
+    assert stage.workers[stage.address("a")].resources[keys.TP] == 2
+    change(stage, a={"role": "rollout"}, b={"role": "rollout"})
+    for _ in range(3):
+        stage.done("a", "b")
+    assert (stage.slots("a"), stage.slots("b")) == (8, 8)
+    assert stage.workers[stage.address("a")].resources[keys.TP] == tp
+
+
+def test_a_worker_that_comes_back_supplies_nothing_until_its_role_is_settled() -> None:
+    stage = Stage()
+    change(stage, a={"role": "train"})
+    for _ in range(3):
+        stage.done("a")
+    assert stage.plugin.role_known("demo", 0, "a") and not stage.plugin.role_known("demo", 0, "plain")
+    stage.leave("a")
+    assert stage.plugin.roles("demo", 0)[0]["stage"] == "lost"
+    stage.join("a")
+    assert stage.supplied_when_it_came == 0 == stage.slots("a")
+    assert (stage.told("a")["stage"], stage.told("a")["role"]) == ("taking_up", "train")
+    stage.done("a")
+    assert stage.events[-1][0] == "role_restored"
+    assert stage.plugin.roles("demo", 0)[0]["role"] == "train"
+
+
+def test_cancelling_is_written_down_and_waited_for() -> None:
+    stage = Stage()
+    generation = change(stage, a={"role": "train"})
+    stage.done("a")
+
+    async def waits() -> dict[str, Any]:
+        waiting = asyncio.ensure_future(stage.plugin.wait_roles("demo", 0, generation))
+        await asyncio.sleep(0)
+        assert stage.plugin.cancel_roles("demo", 0, generation) == {"generation": generation + 1}
+        for _ in range(2):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            stage.done("a")
+        return await waiting
+
+    assert asyncio.run(waits()) == {"changed": False}
+    assert stage.slots("a") == 8
+    assert [name for name in stage.names() if name != "role_stage"] == [
+        "role_change_started", "role_change_cancelled", "role_change_started", "role_restored",
+    ]  # fmt: skip
+    assert "error" in stage.plugin.cancel_roles("demo", 0, generation)
+    assert "error" in asyncio.run(stage.plugin.wait_roles("demo", 0, 99))
+
+
+def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_its_worker() -> None:
+    stage = Stage()
+    stage.say("hybrid_pool", gang=3, host="h", port=7, worker=stage.address("plain"))
+    assert stage.told("a")["pool"] == (3, "h", 7) and stage.told("a")["stage"] is None
+    stage.leave("b")
+    stage.join("b")
+    assert (3, "h", 7) in [message["pool"] for address, message in stage.sent[-2:] if address == stage.address("b")]
+    stage.leave("plain")
+    assert stage.plugin._runs["demo"].pool is None
+
+
+def test_who_cannot_go_back_is_restarted() -> None:
+    stage = Stage()
+    generation = change(stage, a={"role": "train"})
+    stage.plugin.cancel_roles("demo", 0, generation)
+    stage.say("role_failed", name="a", generation=generation + 1, detail="no memory")
+    ((_, arguments),) = stage.later
+    assert arguments[1] == stage.address("a")
+    assert stage.events[-1] == ("role_member_failed", {"worker": "a", "detail": "no memory", "restarts": True})
+
+
+def test_somebody_always_generates() -> None:
+    stage = Stage()
+    change(stage, a={"role": "train"}, b={"role": "train"})  # the worker that cannot change is left
+    stage = Stage()
+    stage.leave("plain")
+    change(stage, a={"role": "train"})
+    assert "no worker would be left" in stage.plugin.set_roles("demo", 0, {"b": {"role": "train"}})["error"]
+    assert stage.plugin.roles("demo", 0)[1]["role"] == "rollout"
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        ({"a": {"role": "rolout"}}, "role 'rolout'; allowed are rollout, train, lent"),
+        ({"a": {"role": "train", "gpus": 1}}, "gpus is not part of an assignment"),
+        ({"plain": {"role": "train"}}, "cannot change roles here; those that can: a, b"),
+        ({"a": {"role": "train", "tp": 2}}, "tp=1 is"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(assignments: dict[str, Any], words: str) -> None:
+    stage = Stage()
+    assert words in stage.plugin.set_roles("demo", 0, assignments)["error"]
+    assert not stage.sent[2:] and stage.slots("a") == 8
+
+
+def test_another_epoch_and_another_run_are_not_listened_to() -> None:
+    stage = Stage()
+    assert "error" in stage.plugin.set_roles("demo", 1, {"a": {"role": "train"}})
+    assert stage.plugin.roles("demo", 1) == []
+    stage.plugin.log_event("libra", {"kind": "role_failed", "run": "demo", "epoch": 1, "name": "a"})
+    assert "only one run at a time" in stage.plugin.register_roles("other", 0)["error"]
+
+
+def test_workers_supply_what_they_were_started_with_when_the_run_ends() -> None:
+    stage = Stage()
+    change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
+    for _ in range(3):
+        stage.done("a", "b")
+    as_started = stage.plugin.as_started("demo")  # which a run that starts next counts on
+    assert as_started == {stage.address(name): {keys.ROLLOUT: 8} for name in "ab"}
+    assert stage.plugin.as_started("other") == stage.plugin.as_started(None) == {}
+    stage.plugin.end_roles("demo")
+    assert (stage.slots("a"), stage.slots("b")) == (8, 8)
+    assert stage.workers[stage.address("a")].resources[keys.TP] == 0
+    assert stage.plugin.register_roles("other", 0) == {}
+
+
+def row(stage: Stage, name: str) -> dict[str, Any]:
+    (found,) = (row for row in stage.plugin.roles("demo", 0) if row["worker"] == name)
+    return found
+
+
+def test_a_row_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("libra.scheduler.role_plugin.time.monotonic", lambda: now_s[0])
+    stage = Stage()
+    now_s[0] = 107.5
+    assert (row(stage, "a")["for_s"], row(stage, "a")["seconds"], row(stage, "a")["reason"]) == (7.5, None, "")
+    generation = change(stage, a={"role": "train"})
+    now_s[0] = 109.0
+    assert (row(stage, "a")["stage"], row(stage, "a")["for_s"], row(stage, "b")["for_s"]) == ("draining", 1.5, 9.0)
+    assert row(stage, "a")["reason"] == "asked for"
+    stage.done("a")
+    assert (row(stage, "a")["stage"], row(stage, "a")["for_s"]) == ("sleeping", 0.0)
+    now_s[0] = 110.0
+    stage.say("role_failed", name="a", generation=generation, detail="no memory")
+    assert (row(stage, "a")["role"], row(stage, "a")["reason"]) == ("rollout", "a: no memory")
+    for _ in range(2):
+        stage.done("a")
+    now_s[0] = 112.0
+    assert (row(stage, "a")["stage"], row(stage, "a")["for_s"], row(stage, "a")["seconds"]) == ("resupplied", 2.0, None)
+
+
+def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back() -> None:
+    stage = Stage()
+    stage.leave("a")
+    assert row(stage, "a")["stage"] == "lost"
+    broken = {"name": "a", "address": "tcp://10.0.0.1:777", "detail": "OSError: no space left"}
+    stage.say("not_ready", **broken)
+    assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "OSError: no space left")
+    stage.plugin.remove_worker(stage, broken["address"])  # type: ignore[arg-type]
+    assert row(stage, "a")["stage"] == "lost"
+    stage.say("not_ready", **broken)
+    stage.join("a")
+    assert row(stage, "a")["stage"] == "taking_up"
+    stage.say("not_ready", **broken | {"name": "plain"})  # cannot change roles: not in this table
+    assert [row["worker"] for row in stage.plugin.roles("demo", 0)] == ["a", "b"]
+
+
+def test_who_is_given_nothing_more_is_failed() -> None:
+    stage = Stage()
+    generation = change(stage, a={"role": "train"})
+    stage.plugin.cancel_roles("demo", 0, generation)
+    stage.say("role_failed", name="a", generation=generation + 1, detail="no memory")
+    stage.leave("a")  # it is restarted
+    stage.join("a")
+    stage.say("role_failed", name="a", generation=stage.told("a")["generation"], detail="still no memory")
+    assert stage.events[-1][0] != "role_member_failed" or not stage.events[-1][1]["restarts"]
+    assert ("role_member_failed", {"worker": "a", "detail": "still no memory", "restarts": False}) in stage.events
+    assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "still no memory")
+    assert stage.slots("a") == 0
+
+
+def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_it_is_there() -> None:
+    stage = Stage(tp=1)
+    libra = stage.plugins["libra"]
+    state = SimpleNamespace(run="demo", workers=SimpleNamespace(engines={}), log=libra.runs["demo"].log)
+    for name in ("a", "b"):
+        libra.concurrency.joined("demo", name, EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
+    assert libra.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
+    answer = stage.plugin.set_roles("demo", 0, {"a": {"role": "rollout", "tp": 2}, "b": {"role": "lent"}})
+    assert "error" not in answer
+    for _ in range(3):
+        stage.done("a", "b")
+    assert (stage.slots("a"), stage.slots("b")) == (5, 0)
+    assert "error" not in stage.plugin.set_roles(
+        "demo", 0, {"a": {"role": "rollout", "tp": 1}, "b": {"role": "rollout"}}
+    )
+    for _ in range(3):
+        stage.done("a", "b")
+    assert (stage.slots("a"), stage.slots("b")) == (8, 8), "the limit was of the engine of two"

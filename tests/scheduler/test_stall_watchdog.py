@@ -1,0 +1,207 @@
+"""Workers of their own process that really hang: named, their stacks written, restarted, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Nanny, Scheduler
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from libra import keys
+from libra.cluster import worker_stacks
+from libra.cluster.settings import DASK_SETTINGS
+from libra.scheduler import LibraPlugin, RunRegistration
+from libra.store.event_log import read_events
+
+KEY = keys.make("trajectory", (0, 0, 0), epoch=0, run="demo")
+
+
+class Stacks(WorkerPlugin):
+    """What `LibraHost` does first."""
+
+    def setup(self, worker: Any) -> None:
+        worker_stacks.install(worker)
+
+
+def quantum(blocks: str) -> Callable[[str], Any]:
+    """A trajectory of one quantum that hangs the first time it runs; travels to the workers by value."""
+
+    async def run(marker: str) -> str:
+        from distributed import get_worker
+
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            message = {
+                "kind": "quantum", "run": "demo", "epoch": 0, "key": "trajectory-train-0-0-0-e0-demo", "quantum": 0,
+                "end": "answered", "next": "", "goes_on": False, "failure": "none", "detail": "", "tokens": 1,
+                "version": 0, "tool": "", "status": "", "payload_tokens": 0, "context_tokens": 1,
+                "start_s": 1.0, "stop_s": 2.0,
+            }  # fmt: skip
+            get_worker().log_event("libra", message)
+            return "answered"
+        match blocks:
+            case "event loop":
+                threading.Event().wait()
+            case "coroutine":
+                await asyncio.Event().wait()
+            case "process":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return "never"
+
+    return run
+
+
+@contextlib.asynccontextmanager
+async def processes() -> AsyncIterator[SimpleNamespace]:
+    """A scheduler here and one rollout worker in a process of its own."""
+    with dask.config.set(DASK_SETTINGS):
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+            Nanny(
+                scheduler.address,
+                nthreads=4,
+                name="rollout-0",
+                resources={keys.ROLLOUT: 1},
+                memory_limit=0,
+                dashboard=False,
+            ),
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            await client.register_plugin(LibraPlugin())
+            await client.register_plugin(Stacks())
+            yield SimpleNamespace(scheduler=scheduler, client=client, plugin=scheduler.plugins[LibraPlugin.name])
+
+
+def register(live: SimpleNamespace, directory: Path, *, restart: bool) -> None:
+    run = RunRegistration("demo", 0, str(directory), 0, 1, 1, True, watchdog_s=1.0, watchdog_restart=restart)
+    live.plugin.register_run(run)
+
+
+def stalls(directory: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(directory / "events.jsonl").events if event["name"] == "stall_detected"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "seen"),
+    [
+        ("event loop", r"did not answer within 2 s; written by faulthandler(.|\n)*threading\.py.* in wait"),
+        (
+            "coroutine",
+            r"answered by the worker itself(.|\n)*Coroutine (.|\n)*test_stall_watchdog\.py.* in run(.|\n)*locks\.py",
+        ),
+        ("process", r"nor did process \d+ answer a signal: it is stopped; kill -CONT \d+"),
+    ],
+)
+def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
+    blocks: str, seen: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def live_run() -> None:
+        async with processes() as live:
+            register(live, tmp_path, restart=True)
+            task = live.client.submit(quantum(blocks), str(tmp_path / "marker"), key=KEY, resources={keys.PARK: 1})
+            assert await task == "answered"
+            live.plugin.end_run("demo")
+
+    with caplog.at_level(logging.WARNING, "libra.scheduler.stall_watchdog"):
+        asyncio.run(live_run())
+    first = stalls(tmp_path)[0]
+    assert (first["key"], first["worker"], first["stage"]) == (KEY, "rollout-0", "trajectory, ROLLOUT")
+    assert first["restarts"] and first["idle_s"] >= 1.0 and first["last_event"].startswith("quantum_dispatched")
+    assert re.search(seen, (tmp_path / first["stacks"]).read_text()), (tmp_path / first["stacks"]).read_text()
+    events = [event["name"] for event in read_events(tmp_path / "events.jsonl").events]
+    assert events.count("quantum_lost") == 1 and events.count("quantum_dispatched") == 2
+    assert events.count("quantum_finished") == 1
+    warnings = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.stall_watchdog"]
+    assert re.match(rf"run demo: no progress for \d+ s: {KEY} \(trajectory, ROLLOUT\) has been on worker", warnings[0])
+    assert warnings[0].endswith("its worker is restarted")
+    assert "run demo: worker rollout-0 was restarted: OK" in warnings
+
+
+def test_without_restart_it_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def live_run() -> None:
+        async with processes() as live:
+            register(live, tmp_path, restart=False)
+            task = live.client.submit(quantum("coroutine"), str(tmp_path / "marker"), key=KEY, resources={keys.PARK: 1})
+            told = asyncio.Event()
+            guard = live.plugin.guards["demo"]
+            write = guard._write
+            guard._write = lambda file, text: (write(file, text), told.set())
+            await told.wait()
+            pid = next(iter(live.scheduler.workers.values())).pid
+            os.kill(pid, 0)
+            live.plugin.end_run("demo")
+            await task.cancel()
+
+    with caplog.at_level(logging.WARNING, "libra.scheduler.stall_watchdog"):
+        asyncio.run(live_run())
+    assert not stalls(tmp_path)[0]["restarts"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.stall_watchdog"][
+        :1
+    ]
+    assert "watchdog.restart=true does so automatically" in warning
+    assert re.search(r"type kill -9 \d+ on 127\.0\.0\.1", warning)
+    assert "quantum_lost" not in {event["name"] for event in read_events(tmp_path / "events.jsonl").events}
+
+
+def test_limits_follow_what_the_runs_own_tasks_take(emulation: Any, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with emulation.cluster() as live:
+            emulation.register(live, tmp_path, watchdog_s="auto", watchdog_floors_s={"trajectory, TOOL": 95.0})
+            limits = live.plugin.guards["demo"].watchdog.limits
+            assert limits.limit_s("trajectory, TOOL") == limits.limit_s("trajectory, ROLLOUT") == 600.0
+            await asyncio.gather(*emulation.submit(live, "demo", [6, 6]))  # three generations and three actions each
+            assert (limits.limit_s("trajectory, TOOL"), limits.limit_s("trajectory, ROLLOUT")) == (95.0, 60.0)
+            key = "step-train-0-e0-demo"
+            assert await live.client.submit(str, 1, key=key) == "1"
+            assert set(limits._seen) == {"trajectory, TOOL", "trajectory, ROLLOUT", "step"}
+            emulation.register(live, tmp_path, epoch=1, watchdog_s=7.0)
+            assert live.plugin.guards["demo"].watchdog.limits.limit_s("step") == 7.0
+
+    asyncio.run(test())
+
+
+def test_where_nothing_runs_the_line_says_which_worker_to_start(
+    emulation: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def live_run() -> str:
+        async with emulation.cluster(rollout=0) as live:
+            emulation.register(live, tmp_path, watchdog_s=1.0)
+            futures = emulation.submit(live, "demo", [1, 1])
+            gate = live.client.submit(
+                int, 5, key=keys.make("gate", (5,), epoch=0, run="demo"), resources={keys.PARK: 1}
+            )
+            while not live.plugin.guards["demo"]._stalls:  # noqa: ASYNC110 - the watchdog has no event of its own
+                await asyncio.sleep(0)
+            live.plugin.end_run("demo")
+            del futures, gate  # held until here, or they would have been forgotten
+            return str(live.scheduler.address)
+
+    with caplog.at_level(logging.WARNING, "libra.scheduler.stall_watchdog"):
+        address = asyncio.run(live_run())
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "libra.scheduler.stall_watchdog"]
+    assert "nothing runs, 3 are parked, waiting: 2 for a slot of ROLLOUT, which no worker declares" in warning
+    assert "1 for version 5 (published is 0)" in warning
+    assert f"type dask worker {address} --nthreads 72 --resources ROLLOUT=64" in warning
+    (event,) = stalls(tmp_path)
+    assert (event["key"], event["worker"], event["parked"], event["stacks"]) == ("", "", 3, "")
+
+
+def test_a_signal_is_never_sent_to_a_process_that_does_not_hold_the_file_open(tmp_path: Path) -> None:
+    (tmp_path / worker_stacks.FILE).touch()
+    assert not worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
+    with (tmp_path / worker_stacks.FILE).open():
+        assert worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
+    assert not worker_stacks._holds_open(2**22 + 1, tmp_path / worker_stacks.FILE)

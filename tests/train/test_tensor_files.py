@@ -1,0 +1,43 @@
+"""The digest of files without torch is the digest of the tensors in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from libra.tensor_files import tensors_digest
+from libra.tensors import digest
+
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "a": torch.randn(5, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 4),
+    "half": torch.ones(2, dtype=torch.float16),
+    "long": torch.arange(3),
+    "flags": torch.tensor([True, False]),
+    "byte": torch.arange(4, dtype=torch.uint8),
+    "double": torch.ones(1, dtype=torch.float64),
+}
+
+
+def test_files_have_the_digest_of_their_tensors(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "one.safetensors", metadata={"format": "pt"})
+    assert tensors_digest([tmp_path / "one.safetensors"]) == digest(TENSORS)
+    halves = ({name: TENSORS[name] for name in ("a", "b")}, {name: TENSORS[name] for name in ("scalar", "long")})
+    for number, half in enumerate(halves):
+        save_file(half, tmp_path / f"half{number}.safetensors")
+    paths = [tmp_path / "half0.safetensors", tmp_path / "half1.safetensors"]
+    assert tensors_digest(paths) == digest(halves[0] | halves[1])
+
+
+@pytest.mark.parametrize("cut", [0, 4, 40, -1])
+def test_a_torn_file_is_a_value_error(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ValueError):
+        tensors_digest([path])

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from libra.transport import Channel, Server
+
+SECRET = "known to the processes of one run"
+
+
+def echo(channel: Channel, client: str) -> None:
+    """Send every frame back; {"quit": ...} ends the connection, {"raise": ...} fails."""
+    while (frame := channel.recv_frame()) is not None:
+        if "quit" in frame:
+            return
+        if "raise" in frame:
+            raise KeyError(frame["raise"])
+        channel.send_frame(**frame)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Starts a server on this machine; all are closed in the end."""
+    started: list[Server] = []
+
+    def start(handle: Callable[[Channel, str], None] = echo, *, purpose: str = "test") -> Server:
+        started.append(Server(handle, secret=SECRET, purpose=purpose, host="127.0.0.1"))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()

@@ -1,0 +1,165 @@
+"""A server stays reachable for clients that know its secret, whatever other connections do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from libra.errors import TransportError
+from libra.transport import Address, Channel, Server, connect
+from libra.transport import server as server_module
+
+SECRET = "known to the processes of one run"
+Serve = Callable[..., Server]
+
+
+def proven(address: Address) -> Channel:
+    """A channel whose server has seen the proof and answers."""
+    channel = connect(address, SECRET, purpose="test")
+    channel.send_frame(hello=1)
+    assert channel.recv_frame() == {"hello": 1}
+    return channel
+
+
+def check_serves(address: Address) -> None:
+    proven(address).close()
+
+
+def ends(connection: socket.socket) -> bool:
+    """Wait until the server has ended the connection."""
+    connection.settimeout(60)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("garbage", [b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(10), b""])
+def test_garbage_and_half_messages_end_their_own_connection(serve: Serve, garbage: bytes) -> None:
+    server = serve()
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(garbage)
+        connection.shutdown(socket.SHUT_WR)
+        assert ends(connection)
+    check_serves(server.address)
+
+
+def test_a_client_without_the_secret_receives_64_bytes(serve: Serve) -> None:
+    with socket.create_connection(serve().address) as connection:
+        connection.sendall(bytes(64))
+        connection.settimeout(60)
+        received = b""
+        while part := connection.recv(4096):
+            received += part
+    assert len(received) == 64
+
+
+def test_silent_connections_cannot_keep_clients_out(serve: Serve) -> None:
+    server = serve()
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(server.address)) for _ in range(300)]
+        check_serves(server.address)
+        assert all(map(ends, connections[: 300 - server_module.MAX_UNPROVEN])), "the oldest are closed"
+        assert threading.active_count() < server_module.MAX_UNPROVEN + 50
+        check_serves(server.address)
+
+
+def test_proven_connections_are_not_given_up_for_silent_ones(serve: Serve) -> None:
+    server = serve()
+    channels = [proven(server.address) for _ in range(server_module.MAX_UNPROVEN + 10)]
+    with contextlib.ExitStack() as stack:
+        for _ in range(server_module.MAX_UNPROVEN + 10):
+            stack.enter_context(socket.create_connection(server.address))
+        for n, channel in enumerate(channels):
+            channel.send_frame(n=n)
+        assert [channel.recv_frame() for channel in channels] == [{"n": n} for n in range(len(channels))]
+    for channel in channels:
+        channel.close()
+
+
+def test_a_handler_that_fails_ends_its_own_connection(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve()
+    other = connect(server.address, SECRET, purpose="test")
+    failing = connect(server.address, SECRET, purpose="test")
+    with caplog.at_level(logging.WARNING, "libra.transport.server"):
+        failing.send_frame(**{"raise": "no such request"})
+        assert failing.recv_frame() is None
+    assert "no such request" in caplog.text
+    other.send_frame(n=1)
+    assert other.recv_frame() == {"n": 1}
+    other.close()
+
+
+def test_closing_ends_connections_and_listening() -> None:
+    served = threading.Event()
+
+    def handle(channel: Channel, client: str) -> None:
+        served.set()
+        channel.recv_frame()
+
+    server = Server(handle, secret=SECRET, purpose="test", host="127.0.0.1")
+    channel = connect(server.address, SECRET, purpose="test")
+    assert served.wait(60)
+    server.close()
+    with contextlib.suppress(TransportError):  # reset, or ended
+        assert channel.recv_frame() is None
+    with pytest.raises(TransportError, match="no server answers"):
+        connect(server.address, SECRET, purpose="test")
+
+
+FEW_FILES = """
+import contextlib, logging, os, resource, sys
+from libra.transport import Server
+
+def echo(channel, client):
+    while (frame := channel.recv_frame()) is not None:
+        channel.send_frame(**frame)
+
+server = Server(echo, secret=sys.argv[1], purpose="test", host="127.0.0.1")
+
+class Announced(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+
+logging.getLogger("libra.transport.server").addHandler(Announced())
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, 4096))
+print(server.address[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_without_file_descriptors_serves_again_when_it_has_some(repository: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FEW_FILES, SECRET],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repository)},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        channels = [proven(address) for _ in range(3)]
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):
+                stack.enter_context(socket.create_connection(address))
+            assert "Too many open files" in process.stdout.readline()
+            for n, channel in enumerate(channels):
+                channel.send_frame(n=n)
+                assert channel.recv_frame() == {"n": n}
+                channel.close()
+        check_serves(address)
+    finally:
+        process.communicate("")
+    assert process.returncode == 0

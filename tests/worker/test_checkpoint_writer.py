@@ -1,0 +1,227 @@
+"""Checkpoints of real runs: what is kept, that they hold the version they name, and that a step does not wait for the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed import Client
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from libra.config import RunConfig, config_from_dict
+from libra.driver.session import run
+from libra.errors import CheckpointError, ConfigError
+from libra.testing import FixedTurns
+from libra.train import checkpoint as checkpoint_module
+from libra.train.checkpoint import complete, newest, read_facts, verify
+from libra.types import Episode
+from libra.weights import WeightStore
+from libra.worker.checkpoint_writer import CheckpointWriter, checkpoint_is_due
+
+Config = Callable[..., RunConfig]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "evaluation", "expected"),
+    [
+        ({}, {}, [10, 20, 25]),
+        ({"every": 0}, {}, [25]),
+        ({"every": 12}, {}, [12, 24, 25]),
+        ({}, {"every": 8, "prompts": 1}, [8, 16, 24, 25]),
+        ({"every": 4}, {"every": 8, "prompts": 1}, [4, 8, 12, 16, 20, 24, 25]),
+    ],
+)
+def test_when_a_checkpoint_is_due(checkpoint: dict, evaluation: dict, expected: list[int]) -> None:
+    config = config_from_dict({"run": {"iterations": 25}, "checkpoint": checkpoint, "evaluation": evaluation})
+    assert [version for version in range(26) if checkpoint_is_due(config, version)] == expected
+
+
+def test_checkpoints_and_evaluations_that_hardly_meet_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.every.*type checkpoint\.every=8"):
+        config_from_dict({"checkpoint": {"every": 5}, "evaluation": {"every": 8, "prompts": 1}})
+
+
+# ------------------------------------------------------------------------------------------------ the writer by itself
+
+
+class FakeReplica:
+    """Counts steps; its snapshot is its step count, its steps can be watched."""
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+
+    def snapshot(self) -> int:
+        return self.steps_done
+
+    def step(self, trajectories: list, step: int) -> Any:
+        assert step == self.steps_done
+        self.steps_done += 1
+        return SimpleNamespace(step=step)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk that holds what was written, and writes only when ``gate`` is open."""
+    disk = SimpleNamespace(gate=threading.Event(), writing=threading.Event(), held={})
+
+    def save(directory: Path, snapshot: int) -> None:
+        disk.writing.set()
+        assert disk.gate.wait(60)
+        disk.held[directory.name] = snapshot
+
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save)
+    return disk
+
+
+def writer(replica: FakeReplica, tmp_path: Path) -> CheckpointWriter:
+    config = config_from_dict({"run": {"iterations": 4}, "checkpoint": {"every": 1}})
+    return CheckpointWriter(replica, tmp_path, config)  # type: ignore[arg-type]
+
+
+def test_steps_go_on_while_the_disk_is_slow_and_what_is_written_is_the_version_named(
+    tmp_path: Path, disk: SimpleNamespace
+) -> None:
+    replica = FakeReplica()
+    checkpoints = writer(replica, tmp_path)
+    checkpoints.step([], 0)
+    saving = threading.Thread(target=checkpoints.save, args=(1,))
+    saving.start()
+    assert disk.writing.wait(60)
+    checkpoints.step([], 1)
+    checkpoints.step([], 2)  # version 2 has not been asked for yet, and is due: this step copies it
+    assert replica.steps_done == 3 and disk.held == {}
+    disk.gate.set()
+    saving.join()
+    for version in (2, 3):
+        checkpoints.save(version)
+    assert disk.held == {"step-000001": 1, "step-000002": 2, "step-000003": 3}
+    assert not checkpoints._copies, "copies stay in memory"
+    checkpoints.save(2)  # the task is run again
+    assert disk.held["step-000002"] == 2
+
+
+def test_a_version_that_nobody_copied_is_an_error_and_never_another_one(tmp_path: Path, disk: SimpleNamespace) -> None:
+    replica = FakeReplica()
+    replica.steps_done = 3
+    with pytest.raises(CheckpointError, match=r"after 2 steps, and the replica has taken 3; resume"):
+        writer(replica, tmp_path).save(2)
+    assert disk.held == {}
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+class Scored(FixedTurns):
+    """Every answer of iteration k is worth ``rewards[k]``, so that the best version is known."""
+
+    rewards = (0.0, 0.3, 0.9, 0.1, 0.2, 0.4)
+
+    def grade(self, episode: Episode) -> float:
+        split, iteration, *_ = episode.trajectory_id.split("-")
+        return self.rewards[int(iteration) - (split == "eval")]
+
+
+def digest_of(version: int, directory: Path) -> str:
+    return WeightStore(directory / "weights").get(version).digest
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(
+    make_config: Config, cluster_client: Client, eta: int
+) -> None:
+    config = make_config(
+        run={"iterations": 6, "eta": eta}, checkpoint={"every": 1, "keep": 2}, store={"keep_versions": 10}
+    )
+    summary = run(config, environment=Scored(), client=cluster_client)
+    directory = summary.directory / "checkpoints"
+    assert summary.checkpoint == newest(directory) == directory / "step-000006"
+    if eta == 0:  # with staleness a batch mixes iterations, and another version may come first
+        assert [path.name for path in complete(directory)] == ["step-000003", "step-000005", "step-000006"]
+        assert (directory / "best").resolve().name == "step-000003"
+    assert summary.best is not None and (directory / "best").resolve() == summary.best
+    assert not [path for path in directory.iterdir() if path.name.startswith(".")]
+    for path in complete(directory):
+        version = int(path.name[5:])
+        assert verify(path)["digest"] == digest_of(version, summary.directory)
+        assert read_facts(path)["steps_done"] == version
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_where_questions_are_asked_their_reward_decides_what_is_best(
+    make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(run={"iterations": 5}, checkpoint={"keep": 1}, evaluation={"prompts": 1, "every": 1})
+
+    class Otherwise(Scored):
+        def grade(self, episode: Episode) -> float:  # training says that the last is the best, the questions: version 2
+            split, iteration, *_ = episode.trajectory_id.split("-")
+            return float(iteration) if split == "train" else {"2": 1.0}.get(iteration, 0.0)
+
+    summary = run(config, environment=Otherwise(), client=cluster_client)
+    assert summary.best is not None and summary.best.name == "step-000002"
+    assert [path.name for path in complete(summary.directory / "checkpoints")] == ["step-000002", "step-000005"]
+
+
+def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(
+    make_config: Config, cluster_client: Client, tmp_path: Path
+) -> None:
+    first = run(make_config(run={"iterations": 2, "name": "first"}), client=cluster_client)
+    assert first.checkpoint is not None
+    start = {"name": "second", "iterations": 1, "from_checkpoint": str(first.checkpoint)}
+    second = run(
+        make_config(run=start, store={"keep_versions": 5}, checkpoint={"keep_best": False}), client=cluster_client
+    )
+    assert digest_of(0, second.directory) == read_facts(first.checkpoint)["digest"]
+    assert second.iterations[0]["mismatch_max_abs"] < 1e-3, "engine and trainer began with different weights"
+    assert second.checkpoint is not None and second.checkpoint.name == "step-000001"
+    steps = load_file(second.checkpoint / "optimizer.safetensors")
+    assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {3.0}, "two before, one here"
+    assert second.best is None and not (second.directory / "checkpoints" / "best").exists()
+    third = run(
+        make_config(run={"name": "third", "iterations": 1, "from_checkpoint": str(_weights_only(first, tmp_path))}),
+        client=cluster_client,
+    )
+    steps = load_file(third.checkpoint / "optimizer.safetensors")  # type: ignore[operator]
+    assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {1.0}
+
+
+def _weights_only(summary: Any, tmp_path: Path) -> Path:
+    import shutil
+
+    copy = Path(shutil.copytree(summary.checkpoint, tmp_path / "weights_only"))
+    (copy / "trainer.json").unlink()
+    (copy / "optimizer.safetensors").unlink()
+    return copy
+
+
+def test_a_bad_start_is_told_before_anything_is_made(make_config: Config, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.from_checkpoint: there is no directory"):
+        run(make_config(run={"from_checkpoint": str(tmp_path / "nowhere")}))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(
+    make_config: Config, cluster_client: Client
+) -> None:
+    def fill(run: str, dask_worker: Any) -> None:
+        from libra.errors import CheckpointError as Error
+
+        host = dask_worker.plugins[f"libra-{run}"]
+        if host.trainer is not None:
+
+            def full(version: int) -> Path:
+                raise Error("checkpoint: disk full; make space")
+
+            host.trainer.checkpoints.save = full  # ENOSPC itself is provoked in tests/train/test_checkpoint.py
+
+    from libra.driver.session import Session
+
+    with Session(make_config(checkpoint={"every": 1}), client=cluster_client) as session:
+        cluster_client.run(fill, "demo")
+        with pytest.raises(CheckpointError, match="make space"):
+            list(session.iterations())

@@ -1,0 +1,67 @@
+"""The spread of rewards within groups, and why nothing can be learned from a batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.worker.learning_signal import MAX_CAUSE_CHARS, signal_numbers
+
+NAN = math.nan
+
+
+def member(group: int, sample: int, reward: float) -> Trajectory:
+    """One that failed where ``reward`` is NaN."""
+    failed = math.isnan(reward)
+    return Trajectory(
+        TrajectoryId(0, group, sample), Prompt("p", ()), np.arange(3, dtype=np.int32), np.array([False, True, True]),
+        np.zeros(3, np.float32), np.array([-1, 0, 0], np.int32), np.array([-1, 0, 0], np.int32), [], EndReason.ANSWERED,
+        FailureClass.TOOL if failed else FailureClass.NONE, "no  such\nhost " + "x" * 500 if failed else "", reward,
+    )  # fmt: skip
+
+
+def numbers(*rewards: list[float], advantage: float = 0.0, trains: bool = True) -> dict[str, Any]:
+    members = [member(g, s, reward) for g, group in enumerate(rewards) for s, reward in enumerate(group)]
+    rows = [{"advantages": [advantage] * len(group), "trains": [trains] * len(group)} for group in rewards]
+    return signal_numbers(members, rows)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "without", "equal_frac", "cause"),
+    [
+        ([[0.0, 1.0], [1.0, 1.0]], 1, 0.5, "no group has rewards that differ (0 to 1 between groups)"),
+        ([[0.5, 0.5], [0.5, 0.5]], 2, 1.0, "all 4 rewards are 0.5"),
+        (
+            [[1.0, NAN], [NAN, NAN]],
+            2,
+            0.0,
+            "no group has two valid trajectories to compare; the first failure: tool: no such host x",
+        ),
+        ([[NAN], [NAN]], 0, 0.0, "none of 2 trajectories is valid; the first failure: tool: no such host x"),
+        ([[0.0], [1.0]], 0, 0.0, "no group has two valid trajectories to compare"),
+        ([], 0, 0.0, "none of 0 trajectories is valid"),
+    ],
+)
+def test_groups_without_signal_and_the_cause(
+    rewards: list[list[float]], without: int, equal_frac: float, cause: str
+) -> None:
+    found = numbers(*rewards)
+    assert (found["groups_without_signal"], found["frac_reward_zero_std"]) == (without, equal_frac)
+    assert found["no_signal"].startswith(cause) and len(found["no_signal"]) < MAX_CAUSE_CHARS + 100
+    assert "\n" not in found["no_signal"]
+
+
+@pytest.mark.parametrize(("advantage", "trains", "says"), [(0.5, True, False), (0.5, False, True), (1e-9, True, True)])
+def test_one_advantage_that_trains_is_a_signal(advantage: float, trains: bool, says: bool) -> None:
+    assert bool(numbers([0.0, 1.0], advantage=advantage, trains=trains)["no_signal"]) == says
+
+
+def test_the_spread_is_a_mean_over_groups_that_can_be_compared() -> None:
+    found = numbers([0.0, 1.0, NAN], [0.25, 0.75], [1.0, NAN])
+    assert found["reward_std"] == pytest.approx((0.5 + 0.25) / 2)
+    assert (found["reward_group_min"], found["reward_group_max"]) == (0.125, 0.875)
+    assert math.isnan(numbers([1.0])["reward_std"])

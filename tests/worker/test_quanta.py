@@ -1,0 +1,142 @@
+"""A quantum whose record cannot be stored ends its trajectory, and no other; reading the journal again ends it the same way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra.config import config_from_dict
+from libra.errors import Unstorable
+from libra.rollout.chat_format import load_chat_format
+from libra.store.trajectory_journal import Journal
+from libra.testing import FixedTurns
+from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnOutput
+from libra.worker import quanta
+from libra.worker.quanta import QuantumRunner
+from libra.worker.trajectory_state import TrajectoryState
+
+TID = TrajectoryId(0, 0, 0)
+
+
+class Serving:
+    """An engine that writes the same three tokens every time."""
+
+    def __init__(self) -> None:
+        self.cached_tokens = 0
+
+    async def pull(self) -> None: ...
+
+    async def generate(self, request: Any) -> TurnOutput:
+        ids = np.arange(3, dtype=np.int32)
+        logprobs = np.zeros(3, np.float32)
+        return TurnOutput(ids, logprobs, ids * 0, ids * 0, StopReason.STOP, cached_tokens=self.cached_tokens)
+
+    def forget(self, trajectory_id: str) -> None: ...
+
+
+@pytest.fixture
+def make_runner(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], tuple[QuantumRunner, Serving]]:
+    """A runner without a cluster; all of one test share a journal."""
+    monkeypatch.setattr(quanta, "priority_here", lambda worker, key: (0,))
+    monkeypatch.setattr(quanta, "still_wanted", lambda worker, key: True)
+    config = config_from_dict({"rollout": {"ignore_eos": True, "max_turns": 3}, "trainer": {"resample": 1}})
+    environment = FixedTurns()
+
+    def make() -> tuple[QuantumRunner, Serving]:
+        spec = SimpleNamespace(config=config, epoch=0, turn_seed=lambda tid, turn, draw: 0)
+        context: Any = SimpleNamespace(
+            environment=environment,
+            spec=spec,
+            journal=Journal(tmp_path / "journal"),
+            epoch=SimpleNamespace(check=lambda: None),
+            report=lambda report: None,
+            name="w",
+            worker=None,
+            model_dir=random_model,
+        )
+        serving = Serving()
+        engine: Any = SimpleNamespace(serving=serving, contended=True, turn_ended=lambda: None)
+        runner = QuantumRunner(context, engine)
+        runner.chat = load_chat_format(random_model, environment.tool_schemas)
+        return runner, serving
+
+    return make
+
+
+def run(runner: QuantumRunner) -> TrajectoryState:
+    prompt = FixedTurns().prompt("train", 0)
+    return asyncio.run(runner.run("key", TID, prompt))
+
+
+Runner = Callable[[], tuple[QuantumRunner, Serving]]
+
+
+def test_text_without_a_form_ends_its_trajectory_as_the_models_failure(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quanta, "storable_calls", lambda calls: (ToolCall({"no", "text"}, {}),))  # type: ignore[arg-type]
+    state = run(make_runner()[0])
+    again = run(make_runner()[0])  # what a resume reads
+    for found in (state, again):
+        assert (found.end, found.failure, found.retried) == (EndReason.FAILURE, FailureClass.POLICY, [])
+        assert "cannot store a value of type set" in found.detail and found.quanta == 1
+        trajectory = found.trajectory(epoch=0)
+        assert trajectory.num_action_tokens == 3 and trajectory.failure.trains, "its tokens are kept, and train"
+        assert found.episode().answer == ""
+
+
+def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def odd(*_: Any, **__: Any) -> ToolReturn:
+        return ToolReturn("echo", ToolStatus.OK, "x", latency_s=1j)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quanta, "run_action", odd)
+    for quantum, phase in enumerate(("TOOL", "ROLLOUT", "TOOL", None)):  # generation, failure, a fresh draw, failure
+        state = run(make_runner()[0])
+        assert (state.quanta, state.phase) == (quantum + 1, phase)
+    assert (state.end, state.failure, state.retried) == (EndReason.FAILURE, FailureClass.TOOL, [FailureClass.TOOL])
+    assert "cannot store a value of type complex" in state.detail
+
+
+def test_a_template_that_cannot_show_a_return_is_a_failure_of_the_tool(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(contents: Any, *, ended: bool) -> Any:
+        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+
+    runner, _ = make_runner()
+    monkeypatch.setattr(runner.chat, "observation_ids", refuse)
+    assert run(runner).phase == "TOOL"
+    assert run(runner).retried == [FailureClass.TOOL]
+
+
+def test_numbers_of_the_engine_without_a_form_are_the_engines_failure(make_runner: Runner) -> None:
+    runner, serving = make_runner()
+    serving.cached_tokens = 2**70
+    state = run(runner)
+    assert state.retried == [FailureClass.ENGINE] and state.phase == "ROLLOUT"
+    serving.cached_tokens = 0
+    assert run(runner).turns == 1
+
+
+def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    from libra.errors import StoreError
+
+    runner, _ = make_runner()
+
+    def full(*_: Any) -> None:
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(runner.context.journal, "append", full)
+    with pytest.raises(StoreError, match="disk full") as caught:
+        run(runner)
+    assert not isinstance(caught.value, Unstorable)

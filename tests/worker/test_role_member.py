@@ -1,0 +1,256 @@
+"""A worker's part in role changes by itself: stages in order, stale ones left out, failures told, a core that goes and comes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import queue
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libra import keys
+from libra.config import config_from_dict
+from libra.errors import EngineError, TrainError, TransferError
+from libra.policy.role_messages import Assignment, Role
+from libra.worker import hybrid_training
+from libra.worker.context import WorkerContext
+from libra.worker.engine_factory import EngineKind
+from libra.worker.role_member import RoleMember
+
+hybrid_module = importlib.import_module("libra.train.hybrid_replica")  # ``libra.train`` is also the name of a function
+SHARE = {"cores": "", "devices": ""}
+
+
+class FakeServing:
+    """An engine that sleeps and wakes at once, or fails to wake."""
+
+    def __init__(self) -> None:
+        self.asleep = False
+        self.calls: list[Any] = []
+        self.fails = False
+
+    async def sleep(self, *, abort: bool = False) -> None:
+        self.asleep = True
+        self.calls.append("sleep")
+
+    async def wake(self, build: Any = None) -> None:
+        if self.fails:
+            raise EngineError("no memory")
+        self.asleep = False
+        self.calls.append("wake")
+
+
+class FakeHybrid:
+    """A hybrid replica that serves until it is told how that ends."""
+
+    made: queue.SimpleQueue[FakeHybrid] = queue.SimpleQueue()
+    closed: set[tuple[str, int]] = set()
+    """Pools at which nobody answers."""
+
+    def __init__(self, replica: Any, address: tuple[str, int], token: str, *, name: str) -> None:
+        if address in self.closed:
+            raise TransferError(f"nobody answers at {address}")
+        self.address, self.token = address, token
+        self.ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.on_state: Any = None
+        self.made.put(self)
+
+    def run(self) -> int:
+        if isinstance(end := self.ends.get(timeout=60), Exception):
+            raise end
+        return 0
+
+    def leave(self) -> None:
+        self.ends.put("left")
+
+    abandon = leave
+
+
+class Case:
+    """A member whose worker and scheduler are a few values; ``told`` is what it has said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.news = asyncio.Event()
+        self.serving = FakeServing()
+        supply = {"total_resources": {keys.ROLLOUT: 8}, "available_resources": {keys.ROLLOUT: 8}, "tasks": {}}
+        worker = SimpleNamespace(
+            name="rollout-0", address="tcp://10.0.0.1:1", state=SimpleNamespace(**supply), stream_handlers={},
+            log_event=self._heard, loop=SimpleNamespace(add_callback=lambda call, *a, **k: None),
+        )  # fmt: skip
+        config = config_from_dict({"cluster": {"hybrid_workers": 1}})
+        spec: Any = SimpleNamespace(run="demo", epoch=0, secret="s", config=config)
+        kind = EngineKind("transformers", 8)
+        self.worker: Any = worker
+        nothing: Any = None
+        context = WorkerContext(self.worker, spec, nothing, nothing, nothing, nothing, nothing)
+        engine: Any = SimpleNamespace(serving=self.serving, kind=kind)
+        self.member = RoleMember(context, engine)
+        monkeypatch.setattr(hybrid_training, "make_replica", lambda *arguments: "a replica")
+        monkeypatch.setattr(hybrid_module, "HybridReplica", FakeHybrid)
+        monkeypatch.setattr(FakeHybrid, "made", queue.SimpleQueue())
+        monkeypatch.setattr(FakeHybrid, "closed", set())
+        self.member.announce()
+
+    def _heard(self, topic: str, message: dict[str, Any]) -> None:
+        self.said.append(message)
+        self.news.set()
+
+    def tell(self, stage: str | None, generation: int = 1, role: str = "train", pool: Any = None) -> None:
+        fields = {"role": role, "tp": 1, "slots": 8, "shares": [SHARE]}
+        self.member.heard({"stage": stage, "generation": generation, "pool": pool, **fields})
+
+    async def hears(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Wait until it has said this, and forget all before."""
+        while True:
+            for index, message in enumerate(self.said):
+                if message["kind"] == kind and fields.items() <= message.items():
+                    del self.said[: index + 1]
+                    return message
+            self.news.clear()
+            await self.news.wait()
+
+    async def to_train(self) -> FakeHybrid:
+        self.tell(None, pool=(0, "core", 1))
+        for stage in ("draining", "sleeping", "taking_up"):
+            self.tell(stage)
+            await self.hears("role_stage", stage=stage, generation=1)
+        return FakeHybrid.made.get(timeout=60)
+
+    def slots(self) -> tuple[int, int]:
+        state = self.worker.state
+        return state.total_resources[keys.ROLLOUT], state.available_resources[keys.ROLLOUT]
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Case], Awaitable[None]]], None]:
+    """Runs a coroutine on a new member, and closes it."""
+
+    def run(test: Callable[[Case], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            case = Case(monkeypatch)
+            try:
+                await asyncio.wait_for(test(case), 60)
+            finally:
+                case.member.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_it_goes_to_training_and_back(live: Any) -> None:
+    async def test(case: Case) -> None:
+        hybrid = await case.to_train()
+        assert hybrid.address == ("core", 1)
+        assert case.slots() == (0, 0) and case.serving.asleep
+        for stage in ("draining", "sleeping", "taking_up"):
+            case.tell(stage, 2, "rollout")
+            await case.hears("role_stage", stage=stage, generation=2)
+        assert case.serving.calls == ["sleep", "sleep", "wake"] and case.slots() == (8, 8)
+        assert case.member.has == Assignment(Role.ROLLOUT)
+
+    live(test)
+
+
+def test_stages_of_an_older_change_are_not_begun(live: Any) -> None:
+    async def test(case: Case) -> None:
+        case.tell("draining", 1)
+        case.tell("sleeping", 1)
+        case.tell("taking_up", 2, "rollout")  # cancelled before the worker had looked
+        await case.hears("role_stage", stage="taking_up", generation=2)
+        assert case.serving.calls == [] and not case.member.leaving
+        case.tell("sleeping", 1)
+        case.tell("draining", 3)
+        await case.hears("role_stage", stage="draining", generation=3)
+        assert case.serving.calls == []
+
+    live(test)
+
+
+def test_what_fails_is_told_and_the_next_stage_is_done(live: Any) -> None:
+    async def test(case: Case) -> None:
+        case.tell("sleeping")
+        case.tell("taking_up")
+        assert "no core replica accepts hybrid replicas" in (await case.hears("role_failed", generation=1))["detail"]
+        case.serving.fails = True
+        case.tell("taking_up", 2, "rollout")
+        assert (await case.hears("role_failed", generation=2))["detail"] == "no memory"
+        assert case.slots() == (0, 0)
+        case.serving.fails = False
+        case.tell("taking_up", 3, "rollout")
+        await case.hears("role_stage", stage="taking_up", generation=3)
+        assert case.slots() == (8, 8)
+
+    live(test)
+
+
+def test_a_core_that_is_gone_is_waited_for(live: Any) -> None:
+    async def test(case: Case) -> None:
+        hybrid = await case.to_train()
+        FakeHybrid.closed.add(("core", 1))
+        hybrid.ends.put("the core is gone")
+        case.tell(None, pool=(1, "core", 2))
+        await case.hears("role_stage", stage="reconnected", generation=1)
+        found = FakeHybrid.made.get(timeout=60)
+        assert found.address == ("core", 2) and found.token != hybrid.token
+        found.ends.put("only this replica was given up")
+        await case.hears("role_stage", stage="reconnected")
+        assert FakeHybrid.made.get(timeout=60).address == ("core", 2)
+
+    live(test)
+
+
+@pytest.mark.parametrize("how", ["refused", "not there"])
+def test_a_core_that_does_not_want_it_is_told(live: Any, how: str) -> None:
+    async def test(case: Case) -> None:
+        hybrid = await case.to_train()
+        if how == "refused":
+            hybrid.ends.put(TrainError("the core refuses it"))
+        else:
+            FakeHybrid.closed |= {("core", 1), ("core", 2)}
+            hybrid.ends.put("the core is gone")
+            case.tell(None, pool=(1, "core", 2))
+        failed = await case.hears("role_failed", generation=1)
+        assert "refuses it" in failed["detail"] or "nobody answers" in failed["detail"]
+
+    live(test)
+
+
+def test_what_breaks_while_it_trains_is_told_whatever_it_is(live: Any) -> None:
+    async def test(case: Case) -> None:
+        hybrid = await case.to_train()
+        hybrid.ends.put(RuntimeError("out of memory"))
+        assert (await case.hears("role_failed", generation=1))["detail"] == "RuntimeError: out of memory"
+        for stage in ("draining", "sleeping", "taking_up"):  # and it goes back
+            case.tell(stage, 2, "rollout")
+            await case.hears("role_stage", stage=stage, generation=2)
+        assert case.slots() == (8, 8)
+
+    live(test)
+
+
+def test_it_leaves_while_it_waits_for_a_core(live: Any) -> None:
+    async def test(case: Case) -> None:
+        hybrid = await case.to_train()
+        FakeHybrid.closed.add(("core", 1))
+        hybrid.ends.put("the core is gone")
+        case.tell("draining", 2, "rollout")
+        await case.hears("role_stage", stage="draining", generation=2)
+        case.tell("sleeping", 2, "rollout")
+        await case.hears("role_stage", stage="sleeping", generation=2)
+
+    live(test)
+
+
+def test_what_a_drain_left_alone_goes_on(live: Any) -> None:
+    async def test(case: Case) -> None:
+        await case.to_train()
+        case.tell("taking_up", 2)  # of a change back that was cancelled before its drain began
+        await case.hears("role_stage", stage="taking_up", generation=2)
+        assert FakeHybrid.made.empty()
+
+    live(test)

@@ -1,0 +1,61 @@
+"""The run's secret is in nothing that is pickled for an open line."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.protocol.pickle import dumps
+
+from libra.config import RunConfig
+from libra.errors import ClusterError
+from libra.worker.host import LibraHost
+from libra.worker.run_secret import FILE, forget, sendable, with_secret
+from libra.worker.run_spec import RunSpec
+
+SECRET = "5ec2e7" * 10
+PEERS: list[dict[str, dict[str, Any]]] = [
+    {"trainer": {"dispatch": "peer"}},
+    {"weights": {"transfer": "peer"}},
+    {"cluster": {"hybrid_workers": 1}},
+    {"cluster": {"train_workers": 2}},
+]
+
+
+def spec_of(config: RunConfig, directory: Path) -> RunSpec:
+    return RunSpec("demo", 0, directory, "model", config, secret=SECRET)
+
+
+@pytest.mark.parametrize("sections", PEERS)
+def test_over_an_open_line_it_goes_through_a_file_of_its_owner(
+    make_config: Callable[..., RunConfig], tmp_path: Path, sections: dict[str, dict[str, Any]]
+) -> None:
+    sent, path = sendable(spec_of(make_config(**sections), tmp_path), "tcp://10.0.0.1:8786")
+    assert path == tmp_path / FILE
+    assert path.stat().st_mode & 0o777 == 0o600
+    pickled = dumps(LibraHost(sent, path))
+    assert SECRET.encode() not in pickled
+    assert SECRET not in repr(sent)
+    host = pickle.loads(pickled)
+    assert with_secret(host.spec, host.secret_file).secret == SECRET
+    forget(tmp_path)
+    with pytest.raises(ClusterError, match="libra cluster tls DIR"):
+        with_secret(host.spec, host.secret_file)
+
+
+def test_a_run_that_needs_none_leaves_none(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    sent, path = sendable(spec_of(make_config(), tmp_path), "tcp://10.0.0.1:8786")
+    assert (sent.secret, path) == ("", None)
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("scheduler", ["tls://10.0.0.1:8786", "inproc://10.0.0.1/7/1"])
+def test_over_an_encrypted_line_it_is_sent(
+    make_config: Callable[..., RunConfig], tmp_path: Path, scheduler: str
+) -> None:
+    spec = spec_of(make_config(weights={"transfer": "peer"}), tmp_path)
+    assert sendable(spec, scheduler) == (spec, None)
+    assert not (tmp_path / FILE).exists()
