@@ -14,10 +14,12 @@ from libra.driver.run_summary import RunSummary
 from libra.driver.session import run
 from libra.envs import Environment, FunctionEnvironment
 from libra.errors import ConfigError
+from libra.named_parts import name_of
 
 if TYPE_CHECKING:
     from distributed import Client
 
+    from libra.driver.callbacks import OnBatch, OnEvaluation, OnIteration
     from libra.graph.iteration import Score
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,9 @@ def train(
     score: Score | None = None,
     client: Client | None = None,
     resume: bool = False,
+    on_iteration: OnIteration | None = None,
+    on_batch: OnBatch | None = None,
+    on_evaluation: OnEvaluation | None = None,
     **settings: Any,
 ) -> RunSummary:
     """Train a model on your prompts, graded by your function, with Python functions as its tools.
@@ -59,8 +64,12 @@ def train(
         A cluster to use; None: one of local processes is started.
     resume : bool
         Continue the run of this ``run__name`` and ``run__dir`` from what it committed, with the same other arguments.
+    on_iteration, on_batch, on_evaluation : callable, optional
+        Called in this process while the run goes on: ``on_iteration(values)``, ``on_batch(batch, trajectories)``,
+        ``on_evaluation(result)``; see `libra.driver.callbacks`.
     **settings
-        Any setting with its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``.
+        Any setting with its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``. Where a setting takes
+        ``package.module:attribute``, the function or class itself may be given, if it is defined at the top of a module.
 
     Returns
     -------
@@ -88,7 +97,8 @@ def train(
             missing = "prompts" if prompts is None else "reward"
             raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
         environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=list(tools), seed=checked.run.seed)
-    return run(checked, environment=environment, score=score, client=client, resume=resume)
+    callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
+    return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -104,5 +114,5 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise ConfigError(
                 f"libra.train: {name}: there is no section {section!r}; sections are {', '.join(RunConfig.model_fields)}"
             )
-        values.setdefault(section, {})[key] = value
+        values.setdefault(section, {})[key] = name_of(name, value)
     return values

@@ -15,6 +15,7 @@
     |   |   +-- RewardTimeout              the reward did not return in time
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
+    +-- CallbackError(RuntimeError)        a callback of the user raised
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
     |   +-- Unstorable                     a value has no form in a record; nothing is wrong with the disk
     |   +-- RecordExists(FileExistsError)  another writer wrote this record first
@@ -63,6 +64,10 @@ class ModelError(LibraError, FileNotFoundError):
 
 class ClusterError(LibraError, RuntimeError):
     """The Dask cluster cannot run this: workers, resources, ports or settings."""
+
+
+class CallbackError(LibraError, RuntimeError):
+    """A callback of the user raised; what is committed stays, and the run can be resumed."""
 
 
 class EngineError(LibraError, RuntimeError):

@@ -15,6 +15,7 @@ import click
 from libra import events, keys
 from libra.cli.replay_text import NAMES, Subject, concerns, event_text, subject_of, subject_text
 from libra.errors import ConfigError, RunDirectoryError, StoreError
+from libra.orderings import blank
 from libra.policy import OpenBatch
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
@@ -133,7 +134,7 @@ def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
             yield line, event
 
     try:
-        for told in replay(counted()):
+        for told in replay(counted(), blank):
             outcome.add(told, decisions)
     except StoreError as error:
         if str(error).startswith("line "):

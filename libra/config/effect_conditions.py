@@ -65,6 +65,11 @@ def is_not(name: str, *values: object) -> Need:
     return Need((name,), text, lambda config, _: value_of(config, name) not in values)
 
 
+def own(name: str) -> Need:
+    """The field names a part of the user's own, which may read the setting."""
+    return Need((name,), f"a {name} of your own", lambda config, _: ":" in str(value_of(config, name)))
+
+
 def above(name: str, bound: float) -> Need:
     """The field is larger than ``bound``; None is not."""
     text = f"{name} above {bound:g}"

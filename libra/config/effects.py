@@ -30,6 +30,7 @@ from libra.config.effect_conditions import (
     is_,
     is_not,
     missing,
+    own,
     without,
 )
 from libra.config.field_help import sections
@@ -78,7 +79,7 @@ _LEARNS = above("trainer.lr", 0)
 _CLIPS = is_not("trainer.loss", "sapo", "reinforce")
 _CORRECTS = is_not("trainer.correction", "none")
 _HAS_KL = above("trainer.kl_coef", 0)
-_SCALES = (is_("trainer.advantage", "grpo"), is_("trainer.normalize_std", True))
+_SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
 _REPLICAS = either(above("cluster.train_workers", 1), is_("planner.layout", "auto"))
 _VLLM = is_("rollout.engine", "vllm")
 _NO_TRACE = (missing("planner.trace"), without("--trace"))
@@ -93,6 +94,11 @@ _BY_TABLES = Need(
     ),
 )
 _CLUSTER_SIMULATED = (missing("simulation.layout"), missing("cluster.engines"), _NOT_OF_RUN)
+_OWN_SIMULATED = Need(
+    ("simulation.policy", "policy.name"),
+    "a policy of your own",
+    lambda config, _: ":" in (config.simulation.policy or config.policy.name),
+)
 _FORECASTS = _simulated_policy("cmlfq", "predictor", "oracle")
 _JOB_KEYS = "jobs partition gpus cpus memory walltime directives"
 _SOME_SLOTS = Need(
@@ -124,7 +130,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("environment", "name args", _run()),
     ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),
     ("rollout", "engine max_context_tokens", _of("run", "plan")),
-    ("rollout", "kv_cache_gib exact_logprobs", _run(is_("rollout.engine", "transformers"))),
+    ("rollout", "kv_cache_gib", _run(is_not("rollout.engine", "vllm"))),
+    ("rollout", "exact_logprobs", _run(is_("rollout.engine", "transformers"))),
     ("rollout", "tp", {"run": (_VLLM, _ALIKE), "simulate": _CLUSTER_SIMULATED}),
     ("rollout", "keep_kv", _run(_VLLM)),
     (
@@ -141,7 +148,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "prompts group_size", _of("run", "plan", "simulate")),
     ("trainer", "kl_coef entropy_coef epochs minibatches max_row_tokens logit_chunk_tokens", _of("run", "plan")),
     ("trainer", "micro_batch_tokens gradient_checkpointing", _of("run", "plan")),
-    ("trainer", "betas weight_decay warmup_steps max_grad_norm", _run(_LEARNS)),
+    ("trainer", "betas weight_decay warmup_steps lr_schedule max_grad_norm", _run(_LEARNS)),
     ("trainer", "normalize_std", _run(_SCALES[0])),
     ("trainer", "std_eps", _run(*_SCALES)),
     ("trainer", "loss_divisor", _run(is_("trainer.aggregation", "seq-mean-token-sum-norm", "constant"))),
@@ -164,8 +171,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         "policy",
         "objective",
         {
-            "run": (is_("policy.name", "cmlfq"),),
-            "simulate": (_FORECASTS, missing("simulation.objective"), _NOT_OF_RUN),
+            "run": (either(is_("policy.name", "cmlfq"), own("policy.name")),),
+            "simulate": (either(_FORECASTS, _OWN_SIMULATED), missing("simulation.objective"), _NOT_OF_RUN),
         },
     ),
     ("policy", "boundaries_tokens", {"run": (is_("policy.name", "cmlfq"),), "simulate": (_FORECASTS,)}),
@@ -174,7 +181,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         "patience",
         {
             "run": (is_not("policy.name", "fifo", "paper"),),
-            "simulate": (_simulated_policy("cmlfq", "mlfq", "completed_calls"), _NOT_OF_RUN),
+            "simulate": (either(_simulated_policy("cmlfq", "mlfq", "completed_calls"), _OWN_SIMULATED), _NOT_OF_RUN),
         },
     ),
     ("cluster", "scheduler", _run(NO_CLIENT)),
@@ -190,7 +197,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("cluster", "tool_workers", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
     ("cluster", "device", _run()),
-    ("observe", "tensorboard event_log progress", _run()),
+    ("observe", "tensorboard event_log progress on_iteration on_batch on_evaluation", _run()),
     ("store", "keep_versions keep_journals", _run()),
     ("weights", "transfer", _run()),
     ("watchdog", "timeout_s", _run()),
@@ -199,7 +206,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     *((f"slurm_{role}", _JOB_KEYS, _of("slurm")) for role in ("rollout", "train", "tool")),
     ("simulation", "calibration layout slots policy train_s load_s tool_slots noise", _of("simulate")),
     ("simulation", "gpu model", _simulated(missing("simulation.calibration"))),
-    ("simulation", "objective", _simulated(_FORECASTS)),
+    ("simulation", "objective", _simulated(either(_FORECASTS, _OWN_SIMULATED))),
     ("simulation", "accuracy", _simulated(_simulated_policy("predictor"))),
     ("simulation", "traces iterations", _simulated(_DRAWN)),
     ("simulation", "turns", _simulated(missing("simulation.traces"), _DRAWN)),

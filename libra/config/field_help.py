@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 from pydantic.fields import FieldInfo
 
 from libra.config.models import RunSections
+from libra.config.own_parts import OwnOr
 from libra.config.section import Section
 from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
 
@@ -78,6 +79,8 @@ def field_references() -> dict[str, FieldReference]:
 
 
 def _allowed(field: FieldInfo) -> str:
+    if own := _own_words(field.metadata):
+        return own
     bounds = ", ".join(_bounds(field.metadata))
     words = _type_words(field.annotation)
     return f"{words}, {bounds}" if bounds else words
@@ -86,6 +89,8 @@ def _allowed(field: FieldInfo) -> str:
 def _type_words(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
+        if own := _own_words(arguments[1:]):
+            return own
         bounds = ", ".join(_bounds(arguments[1:]))
         words = _type_words(arguments[0])
         return f"{words}, {bounds}" if bounds else words
@@ -110,6 +115,11 @@ def _type_words(annotation: Any) -> str:
         keys = (f"{name} ({_allowed(field)})" for name, field in annotation.model_fields.items())
         return f"a mapping of {', '.join(keys)}"
     return _WORDS[annotation]
+
+
+def _own_words(metadata: typing.Iterable[Any]) -> str:
+    """What a name may be where a part of one's own may be named; empty elsewhere."""
+    return next((item.words for item in metadata if isinstance(item, OwnOr)), "")
 
 
 def _bounds(metadata: typing.Iterable[Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ value, ``nan`` is not a number.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
@@ -25,13 +25,12 @@ from libra.config.algorithms import (
     OldLogp,
     preset_values,
 )
+from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.simulation import RUN_POLICIES, SimulationSection
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
 from libra.keys import check_run_name
-
-PolicyName = Literal["cmlfq", "paper", "fifo", "mlfq", "completed_calls", "predictor", "oracle"]
-"""Every ordering of `libra.policy.ORDERINGS`."""
 
 
 class RunSection(Section):
@@ -84,9 +83,9 @@ class EnvironmentSection(Section):
 class RolloutSection(Section):
     """How trajectories are generated."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Inference engine of a rollout worker: transformers in the worker's own process, or vLLM in its own processes (`make
-    setup-vllm`), configured by section `vllm`."""
+    engine: Annotated[str, OwnOr(("transformers", "vllm"))] = "transformers"
+    """Inference engine of a rollout worker: transformers in the worker's own process, vLLM in its own processes (`make
+    setup-vllm`), configured by section `vllm`, or a `libra.rollout.engine.EngineFactory` of your own."""
     tp: AtLeastOne = 1
     """Tensor-parallel degree of an engine (vllm). The resource TP of a worker, or an entry of `cluster.engines`,
     overrides it."""
@@ -158,11 +157,14 @@ class TrainerSection(Section):
     """AdamW's decoupled weight decay."""
     warmup_steps: AtLeastZero = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Annotated[str, OwnOr(("constant",))] = "constant"
+    """Factor of the learning rate at each step, which the warm-up multiplies too. constant: 1. Your own:
+    `libra.train.own_parts.LRSchedule`."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which the gradient is clipped."""
-    advantage: AdvantageName = "grpo"
+    advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
     """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the batch (reinforce_pp), or to the
-    group on the scale of the batch (reinforce_pp_baseline)."""
+    group on the scale of the batch (reinforce_pp_baseline). Your own: `libra.train.own_parts.AdvantageEstimator`."""
     normalize_std: bool = True
     """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr.
     GRPO). For `advantage` grpo."""
@@ -178,8 +180,9 @@ class TrainerSection(Section):
     """Batches in a row without signal after which `no_signal` stop ends the run."""
     drop_truncated: bool = False
     """Exclude truncated trajectories ("length") from the step; they still count in the baseline of their group."""
-    loss: LossName = "ppo"
-    """(preset) Loss of a token, as a function of its probability ratio and advantage."""
+    loss: Annotated[str, OwnOr(get_args(LossName))] = "ppo"
+    """(preset) Loss of a token, as a function of its probability ratio and advantage. Your own:
+    `libra.train.own_parts.TokenLoss`."""
     aggregation: AggregationMode = "token-mean"
     """(preset) How token losses become the loss of the step: their mean over all tokens; the mean over sequences of
     each sequence's token sum or token mean; that token sum divided by a fixed length (-norm); their total divided by a
@@ -295,10 +298,10 @@ class EvaluationSection(Section):
 class PolicySection(Section):
     """Which waiting trajectory gets the next free slot, and where."""
 
-    name: Literal["cmlfq", "fifo", "mlfq", "completed_calls", "paper"] = "cmlfq"
+    name: Annotated[str, OwnOr(RUN_POLICIES)] = "cmlfq"
     """cmlfq: by forecasts of remaining tokens, learned from what tools return; without measured skill, least attained service
     first. fifo: first come, first served. mlfq: least attained service first. completed_calls: most tool calls first (DynaRL).
-    paper: the Libra paper's rule. docs/scheduling.md compares them."""
+    paper: the Libra paper's rule. docs/scheduling.md compares them. Your own: `libra.policy.Ordering`."""
     objective: Literal["makespan", "stream"] = "makespan"
     """For cmlfq. makespan: longest forecast first, so that the iteration ends soon. stream: complete one group after
     the other, so that a step can begin while other groups generate (`run.eta` of 1 or more)."""
@@ -306,7 +309,7 @@ class PolicySection(Section):
     """Starvation bound, counted in parkings (a trajectory begins to wait for a slot). A trajectory is served next after
     this many further parkings for its kind of slot, plus one for each trajectory that already waited when it parked.
     The default equals five thousand trajectories of forty turns. With a small number every trajectory is overdue, and
-    the order is first come, first served. Not for fifo and paper."""
+    the order is first come, first served. Not for fifo and paper; for a policy of your own if it takes it."""
     boundaries_tokens: dict[Literal["tp1", "tp2", "tp4", "tp8"], Annotated[float, Field(gt=0)]] = {}
     """For cmlfq: generated tokens up to which a trajectory begins on engines of a tensor-parallel degree, e.g. {"tp1":
     3000, "tp2": 12000}; longer ones begin on higher degrees. `libra plan` prints these boundaries of its buckets. They
@@ -378,6 +381,12 @@ class ObserveSection(Section):
     """Write every scheduling event and decision to events.jsonl; its older lines are kept compressed in events/."""
     progress: bool = True
     """Show live progress in the terminal."""
+    on_iteration: OwnPart | None = None
+    """Function of your own that the driver calls with the numbers of each iteration (`libra.driver.callbacks`). None: none."""
+    on_batch: OwnPart | None = None
+    """Function of your own that the driver calls with the trajectories of each batch after its step. None: none."""
+    on_evaluation: OwnPart | None = None
+    """Function of your own that the driver calls with the result of each evaluation. None: none."""
 
 
 class StoreSection(Section):
@@ -407,51 +416,6 @@ class WatchdogSection(Section):
     all kinds; set it above the longest optimizer step or tool call. None: no watchdog."""
     restart: bool = False
     """Restart the stalled worker. Committed quanta of its trajectories are kept; the quantum in flight runs again."""
-
-
-class SimulationSection(Section):
-    """Input of `libra simulate` that differs from the run's own sections: engines, workload and policy. `trainer` gives
-    the sizes of groups and batches, `run` the staleness bound and the seed."""
-
-    gpu: Annotated[str, Field(min_length=1)] | None = None
-    """GPU of the engines: a name of `libra/hardware/gpus`, or a file of that form. None: `planner.gpu`, else A800-80G."""
-    calibration: Annotated[Path, Field(strict=False)] | None = None
-    """File that `libra calibrate RUN --save` wrote: engines, trainer and transfers have the seconds measured in that run,
-    instead of those of `gpu` and `model`. It must be of the model in `model.path`. None: `planner.calibration`, else the GPU's
-    tables; those too where `gpu` or `model` is given."""
-    model: Annotated[str, Field(min_length=1)] | None = None
-    """Model to simulate: a name of `libra/hardware/models`, or a Hugging Face directory or config.json. None: `model.path`."""
-    layout: dict[Literal["tp1", "tp2", "tp4", "tp8"], AtLeastOne] | None = None
-    """Engines by tensor-parallel degree, e.g. {"tp2": 8, "tp8": 1}: eight engines of two GPUs and one of eight. None: those of
-    `cluster.engines`, else `cluster.rollout_workers` of `rollout.tp`."""
-    slots: AtLeastOne | None = None
-    """Concurrent generations of each engine. None: as many as fit into its KV memory at mean length, 256 at most; with
-    `calibration` the slots of the measured engine."""
-    policy: PolicyName | None = None
-    """Scheduling policy: cmlfq (forecasts of remaining tokens), paper (the published rule), fifo, mlfq (least attained
-    service), completed_calls (DynaRL), predictor (lengths predicted with `accuracy`), oracle (the true lengths). None:
-    `policy.name`."""
-    objective: Literal["makespan", "stream"] | None = None
-    """For cmlfq, predictor and oracle: makespan ends the iteration soon, stream completes one group after the other.
-    None: `policy.objective`."""
-    accuracy: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """For predictor: correlation of the logarithms of predicted and true lengths."""
-    traces: Annotated[Path, Field(strict=False)] | None = None
-    """File of agent turns (CSV, one row a turn) to draw trajectories from. None: synthetic ones, of `turns` turns."""
-    turns: AtLeastOne = 36
-    """Mean number of turns of synthetic trajectories."""
-    iterations: AtLeastOne = 1
-    """Iterations to simulate."""
-    train_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds of an optimizer step with its weight update. None: 0, or with `calibration` as measured."""
-    load_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds in which an engine loads new weights; running requests then recompute their context. None: 0, or with
-    `calibration` as measured."""
-    tool_slots: AtLeastOne | None = None
-    """Concurrent actions. None: no limit."""
-    noise: bool = False
-    """Draw the seconds of engines around the predicted ones, with the residuals of measured kernels; the same seed draws the
-    same."""
 
 
 class RunSections(Section):

@@ -27,10 +27,12 @@ from libra.driver.start_records import CONFIG_FILE, log_start, newest_logged, wr
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.errors import RunDirectoryError
 from libra.graph.iteration import ResumePoint, Score
+from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
 from libra.store.epochs import take_epoch
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import sweep_logs
+from libra.train.own_parts import check_own_parts
 from libra.train.start_checks import checked_start
 from libra.transport import new_secret
 from libra.worker.engine_factory import check_engine
@@ -111,6 +113,9 @@ def named(config: RunConfig) -> RunConfig:
 
 def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
     """Check the request, make or read the run directory, and take its lock until ``exits`` closes."""
+    check_own_parts(request.config.trainer)
+    policy = request.config.policy
+    check_ordering(policy.name, objective=policy.objective, patience=policy.patience)
     config = laid_out(request.config, started_here=request.client is None)
     spec = _spec(config, request)
     environment = spec.make_environment()

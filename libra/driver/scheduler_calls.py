@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
-from libra.errors import ClusterError
+from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
 from libra.policy import Admission
@@ -89,6 +89,8 @@ class SchedulerCalls:
         )
         rpc: Any = self.client.scheduler
         answer = self.client.sync(rpc.libra_register_run, registration=registration.as_message())
+        if "policy" in answer:
+            raise ConfigError(answer["policy"])
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
         return str(answer["process"])

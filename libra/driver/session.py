@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from distributed import Client
 from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
+from libra.driver.callbacks import Callbacks
 from libra.driver.lost_scheduler import scheduler_loss_named
 from libra.driver.planning import Planning
 from libra.driver.run_checkpoints import RunCheckpoints
@@ -36,6 +37,8 @@ from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
+from libra.store.batch_membership import read_batch_facts
+from libra.worker.batch_rows import members_of
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -56,6 +59,8 @@ class Session:
     config : RunConfig
     environment, score, client, resume
         See `libra.driver.run_start.RunRequest`.
+    callbacks : Callbacks, optional
+        Functions to call while it runs. None: those of section ``observe``.
 
     Attributes
     ----------
@@ -90,8 +95,10 @@ class Session:
         score: Score | None = None,
         client: Client | None = None,
         resume: bool = False,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.config = named(config)
+        self.callbacks = Callbacks.of(config) if callbacks is None else callbacks
         self._request = RunRequest(self.config, environment, score, client, resume)
         self.evaluations: list[dict[str, Any]] = []
         self._evaluated_s = 0.0  # spent in evaluations since the last iteration ended
@@ -219,6 +226,7 @@ class Session:
             if not self.config.evaluation.every:
                 self.checkpoints.score(k + 1, values["reward"])
             self._write_metrics(k, values)  # before the group records are removed from which they could be made
+            self._call_back(k, values)
             self.checkpoints.follow(k, checkpoint, last=k + 1 == total)
             if self.planning is not None:
                 self.planning.after(k, values | {"evaluation_s": self._evaluated_s}, total - k - 1)
@@ -241,7 +249,15 @@ class Session:
         self.metrics.write(version, {"evaluation/reward": result["reward"], "evaluation/wall_s": wall_s})
         if self.config.evaluation.every:
             self.checkpoints.score(version, result["reward"])
+        self.callbacks.evaluation(result)
         return result
+
+    def _call_back(self, k: int, values: dict[str, Any]) -> None:
+        """Before the group records of the batch may be removed."""
+        if self.callbacks.on_batch:
+            rows = read_batch_facts(self.spec.batches_dir, k)["groups"]
+            self.callbacks.batch(k, members_of({"members": rows}, self.spec.groups_dir))
+        self.callbacks.iteration(values)
 
     def _next_evaluation(self, k: int) -> int:
         """The iteration before which iteration ``k`` may not submit ahead: an evaluation comes first, or the run ends."""
@@ -281,10 +297,13 @@ def run(
     score: Score | None = None,
     client: Client | None = None,
     resume: bool = False,
+    callbacks: Mapping[str, Callable[..., object] | None] | None = None,
 ) -> RunSummary:
     """Run what ``config`` describes to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``."""
-    began_s = time.time()
-    with Session(config, environment=environment, score=score, client=client, resume=resume) as session:
+    began_s, called = time.time(), Callbacks.of(config, callbacks)
+    with Session(
+        config, environment=environment, score=score, client=client, resume=resume, callbacks=called
+    ) as session:
         config = session.config
         summary = RunSummary(session.spec.run, session.directory, evaluations=session.evaluations)
         with RunProgress(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from libra.envs.choices import nearest
 from libra.envs.environment import Environment
 from libra.errors import ConfigError
+from libra.named_parts import is_named, named_part
 
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
@@ -55,24 +55,14 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
 
 def _find(name: str) -> Callable[..., Any]:
     path = ENVIRONMENTS.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
+    if not is_named(path):
         raise ConfigError(
             f"environment.name: no environment {name!r}{nearest(name, ENVIRONMENTS)}; "
             f"registered: {', '.join(sorted(ENVIRONMENTS))}; or type package.module:attribute"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"environment.name: {name!r}: cannot import {module_name!r} ({error})") from error
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = nearest(part, [each for each in dir(found) if not each.startswith("_")])
-            raise ConfigError(f"environment.name: {name!r}: {module_name!r} has no {part!r}{near}")
-        found = getattr(found, part)
+    found = named_part("environment.name", path)
     if not callable(found):
         raise ConfigError(
             f"environment.name: {name!r} is a {type(found).__name__}; give a class or a function that makes one"
         )
-    return found
+    return found  # type: ignore[no-any-return]

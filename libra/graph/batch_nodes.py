@@ -14,6 +14,7 @@ from libra.errors import RecordExists, TrainError
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
 from libra.store.group_records import group_path, read_group
 from libra.train import GroupRewards, batch_advantages
+from libra.train.own_parts import estimator_of
 from libra.types import EndReason, Prompt, Trajectory
 from libra.worker.batch_rows import lengths, members_of
 from libra.worker.failure_classes import failure_counts
@@ -70,7 +71,7 @@ def member_rows(trainer: TrainerSection, groups: list[list[Trajectory]], paths: 
     """What the file of a batch says of each group: where its record is, its advantages, and who takes part in the step."""
     advantages, trains = batch_advantages(
         [group_rewards(group) for group in groups],
-        trainer.advantage,
+        estimator_of(trainer),
         normalize_std=trainer.normalize_std,
         eps=trainer.std_eps,
         drop_uniform_groups=trainer.drop_uniform_groups,

@@ -14,7 +14,7 @@ from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.from_calibration import calibrated
 from libra.planner.snapshot import PlanningSnapshot
 
-RUNNABLE_TP: dict[str, tuple[int, ...]] = {"transformers": (1,)}
+RUNNABLE_TP: dict[str, tuple[int, ...] | None] = {"transformers": (1,), "vllm": None}
 """TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -118,7 +118,7 @@ def check_runnable(config: RunConfig) -> list[int]:
         Section ``planner`` requires engines that `rollout.engine` cannot run.
     """
     section, engine = config.planner, config.rollout.engine
-    runnable = RUNNABLE_TP.get(engine)
+    runnable = RUNNABLE_TP.get(engine, (1,))
     degrees = [tp for tp in section.tp if runnable is None or tp in runnable]
     if not degrees:
         raise PlanError(

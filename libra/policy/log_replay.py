@@ -15,7 +15,7 @@ Promises
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import isclose
@@ -45,7 +45,7 @@ from libra.policy.messages import (
     WorkerLeft,
     groups_named,
 )
-from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering
+from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
 from libra.types import Phase, tool_outcome
 
 NOISE_FRAC = 1e-7
@@ -88,16 +88,23 @@ class Told:
     cut: bool = False
 
 
+BlankOrdering = Callable[[str], Ordering]
+"""Makes an ordering by the name that a log gives it, to be restored; KeyError for an unknown name."""
+
+
 class _Objects:
     """The policy objects of one epoch, and the priorities they gave."""
 
-    def __init__(self, line: int, policy: str, eta: int, groups_per_batch: int, family: str) -> None:
-        if policy not in ORDERINGS:
+    def __init__(
+        self, line: int, policy: str, eta: int, groups_per_batch: int, family: str, blank: BlankOrdering
+    ) -> None:
+        try:
+            self.ordering: Ordering = blank(policy)
+        except KeyError:
             raise StoreError(
                 f"line {line}: decisions of policy {policy!r}; this Libra has {', '.join(ORDERINGS)}; "
                 "replay it with the Libra that wrote it"
-            )
-        self.ordering: Ordering = ORDERINGS[policy]()
+            ) from None
         self.admission = Admission(eta, groups_per_batch)
         self.family = family
         self.places: dict[str, Priority] = {}
@@ -221,8 +228,10 @@ def policy_event(line: int, event: events.Event, family: str) -> Event | None:
     return None
 
 
-def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
+def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
     """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that the policy objects received, in order.
+
+    ``blank`` makes the orderings; the default knows those that ship.
 
     Raises StoreError if the log begins with neither, or has a policy or a key that this Libra does not know.
     """
@@ -248,10 +257,13 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
                 yield waiting.compared(last=isinstance(event, events.RunStarted))
                 waiting = None
             if isinstance(event, events.RunStarted):
-                objects, fresh = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family), True
+                objects, fresh = (
+                    _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank),
+                    True,
+                )
                 objects.dispatcher = Dispatcher()
             elif objects is None:
-                objects = _begun(line, event)
+                objects = _begun(line, event, blank)
             elif fresh:
                 objects.restore(line, event)
                 fresh = False
@@ -271,7 +283,7 @@ def replay(lines: Iterable[tuple[int, events.Event]]) -> Iterator[Told]:
         yield waiting.compared(last=True)
 
 
-def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
+def learned(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
     """State of a log's ordering at its end, without running trajectories: where a later start of the run begins.
 
     A snapshot for ``Ordering.restore``; None if the log has none, or its ordering does not learn. Raises as `replay`.
@@ -282,10 +294,10 @@ def learned(lines: Iterable[tuple[int, events.Event]]) -> dict[str, Any] | None:
         if isinstance(event, events.RunStarted):
             fresh = True  # a start that died before its first snapshot changes nothing
             if objects is None:
-                objects = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family)
+                objects = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank)
         elif isinstance(event, events.PolicySnapshot):
             if objects is None:
-                objects = _begun(line, event)
+                objects = _begun(line, event, blank)
             elif fresh:
                 objects.restore(line, event)
             fresh = False
@@ -343,8 +355,8 @@ def _answers(line: int, event: events.Event, objects: _Objects) -> _Answers | No
     return answers
 
 
-def _begun(line: int, snapshot: events.PolicySnapshot) -> _Objects:
-    objects = _Objects(line, snapshot.policy, 0, 1, snapshot.family)
+def _begun(line: int, snapshot: events.PolicySnapshot, blank: BlankOrdering) -> _Objects:
+    objects = _Objects(line, snapshot.policy, 0, 1, snapshot.family, blank)
     objects.restore(line, snapshot)
     return objects
 

@@ -12,21 +12,31 @@ from libra.policy.messages import Event, Prefer, SetPriority
 from libra.policy.paper_rule import PaperRule
 
 
+@runtime_checkable
 class Ordering(Protocol):
-    """Decides the order of waiting trajectories; deterministic in the sequence of events.
+    """Decides the order of waiting trajectories; deterministic in the sequence of events, without clock, files or randomness.
 
-    A `TrajectoryParked` is answered with a `SetPriority` for its key first; answers for other keys may follow, also to other
-    events; each `Prefer` comes after the `SetPriority` of its key. ``restore(snapshot())`` changes no later answer, and a
-    snapshot survives JSON.
+    ``policy.name`` takes ``package.module:attribute`` of one's own: a class, or a function that makes an object, called without
+    arguments, or with those of ``objective`` and ``patience`` (parkings) that it takes by name. Scheduler, simulator and replay
+    each make an object of their own. If it raises, the order is first come, first served from then on.
+    `libra.testing.parts.PolicyContract` tests one.
     """
 
     name: ClassVar[str]
+    """Name in event log and page; of a policy of one's own it becomes ``package.module:attribute``."""
 
-    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]: ...
+    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
+        """The commands that answer an event.
 
-    def snapshot(self) -> dict[str, Any]: ...
+        A `TrajectoryParked` is answered with a `SetPriority` for its key first, with `Priority.deadline` its iteration; answers
+        for other keys may follow, also to other events; each `Prefer` comes after the `SetPriority` of its key.
+        """
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+    def snapshot(self) -> dict[str, Any]:
+        """Its whole state as JSON-able values: ``restore(snapshot())`` changes no later answer."""
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``, options included; KeyError, TypeError or ValueError if it is not a snapshot."""
 
 
 LEARNS_EVERY = 32
@@ -67,6 +77,11 @@ ORDERINGS: dict[str, type[Ordering]] = {
 }
 """Every ordering by the name that an event log gives it; without arguments each is built with defaults, until it is
 restored."""
+
+
+def blank_ordering(name: str) -> Ordering:
+    """An ordering that ships, to be restored; KeyError for an unknown name."""
+    return ORDERINGS[name]()
 
 
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +154,21 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Fail what is pending with EngineError and release everything; may be called twice."""
+
+
+class EngineFactory(Protocol):
+    """``rollout.engine`` of one's own: a class or function that makes an engine, not started, of tensor-parallel degree 1.
+
+    Of further options it gets those that it takes by name: ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its
+    own choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass) and ``device``
+    (``cluster.device``). `libra.testing.engines.EngineContract` tests what it makes; a run verifies each version that it serves
+    by `RolloutEngine.score` and `RolloutEngine.project`.
+    """
+
+    def __call__(
+        self, *, model_dir: Path, slots: int, max_context_tokens: int, version: int, **options: Any
+    ) -> RolloutEngine:
+        """An engine that will serve the weights in ``model_dir`` as ``version``."""
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from tornado.ioloop import PeriodicCallback
 from libra import events, keys
 from libra.cluster.key_cache import bound_key_cache
 from libra.cluster.page_names import check_names
+from libra.errors import ConfigError
 from libra.events.reports import (
     BoundariesReport,
     DeclaredReport,
@@ -47,6 +48,7 @@ from libra.events.reports import (
     decode,
 )
 from libra.observe.page import attach_page
+from libra.orderings import ordering_of
 from libra.policy import (
     Admission,
     BoundariesSet,
@@ -56,7 +58,6 @@ from libra.policy import (
     VersionPublished,
     boundaries_of,
     groups_named,
-    make_ordering,
 )
 from libra.policy.step_lengths import FixedLimit, StepLengths
 from libra.scheduler import dask_internals
@@ -139,13 +140,17 @@ class LibraPlugin(SchedulerPlugin):
         old = self.runs.get(new.run)
         if old is not None and old.epoch >= new.epoch:
             return {"error": f"run {new.run!r} is already on this scheduler with epoch {old.epoch}"}
+        policy = dict(new.policy)
+        boundaries = boundaries_of(policy.pop("boundaries_tokens", {}))
+        try:
+            ordering = ordering_of(**policy)
+        except ConfigError as error:
+            return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None
-        admission, policy = Admission(new.eta, new.groups_per_batch), dict(new.policy)
-        boundaries = boundaries_of(policy.pop("boundaries_tokens", {}))
+        admission = Admission(new.eta, new.groups_per_batch)
         if new.restored is not None:
             admission.restore(new.restored)
-        ordering = make_ordering(**policy)
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
         state = self.runs[new.run] = RunState(new, admission, ordering, RunLog(new.run, file))

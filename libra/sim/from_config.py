@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from libra.config.model_paths import resolve_model
-from libra.config.models import PolicyName, SimulationSection
 from libra.config.run_config import RunConfig
+from libra.config.simulation import SimulationSection
 from libra.hardware import engine_seconds
 from libra.hardware.run_calibration import RunCalibration, read_calibration
 from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
+from libra.named_parts import is_named
+from libra.orderings import ordering_of
 from libra.policy import CMLFQ, Oracle, Ordering, Predictor, boundaries_of
 from libra.policy.cmlfq import Objective
-from libra.policy.ordering import make_ordering
 from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.recorded_agents import load_traces
@@ -57,7 +58,7 @@ class Simulated:
     config: RunConfig
 
     @property
-    def policy(self) -> PolicyName:
+    def policy(self) -> str:
         """Name of the ordering."""
         return self.config.simulation.policy or self.config.policy.name
 
@@ -107,9 +108,15 @@ class Simulated:
                 return Predictor(workload.totals(), accuracy=accuracy, seed=seed, objective=self.objective)
             case "oracle":
                 return Oracle(workload.totals(), objective=self.objective)
-            case "mlfq" | "completed_calls":
-                return make_ordering(self.policy, patience=self.config.policy.patience)
-        return make_ordering(self.policy)
+        return ordering_of(self.policy, **self._taken_by_policy)
+
+    @property
+    def _taken_by_policy(self) -> dict[str, Any]:
+        """Options of an ordering without forecasts, by the settings that such an ordering reads."""
+        if self.policy in ("fifo", "paper"):
+            return {}
+        own = {"objective": self.objective} if is_named(self.policy) else {}
+        return own | {"patience": self.config.policy.patience}
 
     def as_settings(self) -> dict[str, Any]:
         """The choices as values of section `simulation`, for JSON."""

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from libra.errors import RunDirectoryError, StoreError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import Ordering, boundaries_of, make_ordering
+from libra.orderings import ordering_of
+from libra.policy import Ordering, boundaries_of
 from libra.sim.engines import EngineSpec, QuantumOverhead
 from libra.sim.run_record import RealisedRun, RunRecord
 from libra.sim.simulation_options import SimulationOptions
@@ -60,7 +61,7 @@ class RunSetting:
     def ordering(self) -> Ordering:
         """A new object of the run's policy."""
         policy = self.record.config.policy
-        return make_ordering(policy.name, objective=policy.objective, patience=policy.patience)
+        return ordering_of(policy.name, objective=policy.objective, patience=policy.patience)
 
     def simulator(self) -> Simulator:
         """The run, in virtual time."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from libra.named_parts import is_named
 from libra.train.aggregation import Aggregation
 from libra.train.corrections import importance_weights, two_factors
 from libra.train.kl import kl_estimate
@@ -40,6 +41,7 @@ from libra.train.losses import (
     sapo_loss,
     sequence_ratio,
 )
+from libra.train.own_parts import own_losses
 from libra.train.replica_settings import TrainSettings
 from libra.train.sequence_packing import MicroBatch
 from libra.train.sequences import Sequences
@@ -69,6 +71,8 @@ class Objective:
         """Whether a sequence without advantage has a gradient."""
         settings = self.settings
         extra = settings.log_ratio_coef if settings.loss == "dppo" else 0.0
+        if is_named(settings.loss):  # which may have a term without the advantage
+            return True
         return settings.kl_coef > 0 or settings.entropy_coef > 0 or extra > 0
 
     def token_losses(
@@ -123,6 +127,7 @@ class Objective:
                 return dppo_loss(*tokens, clip_low=low, clip_high=high, log_ratio_coef=settings.log_ratio_coef)
             case "reinforce":
                 return reinforce_loss(logp_N, advantage_N)
+        return own_losses(settings, *tokens, sequences)
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +170,7 @@ class Objective:
             seen_N = old_N + sequence_ratio(logp_N, old_N, sequences).log()
         elif settings.loss == "gmpo":  # clips the logarithm
             low, high = 1 - float(torch.tensor(-low).exp()), float(torch.tensor(high).exp()) - 1
-        elif settings.loss in ("sapo", "reinforce", "dppo"):
+        elif settings.loss in ("sapo", "reinforce", "dppo") or is_named(settings.loss):
             low, high = 1.0, float("inf")
         sums = clip_sums(seen_N, old_N, advantage_N, clip_low=low, clip_high=high)
         if settings.loss == "dppo":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from libra.config import RunConfig
 from libra.config.models import TrainerSection
-from libra.errors import ConfigError
+from libra.errors import ConfigError, TrainError
+from libra.named_parts import is_named, named_part
 
 _BEFORE_THE_STEP = {
     "algorithm",
@@ -72,5 +74,17 @@ class TrainSettings(TrainerSection):
         return self.model_dump(exclude=_BEFORE_THE_STEP)
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr / warmup_steps``."""
-        return self.lr if step >= self.warmup_steps else self.lr * (step + 1) / self.warmup_steps
+        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr / warmup_steps``.
+
+        TrainError if a schedule of the user's own gives no finite factor of at least 0.
+        """
+        risen = self.lr if step >= self.warmup_steps else self.lr * (step + 1) / self.warmup_steps
+        if not is_named(self.lr_schedule):
+            return risen
+        factor = named_part("trainer.lr_schedule", self.lr_schedule)(step, settings=self)
+        if not (isinstance(factor, numbers.Real) and 0 <= float(factor) < float("inf")):
+            raise TrainError(
+                f"trainer.lr_schedule: {self.lr_schedule!r} gave {factor!r} for step {step}; a factor is a finite number of at "
+                "least 0"
+            )
+        return risen * float(factor)

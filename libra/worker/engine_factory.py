@@ -17,9 +17,15 @@ from libra import keys
 from libra.config import RunConfig, resolve_model
 from libra.errors import ConfigError, EngineError
 from libra.events.reports import EngineKindFields
+from libra.named_parts import built, is_named, named_function
 
 if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
+
+
+ENGINE = "rollout.engine"
+ENGINE_CALL = "f(model_dir=..., slots=..., max_context_tokens=..., version=...)"
+_REQUIRED = ("model_dir", "slots", "max_context_tokens", "version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,8 @@ class EngineKind:
 
     Attributes
     ----------
-    engine : {"transformers", "vllm"}
+    engine : str
+        "transformers", "vllm", or ``package.module:attribute`` of one's own.
     slots, tp : int
     threads : int or None
         Torch threads, per tensor-parallel rank; None: all cores.
@@ -110,7 +117,9 @@ def check_parallel(engine: str, tp: int) -> None:
 
 def check_engine(config: RunConfig) -> None:
     """ConfigError if this machine lacks the configured engine, or its KV cache would not hold one context."""
-    if config.rollout.engine == "vllm":
+    if is_named(config.rollout.engine):
+        check_own_engine(config.rollout.engine)
+    elif config.rollout.engine == "vllm":
         from libra.rollout.vllm_settings import check_installed
 
         try:
@@ -129,6 +138,44 @@ def check_engine(config: RunConfig) -> None:
                 raise ConfigError(str(error)) from error
 
 
+def check_own_engine(name: str) -> None:
+    """ConfigError unless ``name`` can be called as a `libra.rollout.engine.EngineFactory`; a class needs an engine's methods."""
+    from libra.rollout.engine import RolloutEngine
+
+    factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))
+    if isinstance(factory, type):
+        methods = (each for each in dir(RolloutEngine) if not each.startswith("_"))
+        lacking = [each for each in methods if not callable(getattr(factory, each, None))]
+        if lacking:
+            raise ConfigError(
+                f"{ENGINE}: {name!r} lacks {', '.join(lacking)}; it must be a libra.rollout.engine.RolloutEngine"
+            )
+
+
+def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int) -> RolloutEngine:
+    from libra.rollout import RolloutEngine
+
+    given = {
+        "model_dir": model_dir,
+        "slots": kind.slots,
+        "max_context_tokens": config.rollout.max_context_tokens,
+        "version": version,
+    }
+    optional = {
+        "dtype": config.model.dtype,
+        "threads": kind.threads,
+        "kv_cache_gib": config.rollout.kv_cache_gib,
+        "min_pass_s": kind.min_pass_s,
+        "device": config.cluster.device,
+    }
+    engine = built(ENGINE, kind.engine, ENGINE_CALL, given, optional)
+    if not isinstance(engine, RolloutEngine):
+        raise ConfigError(
+            f"{ENGINE}: {kind.engine!r} made a {type(engine).__name__}; it must be a libra.rollout.engine.RolloutEngine"
+        )
+    return engine
+
+
 def stats_of(engine: RolloutEngine) -> dict[str, float]:
     """An engine's counters, for the ``version_served`` event."""
     stats = engine.stats()
@@ -144,6 +191,8 @@ def stats_of(engine: RolloutEngine) -> dict[str, float]:
 
 def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
     """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
+    if is_named(kind.engine):
+        return _own_engine(config, kind, model_dir, version)
     if kind.engine == "vllm":
         from libra.rollout.vllm_engine import VLLMEngine
 

@@ -29,6 +29,7 @@ LAYERS: dict[str, dict[str, str]] = {
     "virtual time": {"sim": "runs in virtual time, under the same policies"},
     "decisions": {
         "policy": "who runs next and where: pure functions of (state, event)",
+        "orderings": "scheduling policies by name, those of users included",
         "planner": "how many GPUs for what: exact search over a cost model",
     },
     "parts": {
@@ -47,6 +48,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "types": "value types shared by all rooms",
         "errors": "the tree of errors",
         "untrusted": "the border for what models and tools wrote: storable inside, harmless when shown",
+        "named_parts": "objects that a configuration names as package.module:attribute",
         "keys": "Dask keys and resource names",
         "config": "settings, their checks and effects",
         "events": "the events of the log",

@@ -18,7 +18,8 @@ from libra.config.algorithms import AdvantageName, CorrectionAction, LossName
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
-from libra.config.models import ModelSection, PolicyName, PolicySection
+from libra.config.models import ModelSection
+from libra.config.simulation import RUN_POLICIES, PolicyName
 from libra.train import TrainSettings
 
 
@@ -159,7 +160,7 @@ def test_an_engine_reads_what_the_table_says(engine: str, tiny_model: Path) -> N
     assert read & looked_at == effective(config, "run") & looked_at
 
 
-@pytest.mark.parametrize("name", get_args(PolicySection.model_fields["name"].annotation))
+@pytest.mark.parametrize("name", RUN_POLICIES)
 def test_an_ordering_has_the_settings_that_the_table_says(name: str) -> None:
     from libra.policy import make_ordering
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -14,6 +14,7 @@ from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Need, Situation, value_of
 from libra.config.effects import READ, default_of, ignored_settings, warning_lines
 from libra.config.field_help import field_references, sections
+from libra.config.own_parts import OwnOr
 from libra.errors import ConfigError
 
 # Another value for each field than its default, where one cannot be made from its type.
@@ -59,9 +60,13 @@ def field_of(name: str) -> Any:
 def enum_of(name: str) -> tuple[Any, ...]:
     """The values of a field that has few of them; empty where it has many."""
     found: list[Any] = []
-    pending = [field_of(name).annotation]
+    pending = [field_of(name).annotation, *field_of(name).metadata]
     while pending:
         kind = pending.pop()
+        if isinstance(kind, OwnOr):
+            found += [*kind.names, "own.module:part"]
+        if get_origin(kind) is Annotated:
+            pending += kind.__metadata__
         if kind is bool:
             found += [False, True]
         elif get_origin(kind) is Literal:

@@ -303,7 +303,7 @@ def test_commands_for_other_keys_have_lines_of_their_own_and_are_replayed(
     moved = [event for event in events if event["name"] == "priority_set"]
     assert moved and {event["reason"] for event in moved} == {"goes after"}
     assert first_difference(events)[1]  # a replay with the policy the log names finds that another one ran
-    monkeypatch.setattr("libra.policy.log_replay.ORDERINGS", {"fifo": Swapping})
+    monkeypatch.setattr("libra.policy.ordering.ORDERINGS", {"fifo": Swapping})
     events[1]["order"] = {}
     steps = told(events)
     assert [step.difference for step in steps if step.difference] == []

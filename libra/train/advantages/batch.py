@@ -5,14 +5,13 @@ Shape legend: G samples of one group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from libra.config.algorithms import AdvantageName
 from libra.errors import TrainError
 from libra.train.advantages.filters import informative
 from libra.train.advantages.global_baseline import reinforce_pp_baseline, reinforce_pp_outcome
@@ -33,7 +32,7 @@ class GroupRewards:
 
 def batch_advantages(
     groups: Sequence[GroupRewards],
-    estimator: AdvantageName,
+    estimator: str | Callable[[Sequence[GroupRewards]], Sequence[NDArray[np.float64]]],
     *,
     normalize_std: bool = True,
     eps: float = 1e-6,
@@ -45,6 +44,11 @@ def batch_advantages(
     Samples that are not valid have advantage 0. So has the only valid sample of a larger group; a group configured with one
     sample keeps its reward as its deviation. A sample outside the loss counts in no denominator of the step, but counts in
     the baseline of its group.
+
+    Parameters
+    ----------
+    estimator : str or callable
+        A name of `libra.config.algorithms.AdvantageName`, or a function of the groups with one array (G,) for each.
     """
     for index, group in enumerate(groups):
         sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}
@@ -64,7 +68,10 @@ def batch_advantages(
     siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
     lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
 
-    if estimator == "reinforce_pp":
+    if callable(estimator):
+        advantage_S = torch.as_tensor(np.concatenate(estimator(groups)))
+        lone_S = torch.zeros_like(valid_S)  # its own decision
+    elif estimator == "reinforce_pp":
         weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
         advantage_S = reinforce_pp_outcome(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
     elif estimator == "reinforce_pp_baseline":

@@ -1,0 +1,101 @@
+"""Functions of the user's own that the driver calls while a run goes on.
+
+Invariants
+----------
+1. They run in the driver, one after the other, in the order in which they were given; those of the configuration come first.
+2. ``on_batch`` of iteration k comes before its ``on_iteration``, and both before anything of iteration k + 1 is called. After a
+   resume they are called for iterations that end from then on.
+3. One that raises ends the run after the iteration, which `libra resume` continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from libra.config import RunConfig
+from libra.errors import CallbackError, LibraError
+from libra.named_parts import named_function
+from libra.types import Trajectory
+
+KINDS: dict[str, tuple[str, int]] = {
+    "on_iteration": ("f(values)", 1),
+    "on_batch": ("f(batch, trajectories)", 2),
+    "on_evaluation": ("f(result)", 1),
+}
+"""Settings of section ``observe``: how each is called, and with how many arguments."""
+
+
+class OnIteration(Protocol):
+    """``on_iteration``: called when an iteration has ended."""
+
+    def __call__(self, values: Mapping[str, Any], /) -> object:
+        """``values`` are the numbers of the iteration, as `libra.driver.session.Session.iterations` yields them: ``iteration``,
+        ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds), ``tokens_per_s``, ``failures``, ...
+        The return is ignored."""
+
+
+class OnBatch(Protocol):
+    """``on_batch``: called when the step on a batch is done."""
+
+    def __call__(self, batch: int, trajectories: Sequence[Trajectory], /) -> object:
+        """Number of the batch, from 0, and its trajectories, graded and with their advantages; they may be changed."""
+
+
+class OnEvaluation(Protocol):
+    """``on_evaluation``: called after each evaluation."""
+
+    def __call__(self, result: Mapping[str, Any], /) -> object:
+        """``version`` (of the weights), ``reward`` (mean) and ``num`` (questions), among others. The return is ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """The callbacks of a run, each with its name for messages."""
+
+    on_iteration: tuple[tuple[str, Callable[..., object]], ...] = ()
+    on_batch: tuple[tuple[str, Callable[..., object]], ...] = ()
+    on_evaluation: tuple[tuple[str, Callable[..., object]], ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> Callbacks:
+        """Those of section ``observe``, and ``given`` functions; ConfigError if a name cannot be imported or called so."""
+        found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
+        observe = config.observe
+        names = {
+            "on_iteration": observe.on_iteration,
+            "on_batch": observe.on_batch,
+            "on_evaluation": observe.on_evaluation,
+        }
+        for kind, (call, count) in KINDS.items():
+            name = names[kind]
+            if name is not None:
+                function = named_function(f"observe.{kind}", name, call, *range(count))
+                found[kind].append((f"observe.{kind}={name}", function))
+            extra = (given or {}).get(kind)
+            if extra is not None:
+                found[kind].append((kind, extra))
+        return cls(**{kind: tuple(functions) for kind, functions in found.items()})
+
+    def iteration(self, values: Mapping[str, Any]) -> None:
+        """Call each ``on_iteration``; CallbackError if one raises."""
+        _call(self.on_iteration, dict(values))
+
+    def batch(self, batch: int, trajectories: Sequence[Trajectory]) -> None:
+        """Call each ``on_batch``; CallbackError if one raises."""
+        _call(self.on_batch, batch, trajectories)
+
+    def evaluation(self, result: Mapping[str, Any]) -> None:
+        """Call each ``on_evaluation``; CallbackError if one raises."""
+        _call(self.on_evaluation, dict(result))
+
+
+def _call(functions: Iterable[tuple[str, Callable[..., object]]], *given: object) -> None:
+    for name, function in functions:
+        try:
+            function(*given)
+        except LibraError:
+            raise
+        except Exception as error:  # the boundary to a user's function
+            raise CallbackError(f"{name}: the callback raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,121 @@
+"""Parts that a configuration names as ``package.module:attribute``: found, and called, in the same way in every process.
+
+Driver, workers, scheduler and `libra replay` import such a part each for itself, so nothing of it is ever sent between processes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from libra.errors import ConfigError
+
+
+def is_named(name: str) -> bool:
+    """Whether ``name`` is a ``package.module:attribute``, and no name of a part that ships."""
+    return ":" in name
+
+
+def named_part(field: str, name: str) -> Any:
+    """The object that ``name``, a ``package.module:attribute``, names; ``field`` is the setting, for messages.
+
+    Raises
+    ------
+    ConfigError
+        The module cannot be imported, whatever it raised, or it lacks the attribute.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{field}: {name!r}: cannot import {module_name!r} ({error})") from error
+    except (Exception, SystemExit) as error:  # the boundary to a user's module: importing it may raise anything
+        raise ConfigError(
+            f"{field}: {name!r}: cannot import {module_name!r} ({type(error).__name__}: {error})"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, [each for each in dir(found) if not each.startswith("_")], n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(f"{field}: {name!r}: {module_name!r} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:
+    """The callable that ``name`` names, which must take these arguments.
+
+    Parameters
+    ----------
+    call : str
+        How Libra calls it, for the message, e.g. ``"f(step, settings=...)"``.
+    """
+    found = named_part(field, name)
+    if not callable(found):
+        raise ConfigError(f"{field}: {name!r} is a {type(found).__name__}; it must be callable as {call}")
+    if (wrong := _unfit(found, given, keywords)) is not None:
+        raise ConfigError(f"{field}: {name!r} is called as {call}, and does not take that: {wrong}")
+    return found  # type: ignore[no-any-return]
+
+
+def built(field: str, name: str, call: str, given: Mapping[str, Any], optional: Mapping[str, Any]) -> Any:
+    """What the class or function ``name`` makes of ``given``, and of those of ``optional`` that it takes.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be found, does not take ``given``, or raised.
+    """
+    factory = named_function(field, name, call, **given)
+    try:
+        return factory(**given, **taken(factory, optional))
+    except ConfigError:
+        raise
+    except Exception as error:  # the boundary to a user's code
+        raise ConfigError(f"{field}: {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def taken(function: Callable[..., Any], optional: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``optional`` that ``function`` takes by name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C, without a signature
+        return {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in optional.items() if takes_any or name in parameters}
+
+
+def name_of(field: str, part: object) -> object:
+    """``package.module:attribute`` of a function or class given in place of its name; anything else as it is.
+
+    ConfigError if other processes could not find it by that name: a lambda, a function inside a function, an object.
+    """
+    if part is None or isinstance(part, str) or not callable(part):
+        return part
+    module, attribute = getattr(part, "__module__", ""), getattr(part, "__qualname__", "")
+    main = sys.modules.get("__main__")
+    if module == "__main__":
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        module = spec.name if spec is not None else Path(file).stem if file else ""
+    if not module or not attribute or "<" in attribute:
+        what = attribute or type(part).__name__
+        raise ConfigError(
+            f"{field}: {what} has no name by which workers can import it; define it at the top of a module, and give it, or "
+            "its name as 'package.module:attribute'"
+        )
+    return f"{module}:{attribute}"
+
+
+def _unfit(function: Callable[..., Any], given: tuple[object, ...], keywords: Mapping[str, object]) -> str | None:
+    try:
+        inspect.signature(function).bind(*given, **keywords)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # written in C, without a signature
+        return None
+    return None

@@ -1,0 +1,195 @@
+"""Contract tests of a user's own loss, advantage, learning rate schedule and policy. A test file like this one has them all:
+
+    class TestMyLoss(LossContract):
+        name = "my_package.losses:one_sided"
+
+Each class names its part as the configuration does. The tests of engines are in `libra.testing.engines`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from libra.config import config_from_dict
+from libra.config.models import TrainerSection
+from libra.orderings import check_ordering, own_ordering
+from libra.policy import OnlineLearner, Ordering
+from libra.sim.from_config import drawn_workload, simulator_of
+from libra.sim.simulator import Simulator
+from libra.train import GroupRewards, TrainSettings
+from libra.train.own_parts import (
+    check_advantage,
+    check_loss,
+    check_schedule,
+    estimator_of,
+    group_of,
+    own_losses,
+)
+from libra.train.sequences import Packed
+
+TOLERANCE = 1e-6
+"""Largest difference of the loss of a token between two ways of packing its sequence."""
+
+
+class LossContract:
+    """Tests of a `libra.train.own_parts.TokenLoss`."""
+
+    name: str
+    """``package.module:attribute``."""
+
+    def losses(self, tokens: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses and gradients (N,) of ``tokens`` (3, N): logp, old logp and advantage of sequences of these lengths."""
+        logp_N, old_N, advantage_N = tokens[0].clone().requires_grad_(), tokens[1], tokens[2]
+        sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        settings = TrainSettings(loss=self.name)
+        loss_N = own_losses(settings, logp_N, old_N, advantage_N, Packed(sequence_N, len(lengths)))
+        (gradient_N,) = torch.autograd.grad(loss_N.sum(), logp_N)
+        return loss_N.detach(), gradient_N
+
+    def tokens(self, lengths: list[int]) -> torch.Tensor:
+        """Tokens (3, N) around a ratio of 1, of sequences of these lengths with advantages of both signs."""
+        generator = torch.Generator().manual_seed(0)
+        old_N = -3.0 * torch.rand(sum(lengths), generator=generator) - 0.01
+        logp_N = (old_N + 0.5 * torch.randn(sum(lengths), generator=generator)).clamp(max=-1e-3)
+        advantage_S = torch.randn(len(lengths), generator=generator)
+        return torch.stack([logp_N, old_N, torch.repeat_interleave(advantage_S, torch.tensor(lengths))])
+
+    def test_it_is_accepted_before_a_run(self) -> None:
+        check_loss(self.name)
+
+    def test_it_is_finite_and_the_same_again(self) -> None:
+        tokens = self.tokens([7, 1, 20])
+        first, again = self.losses(tokens, [7, 1, 20]), self.losses(tokens, [7, 1, 20])
+        assert all(bool(torch.isfinite(each).all()) for each in first)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+    def test_far_ratios_stay_finite(self) -> None:
+        tokens = torch.tensor([[-1e-6, -60.0, -0.1, -30.0], [-60.0, -1e-6, -30.0, -0.1], [1.0, 1.0, -1.0, -1.0]])
+        assert all(bool(torch.isfinite(each).all()) for each in self.losses(tokens, [2, 2]))
+
+    def test_it_does_not_depend_on_what_else_is_in_the_micro_batch(self) -> None:
+        lengths = [5, 3, 9]
+        tokens = self.tokens(lengths)
+        together = self.losses(tokens, lengths)
+        alone = [self.losses(part, [part.shape[1]]) for part in tokens.split(lengths, dim=1)]
+        for index, each in enumerate(together):
+            assert torch.allclose(each, torch.cat([one[index] for one in alone]), atol=TOLERANCE)
+
+
+class AdvantageContract:
+    """Tests of a `libra.train.own_parts.AdvantageEstimator`."""
+
+    name: str
+    """``package.module:attribute``."""
+
+    def advantages(self, groups: list[GroupRewards]) -> list[np.ndarray[Any, Any]]:
+        """Advantages as a batch gets them."""
+        estimate = estimator_of(TrainerSection(advantage=self.name))
+        assert callable(estimate)
+        return estimate(groups)
+
+    def test_it_is_accepted_before_a_run(self) -> None:
+        check_advantage(self.name)
+
+    def test_groups_of_failures_and_of_one_sample_have_finite_advantages(self) -> None:
+        nothing = float("nan")
+        groups = [group_of([nothing] * 4), group_of([nothing, 1.0, nothing, nothing]), group_of([0.5])]
+        assert all(np.isfinite(each).all() for each in self.advantages(groups))
+
+    def test_the_order_of_groups_changes_nothing(self) -> None:
+        groups = [group_of([1.0, 0.0, 0.25, 0.5]), group_of([0.0, 0.0, 1.0]), group_of([2.0, -1.0])]
+        forward, backward = self.advantages(groups), self.advantages(groups[::-1])[::-1]
+        assert all(np.allclose(one, other) for one, other in zip(forward, backward, strict=True))
+
+    def test_it_leaves_the_rewards_as_they_were(self) -> None:
+        groups = [group_of([1.0, 0.0, float("nan")])]
+        before = [group.reward.copy() for group in groups]
+        self.advantages(groups)
+        assert all(np.array_equal(group.reward, old, equal_nan=True) for group, old in zip(groups, before, strict=True))
+
+
+class ScheduleContract:
+    """Tests of a `libra.train.own_parts.LRSchedule`."""
+
+    name: str
+    """``package.module:attribute``."""
+    steps = 2000
+    """Steps that are tried."""
+
+    def test_it_is_accepted_before_a_run(self) -> None:
+        check_schedule(self.name)
+
+    def test_it_is_a_finite_factor_and_the_same_at_the_same_step(self) -> None:
+        settings = TrainSettings(lr=1.0, lr_schedule=self.name)
+        factors = [settings.lr_at(step) for step in range(self.steps)]
+        assert factors == [settings.lr_at(step) for step in reversed(range(self.steps))][::-1]
+
+
+class PolicyContract:
+    """Tests of a `libra.policy.Ordering`, with the simulator."""
+
+    name: str
+    """``package.module:attribute``."""
+
+    def simulator(self, ordering: Ordering | None = None) -> Simulator:
+        """Two iterations of 8 groups of 4 on one small engine, under the policy, or under a given object."""
+        sections = {
+            "run": {"eta": 1},
+            "trainer": {"prompts": 8, "group_size": 4},
+            "policy": {"name": self.name},
+            "simulation": {"iterations": 2, "turns": 5, "slots": 4, "model": "Qwen3-0.6B"},
+        }
+        config = config_from_dict(sections)
+        around = simulator_of(config)
+        own = own_ordering(self.name) if ordering is None else ordering
+        return Simulator(drawn_workload(config), around.engines, own, options=around.options)
+
+    def test_it_is_accepted_before_a_run(self) -> None:
+        check_ordering(self.name)
+
+    def test_every_trajectory_ends_and_a_second_run_decides_the_same(self) -> None:
+        first, again = self.simulator().run(), self.simulator().run()
+        assert first.trajectories == 2 * 8 * 4
+        assert first.digest() == again.digest()
+
+    def test_it_goes_on_from_its_snapshot(self) -> None:
+        """At every 25th event a copy that was restored from JSON takes its place, which changes nothing."""
+        learns = isinstance(own_ordering(self.name), OnlineLearner)
+        restored: Any = (_RestoredLearner if learns else _Restored)(self.name)
+        assert self.simulator(restored).run().digest() == self.simulator().run().digest()
+        assert restored.restored > 0
+
+
+class _Restored:
+    """An ordering that is restored from its own snapshot again and again."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._name, self.events, self.restored = name, name, 0, 0
+        self._ordering = own_ordering(name)
+
+    def handle(self, event: Any) -> Any:
+        self.events += 1
+        if self.events % 25 == 0:
+            snapshot = json.loads(json.dumps(self._ordering.snapshot()))
+            self._ordering = own_ordering(self._name)
+            self._ordering.restore(snapshot)
+            self.restored += 1
+        return self._ordering.handle(event)
+
+    def snapshot(self) -> Any:
+        return self._ordering.snapshot()
+
+    def restore(self, snapshot: Any) -> None:
+        self._ordering.restore(snapshot)
+
+
+class _RestoredLearner(_Restored):
+    def learn(self) -> None:
+        self._ordering.learn()  # type: ignore[attr-defined]
+
+    def forget_live(self) -> None:
+        self._ordering.forget_live()  # type: ignore[attr-defined]

@@ -1,0 +1,226 @@
+"""The parts of training that a user may bring by ``package.module:attribute``: loss, advantage and learning rate schedule.
+
+Each has a protocol, and a check that the driver makes before anything starts. `libra.testing.parts` has contract tests of them.
+
+Shape legend: N action tokens of a micro-batch, G samples of one group.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from libra.config.models import TrainerSection
+from libra.errors import ConfigError, TrainError
+from libra.named_parts import is_named, named_function, named_part
+from libra.train.advantages.batch import GroupRewards
+from libra.train.replica_settings import TrainSettings
+from libra.train.sequences import Packed, Sequences
+
+LOSS_CALL = "f(logp, old_logp, advantage, *, sequences, settings)"
+ADVANTAGE_CALL = "f(groups, *, settings)"
+SCHEDULE_CALL = "f(step, *, settings)"
+
+
+class TokenLoss(Protocol):
+    """``trainer.loss``: the loss of each action token, which is then weighted, aggregated and minimised."""
+
+    def __call__(
+        self,
+        logp_N: Tensor,
+        old_logp_N: Tensor,
+        advantage_N: Tensor,
+        /,
+        *,
+        sequences: Sequences,
+        settings: TrainSettings,
+    ) -> Tensor:
+        """One loss per token, floating (N,), with gradient to ``logp_N``.
+
+        Parameters
+        ----------
+        logp_N : Tensor (N,)
+            Log-probability in nats of each generated token under the weights in training; the only one with a gradient.
+        old_logp_N : Tensor (N,)
+            That in the denominator of the ratio; see ``trainer.old_logp``.
+        advantage_N : Tensor (N,)
+            Advantage of the token's sequence.
+        sequences : Sequences
+            Which tokens belong together; several sequences are in one micro-batch, and how they are put together must not
+            change the loss of any.
+        settings : TrainSettings
+            Section ``trainer``, e.g. ``settings.clip_low``.
+        """
+
+
+class AdvantageEstimator(Protocol):
+    """``trainer.advantage``: how much better than expected each sample of a batch was."""
+
+    def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
+        """For each group one number per sample (G,), finite. Those of samples that are not ``valid`` are ignored.
+
+        A group has ``reward`` float64 (G,), NaN where not ``valid`` bool (G,), ``num_tokens`` int64 (G,) generated, and
+        ``finished`` bool (G,), False where the answer was cut off. Called once per batch, with all of its groups.
+        """
+
+
+class LRSchedule(Protocol):
+    """``trainer.lr_schedule``: the learning rate over the steps of a run."""
+
+    def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
+        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it too.
+
+        A step trains on one batch; ``trainer.epochs`` and ``trainer.minibatches`` have the same rate. The same number for the
+        same step, on every replica and after a resume.
+        """
+
+
+# -------------------------------------------------------------------- use
+
+
+def own_losses(
+    settings: TrainSettings, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences
+) -> Tensor:
+    """The token losses of a user's function; TrainError if they are no floating tensor (N,)."""
+    loss_N = named_part("trainer.loss", settings.loss)(
+        logp_N, old_N, advantage_N, sequences=sequences, settings=settings
+    )
+    if not isinstance(loss_N, Tensor) or loss_N.shape != logp_N.shape or not loss_N.is_floating_point():
+        raise TrainError(
+            f"trainer.loss: {settings.loss!r} returned {_described(loss_N)} for {len(logp_N)} tokens; it returns one loss per "
+            f"token, a floating tensor ({len(logp_N)},)"
+        )
+    return loss_N
+
+
+def estimator_of(trainer: TrainerSection) -> str | Callable[[Sequence[GroupRewards]], list[NDArray[np.float64]]]:
+    """What `batch_advantages` takes for ``trainer.advantage``: a name that ships, or the user's function, checked at each
+    call."""
+    if not is_named(trainer.advantage):
+        return trainer.advantage
+    function = named_part("trainer.advantage", trainer.advantage)
+
+    def estimate(groups: Sequence[GroupRewards]) -> list[NDArray[np.float64]]:
+        return _advantages(trainer.advantage, function(groups, settings=trainer), groups)
+
+    return estimate
+
+
+def _advantages(name: str, given: Any, groups: Sequence[GroupRewards]) -> list[NDArray[np.float64]]:
+    """``given`` as arrays, 0 where not valid; TrainError if it has another shape, or a valid one is not finite."""
+    try:
+        found = [np.asarray(each, dtype=np.float64) for each in given]
+    except (TypeError, ValueError) as error:
+        raise TrainError(
+            f"trainer.advantage: {name!r} returned {_described(given)}; it returns a list with an array of numbers (G,) for "
+            f"each group ({error})"
+        ) from error
+    shapes, wanted = [each.shape for each in found], [(len(group.reward),) for group in groups]
+    if shapes != wanted:
+        raise TrainError(f"trainer.advantage: {name!r} returned arrays of shapes {shapes}; allowed are {wanted}")
+    for index, (each, group) in enumerate(zip(found, groups, strict=True)):
+        if not np.isfinite(each[group.valid]).all():
+            raise TrainError(
+                f"trainer.advantage: {name!r} returned {each.tolist()} for group {index} with rewards {group.reward.tolist()}; "
+                "an advantage is a finite number"
+            )
+    return [np.where(group.valid, each, 0.0) for each, group in zip(found, groups, strict=True)]
+
+
+# -------------------------------------------------------------------- checks before the start
+
+
+def check_own_parts(trainer: TrainerSection) -> None:
+    """ConfigError, one line, if a part of the user's own cannot be imported, or does not do what its protocol says."""
+    if is_named(trainer.loss):
+        check_loss(trainer.loss, trainer)
+    if is_named(trainer.advantage):
+        check_advantage(trainer.advantage, trainer)
+    if is_named(trainer.lr_schedule):
+        check_schedule(trainer.lr_schedule, trainer)
+
+
+def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
+    """ConfigError unless ``name`` is a `TokenLoss`: tried on five tokens of two sequences."""
+    settings, field = _settings(trainer, loss=name), "trainer.loss"
+    old_N = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
+    logp_N = (old_N + torch.tensor([0.1, -0.1, 0.05, 0.3, 0.0])).requires_grad_()
+    advantage_N = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5])
+    sequences = Packed(torch.tensor([0, 0, 0, 1, 1]), 2)
+    named_function(field, name, LOSS_CALL, logp_N, old_N, advantage_N, sequences=sequences, settings=settings)
+    try:
+        loss_N = own_losses(settings, logp_N, old_N, advantage_N, sequences)
+        if loss_N.requires_grad:
+            loss_N.sum().backward()  # type: ignore[no-untyped-call]
+    except TrainError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # the boundary to a user's function
+        raise ConfigError(
+            f"{field}: {name!r} raised {type(error).__name__}: {error}, for 5 tokens; it is called as {LOSS_CALL}"
+        ) from error
+    gradient_N = logp_N.grad
+    if gradient_N is None or not bool(gradient_N.any()):
+        raise ConfigError(
+            f"{field}: {name!r} has no gradient to logp, so nothing would be learned; compute with logp itself"
+        )
+    if not bool(torch.isfinite(loss_N).all() and torch.isfinite(gradient_N).all()):
+        raise ConfigError(
+            f"{field}: {name!r} gave {loss_N.tolist()} with gradient {gradient_N.tolist()}; both must be finite"
+        )
+
+
+def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
+    """ConfigError unless ``name`` is an `AdvantageEstimator`: tried on a mixed group, a uniform one, and one with failures."""
+    settings, field = _settings(trainer, advantage=name), "trainer.advantage"
+    groups = [group_of([1.0, 0.0, 0.5]), group_of([1.0, 1.0, 1.0]), group_of([1.0, 0.0, float("nan")])]
+    named_function(field, name, ADVANTAGE_CALL, groups, settings=settings)
+    estimate = estimator_of(settings)
+    assert callable(estimate)
+    try:
+        estimate(groups)
+    except TrainError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # the boundary to a user's function
+        raise ConfigError(
+            f"{field}: {name!r} raised {type(error).__name__}: {error}, for 3 groups; it is called as {ADVANTAGE_CALL}"
+        ) from error
+
+
+def check_schedule(name: str, trainer: TrainerSection | None = None) -> None:
+    """ConfigError unless ``name`` is an `LRSchedule`: tried for steps 0, 1 and 1000."""
+    settings, field = _settings(trainer, lr_schedule=name), "trainer.lr_schedule"
+    named_function(field, name, SCHEDULE_CALL, 0, settings=settings)
+    for step in (0, 1, 1000):
+        try:
+            settings.lr_at(step)
+        except TrainError as error:
+            raise ConfigError(str(error)) from error
+        except Exception as error:  # the boundary to a user's function
+            raise ConfigError(
+                f"{field}: {name!r} raised {type(error).__name__}: {error}, for step {step}; it is called as {SCHEDULE_CALL}"
+            ) from error
+
+
+def group_of(rewards: Sequence[float]) -> GroupRewards:
+    """A group with these rewards; NaN is a failure that does not train."""
+    valid = np.array([math.isfinite(reward) for reward in rewards])
+    lengths = np.arange(1, len(rewards) + 1, dtype=np.int64) * 10
+    return GroupRewards(np.array(rewards), valid, lengths, np.ones(len(rewards), np.bool_))
+
+
+def _settings(trainer: TrainerSection | None, **own: str) -> TrainSettings:
+    given = {} if trainer is None else {name: getattr(trainer, name) for name in TrainerSection.model_fields}
+    return TrainSettings(**{**given, "loss_divisor": given.get("loss_divisor") or 1024.0, **own})
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return f"{value!r:.80}" if isinstance(value, numbers.Number | str) or value is None else f"a {type(value).__name__}"

@@ -1,0 +1,217 @@
+"""The parts in ``workflows/own_*.py`` fulfil their contracts, and parts that do not are refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import libra
+from libra.config import config_from_dict
+from libra.errors import ConfigError
+from libra.named_parts import name_of, named_part
+from libra.orderings import blank, check_ordering, ordering_of
+from libra.policy import Fifo, TrajectoryParked
+from libra.testing.engines import EngineContract
+from libra.testing.parts import AdvantageContract, LossContract, PolicyContract, ScheduleContract
+from libra.train.own_parts import check_advantage, check_loss, check_schedule
+from libra.types import Phase
+from libra.worker.engine_factory import check_own_engine
+
+
+class TestLoss(LossContract):
+    name = "own_loss:one_sided"
+
+
+class TestAdvantage(AdvantageContract):
+    name = "own_loss:ranked"
+
+
+class TestSchedule(ScheduleContract):
+    name = "own_loss:cosine"
+
+
+class TestPolicy(PolicyContract):
+    name = "own_policy:FewestTurnsFirst"
+
+
+class TestEngine(EngineContract):
+    def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> Any:
+        return named_part("rollout.engine", "own_engine:RemembersGreedy")(
+            model_dir, slots=slots, max_context_tokens=max_context_tokens, version=0, threads=1
+        )
+
+
+# -------------------------------------------------------------------- parts with a fault, found here by their module's name
+
+
+def per_sequence(logp, old_logp, advantage, *, sequences, settings):
+    return sequences.sum(-advantage * logp)
+
+
+def detached(logp, old_logp, advantage, *, sequences, settings):
+    return (-advantage * logp).detach()
+
+
+def overflowing(logp, old_logp, advantage, *, sequences, settings):
+    return logp.sum() * torch.full_like(logp, torch.inf)
+
+
+def without_settings(logp, old_logp, advantage):
+    return -advantage * logp
+
+
+def raising(logp, old_logp, advantage, *, sequences, settings):
+    raise KeyError("clip")
+
+
+def mixing(logp, old_logp, advantage, *, sequences, settings):
+    return -(advantage - advantage.mean()) * logp
+
+
+def one_number(groups, *, settings):
+    return [float(np.nanmean(group.reward)) for group in groups]
+
+
+def divided_by_nothing(groups, *, settings):
+    with np.errstate(all="ignore"):
+        return [group.reward / (group.reward - group.reward[0]) for group in groups]
+
+
+def backwards(step, *, settings):
+    return -1.0
+
+
+def silent(step, *, settings):
+    return None
+
+
+class Forgets(Fifo):
+    def snapshot(self):
+        return {"arrivals": 0, "order": {}}
+
+
+class Unshown(Fifo):
+    def snapshot(self):
+        return {"arrivals": {1, 2}}
+
+
+class SaysNothing(Fifo):
+    def handle(self, event):
+        return ()
+
+
+class FailsLater(Fifo):
+    def handle(self, event):
+        if getattr(event, "quanta", 0) == 3:
+            raise ZeroDivisionError("three")
+        return super().handle(event)
+
+
+class NoSnapshot:
+    def handle(self, event):
+        return ()
+
+
+class HalfAnEngine:
+    def __init__(self, model_dir, slots, max_context_tokens, version):
+        pass
+
+    async def generate(self, request):
+        pass
+
+
+THIS = __name__
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest imports this file under a name of its own."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "faulty", sys.modules[THIS])
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "said"),
+    [
+        (check_loss, "own_los:one_sided", "trainer.loss: 'own_los:one_sided': cannot import 'own_los'"),
+        (check_loss, "own_loss:onesided", "'own_loss' has no 'onesided' (did you mean 'one_sided'?)"),
+        (check_loss, "faulty:THIS", "is a str; it must be callable as f(logp, old_logp, advantage, *, sequences, settings)"),
+        (check_loss, "faulty:without_settings", "does not take that: got an unexpected keyword argument 'sequences'"),
+        (check_loss, "faulty:per_sequence", "returned a tensor of shape (2,) and torch.float32 for 5 tokens"),
+        (check_loss, "faulty:detached", "has no gradient to logp, so nothing would be learned"),
+        (check_loss, "faulty:overflowing", "both must be finite"),
+        (check_loss, "faulty:raising", "raised KeyError: 'clip', for 5 tokens"),
+        (check_advantage, "faulty:one_number", "returned arrays of shapes [(), (), ()]; allowed are [(3,), (3,), (3,)]"),
+        (check_advantage, "faulty:divided_by_nothing", "an advantage is a finite number"),
+        (check_advantage, "faulty:per_sequence", "does not take that: missing a required argument: 'old_logp'"),
+        (check_schedule, "faulty:backwards", "gave -1.0 for step 0; a factor is a finite number of at least 0"),
+        (check_schedule, "faulty:silent", "gave None for step 0"),
+        (check_ordering, "faulty:SaysNothing", "it answered TrajectoryParked with None; the first answer is SetPriority"),
+        (check_ordering, "faulty:NoSnapshot", "made a NoSnapshot without snapshot, restore"),
+        (check_ordering, "faulty:Unshown", "or to restore its snapshot from JSON: TypeError"),
+        (check_own_engine, "faulty:HalfAnEngine", "'faulty:HalfAnEngine' lacks abort, capacity, close, forget"),
+        (check_own_engine, "faulty:backwards", "rollout.engine: 'faulty:backwards' is called as f(model_dir=..., slots=..."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(check: Any, name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(name)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_mixes_sequences_and_a_policy_that_forgets_fail_their_contracts() -> None:
+    loss, policy = LossContract(), PolicyContract()
+    loss.name, policy.name = "faulty:mixing", "faulty:Forgets"
+    loss.test_it_is_accepted_before_a_run()
+    with pytest.raises(AssertionError):
+        loss.test_it_does_not_depend_on_what_else_is_in_the_micro_batch()
+    policy.test_every_trajectory_ends_and_a_second_run_decides_the_same()
+    with pytest.raises(AssertionError):
+        policy.test_it_goes_on_from_its_snapshot()
+
+
+def test_a_policy_that_raises_is_replaced_by_the_order_of_arrival_and_its_snapshot_says_so() -> None:
+    policy = ordering_of("faulty:FailsLater", patience=3)
+    parked = [TrajectoryParked(key, 0, Phase.ROLLOUT, quanta) for quanta in (0, 3, 4) for key in "ab"]
+    answers = [policy.handle(event)[0] for event in parked[:3]]
+    fault = "faulty:FailsLater raised ZeroDivisionError: three; first come, first served since then"
+    assert [answer.reason for answer in answers] == ["fifo: place of first arrival"] * 2 + [fault]
+    again = blank("faulty:FailsLater")
+    again.restore(json.loads(json.dumps(policy.snapshot())))
+    for event in parked[3:]:
+        answer = policy.handle(event)
+        assert answer == again.handle(event)
+        assert answer[0].reason == fault
+    assert [policy.handle(event)[0].priority.order for event in parked[4:]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("trainer.loss", "pppo"),
+        ("trainer.advantage", "my module:f"),
+        ("policy.name", ":f"),
+        ("rollout.engine", "m:f()"),
+    ],
+)
+def test_a_name_of_another_form_is_refused_with_what_is_allowed(field: str, value: str) -> None:
+    section, key = field.split(".")
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({section: {key: value}})
+    assert str(caught.value).startswith(f"{field}: got {value!r} (text); allowed is one of ")
+    assert ", or package.module:attribute of your own; type e.g. " in str(caught.value)
+
+
+def test_a_function_is_given_as_it_is_if_workers_can_import_it(tmp_path: Path) -> None:
+    assert name_of("trainer.loss", TestLoss) == f"{THIS}:TestLoss"
+    assert name_of("trainer.loss", "gspo") == "gspo"
+    with pytest.raises(ConfigError, match=r"^trainer__loss: .*has no name by which workers can import it"):
+        libra.train(trainer__loss=lambda logp, old, advantage: logp, run__dir=str(tmp_path))
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,162 @@
+"""Runs with parts of a user's own: the workers import them, and replay and simulation too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import own_loss
+import pytest
+import zarr
+from distributed import Client
+
+import libra
+from libra.config import RunConfig
+from libra.driver.session import run
+from libra.driver.worker_imports import loading_error
+from libra.errors import CallbackError, ConfigError
+from libra.sim.from_run import run_setting
+from libra.worker.run_spec import RunSpec
+
+OWN = {
+    "trainer": {
+        "loss": "own_loss:one_sided",
+        "advantage": "own_loss:ranked",
+        "lr_schedule": "own_loss:cosine",
+        "warmup_steps": 0,
+    },
+    "policy": {"name": "own_policy:FewestTurnsFirst"},
+    "rollout": {"engine": "own_engine:RemembersGreedy"},
+}
+
+
+def graded(episode: Any) -> float:
+    return float(len(episode.turns[0].token_ids) and episode.turns[0].token_ids[0] % 5)
+
+
+def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
+    make_config: Callable[..., RunConfig], cluster_client: Client, repository: Path
+) -> None:
+    from click.testing import CliRunner
+
+    from libra.cli.main import cli
+    from libra.testing import FixedTurns
+
+    class Graded(FixedTurns):
+        def grade(self, episode: Any) -> float:
+            return graded(episode)
+
+    config = make_config(**OWN)
+    called: list[Any] = []
+    summary = run(
+        config,
+        environment=Graded(),
+        client=cluster_client,
+        callbacks={
+            "on_iteration": lambda values: called.append(("iteration", values["iteration"], values["lr"])),
+            "on_batch": lambda batch, trajectories: called.append(
+                ("batch", batch, [t.advantage for t in trajectories])
+            ),
+        },
+    )
+    lr = config.trainer.lr
+    assert [row["lr"] for row in summary.iterations] == [lr * own_loss.cosine(step, settings=None) for step in range(2)]
+    assert [each[:2] for each in called] == [("batch", 0), ("iteration", 0), ("batch", 1), ("iteration", 1)]
+    columns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["trajectory"]
+    rewards = columns["reward"][:].reshape(-1, 2)
+    expected = np.sign(rewards[:, :, None] - rewards[:, None, :]).sum(2) / 2
+    assert np.array_equal(columns["advantage"][:].reshape(-1, 2), expected)
+    assert [a for kind, _, given in called if kind == "batch" for a in given] == expected.ravel().tolist()
+
+    lines = [json.loads(line) for line in (summary.directory / "events.jsonl").read_text().splitlines()]
+    assert lines[0]["policy"] == "own_policy:FewestTurnsFirst"
+    assert {line["reason"] for line in lines if line["name"] == "trajectory_parked"} >= {
+        "0 quanta are done",
+        "1 quanta are done",
+    }
+    served = [line for line in lines if line["name"] == "version_served"]
+    assert served and all(line["bucket"].startswith("own_engine:RemembersGreedy-tp1") for line in served)
+    replayed = CliRunner().invoke(cli, ["replay", str(summary.directory)])
+    assert replayed.exit_code == 0, replayed.output
+    assert "Every decision was reproduced." in replayed.output
+    assert run_setting(summary.directory).simulator().run().trajectories == 8
+
+
+def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(
+    make_config: Callable[..., RunConfig], cluster_client: Client
+) -> None:
+    def fails(values: Any) -> None:
+        raise OSError("no space on the phone")
+
+    config = make_config(observe={"on_iteration": "callbacks_of_test:seen"})
+    with pytest.raises(ConfigError, match="cannot import 'callbacks_of_test'"):
+        run(config, client=cluster_client)
+    config = make_config()
+    with pytest.raises(CallbackError, match=r"^on_iteration: the callback raised OSError: no space on the phone$"):
+        run(config, client=cluster_client, callbacks={"on_iteration": fails})
+    summary = run(config, client=cluster_client, resume=True)
+    assert [row["iteration"] for row in summary.iterations] == [1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("trainer.loss", "own_loss:cosine"),
+        ("trainer.advantage", "own_loss:missing"),
+        ("trainer.lr_schedule", "own_loss:one_sided"),
+        ("policy.name", "own_loss:cosine"),
+        ("rollout.engine", "own_loss:cosine"),
+        ("observe.on_batch", "own_loss:cosine"),
+    ],
+)
+def test_a_part_of_the_wrong_shape_is_one_line_before_anything_starts(
+    make_config: Callable[..., RunConfig], field: str, value: str, tmp_path: Path
+) -> None:
+    section, key = field.split(".")
+    with pytest.raises(ConfigError) as caught:
+        run(make_config(**{section: {key: value}}))
+    assert str(caught.value).startswith(f"{field}: {value!r}")
+    assert "\n" not in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_worker_that_cannot_import_a_part_names_the_setting(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    def found_by(**sections: Any) -> tuple[str, str] | None:
+        return loading_error(cloudpickle.dumps(RunSpec("demo", 0, tmp_path, "", make_config(**sections))))
+
+    assert found_by(**OWN) is None
+    field, reason = found_by(trainer={"loss": "gone_from_here:f"}) or ("", "")
+    assert field == "trainer.loss"
+    assert reason.startswith("trainer.loss: 'gone_from_here:f': cannot import 'gone_from_here'")
+    assert (found_by(rollout={"engine": "gone_from_here:f"}) or ("",))[0] == "rollout.engine"
+
+
+def test_train_takes_the_functions_themselves(cluster_client: Client, random_model: Path, tmp_path: Path) -> None:
+    from libra.testing import FixedTurns
+
+    seen: list[float] = []
+    summary = libra.train(
+        str(random_model),
+        environment=FixedTurns(),
+        client=cluster_client,
+        trainer__loss=own_loss.one_sided,
+        on_evaluation=lambda result: seen.append(result["reward"]),
+        run__dir=str(tmp_path),
+        run__name="functions",
+        run__iterations=1,
+        evaluation__prompts=2,
+        rollout__max_new_tokens=4,
+        rollout__max_turns=2,
+        trainer__prompts=1,
+        trainer__group_size=2,
+        observe__progress=False,
+    )
+    assert "loss: own_loss:one_sided" in (summary.directory / "config.resolved.yaml").read_text()
+    assert seen == [row["reward"] for row in summary.evaluations]
+    assert len(seen) == 2
