@@ -51,7 +51,9 @@ _TABLE: tuple[tuple[Process, str, Any, bool, str], ...] = (  # process that read
     ("scheduler", "allowed-failures", 3, False, "with fewer, two lost workers end a task permanently"),
     ("scheduler", "dashboard.tasks.task-stream-length", 10_000, False, "a row of the task stream has 1.2 KB, in the scheduler"),
     ("scheduler", "admin.low-level-log-length", 100, False, "logs of messages keep them all: a driver's are graphs of 60 KB"),
-    ("scheduler", "admin.system-monitor.log-length", 600, False, "each process keeps two samples of its machine a second"),
+    ("scheduler", "admin.system-monitor.log-length", 600, False, "each process keeps a sample of its machine every second"),
+    ("scheduler", "admin.system-monitor.interval", "1s", False, "a sample takes 2 ms of each scheduler, worker and nanny"),
+    ("scheduler", "admin.tick.interval", "100ms", False, "Dask's 20 ms wake every process 50 times a second: 5 % of a core"),
     ("worker", "profile.enabled", False, False, "Dask's profiler keeps samples of every thread: 100 KB a second in each process"),
     ("worker", "daemon", False, True, "a daemonic worker cannot start processes: engines and sandboxes fail"),
     ("worker", "memory.target", False, True, _SPILLS),
@@ -152,6 +154,8 @@ def _lookup(tree: Mapping[str, Any], key: str) -> Any:
 def _fits(setting: Setting, got: Any) -> bool:
     if setting.key.endswith("worker-ttl"):
         return got is None or _seconds(got) >= MIN_WORKER_TTL_S
+    if setting.key.endswith(".interval"):
+        return _seconds(got) >= _seconds(setting.value)
     if setting.key.endswith("worker-saturation"):
         return isinstance(got, int | float) and got <= 1.0
     if setting.key.endswith("allowed-failures"):

@@ -52,8 +52,10 @@ def test_libras_own_settings_have_no_problem() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
 def test_every_setting_is_checked_in_its_process_and_explained(setting: Any) -> None:
-    wrong = {False: True, None: "10s", "120s": "5s", 1.0: 1.5, 3: 1, 10_000: 10_001, 100: None, 600: 601}[setting.value]
-    changed = tree(**{setting.key.rpartition(".")[2].replace("-", "_"): wrong})
+    wrongs = {False: True, None: "10s", "120s": "5s", 1.0: 1.5, 3: 1, 10_000: 10_001, 100: None, 600: 601}
+    wrongs |= {"100ms": "20ms", "1s": "500ms"}
+    changed = tree()
+    dask.config.set({setting.key: wrongs[setting.value]}, config=changed)
     (problem,) = check_settings(changed, setting.process)
     assert problem.setting == setting
     assert setting.reason in problem.message
