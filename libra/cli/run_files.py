@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from libra.driver.damage import advice, check_run, refuse_damaged
+from libra.driver.damage import SETTLE_S, advice, check_settled, refuse_damaged
 from libra.driver.run_lock import refuse_running
 from libra.driver.set_aside import go_back
 from libra.errors import DamagedRun, RunDirectoryError
@@ -16,10 +16,8 @@ from libra.errors import DamagedRun, RunDirectoryError
 
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
     """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
-    check = check_run(run_dir)
-    if check.damages and _is_running(run_dir):  # files that were removed while it was read are not damaged
-        again = {damage.name for damage in check_run(run_dir).damages}
-        check.damages = [damage for damage in check.damages if damage.name in again]
+    # Of a run at work, whose committer keeps the store, each check finds other files that were removed while it was read.
+    check = check_settled(run_dir, wait_s=0.0 if _is_running(run_dir) else SETTLE_S)
     if as_json:
         click.echo(json.dumps([asdict(damage) for damage in check.damages], indent=1))
         if check.damages:

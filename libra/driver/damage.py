@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from libra.errors import DamagedRun, RunDirectoryError, StoreError
 from libra.events import RunStarted
 from libra.seals import unseal
 from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.committer_lock import lock_holder
 from libra.store.event_log import lines_of
 from libra.store.group_records import read_group
+from libra.store.log_segments import check_whole, segments_of
 from libra.store.store_check import column_rows, committed_rows, store_faults
 from libra.store.trajectory_journal import Journal
 from libra.tensor_files import checkpoint_fault, version_fault
@@ -44,7 +47,13 @@ LIMIT_BYTES = 256 * 2**20
 
 LOG_LIMIT_BYTES = 16 * 2**20
 """Longer logs are only read by `libra doctor RUN`."""
+RECHECK_S = 1.0
+"""Seconds until a damaged run is read again."""
+SETTLE_S = 20.0
+"""Seconds for which a damaged run is read again while a committer has its store."""
 LOGS = ("metrics.jsonl", "events.jsonl")
+SEGMENTS = "events"
+"""Directory of the closed parts of the event log."""
 _STEP = re.compile(r"step-(\d{6,})")
 _BATCH = re.compile(r"batch-(\d{6,})\.json")
 _RECORD = re.compile(r"(?P<trajectory>.+)\.(?P<quantum>\d{4,})\.rec")
@@ -79,6 +88,8 @@ class RunCheck:
         Batches whose trajectories are in the store; None where its rows cannot be read.
     logged : set of int
         Steps whose metrics are written.
+    groups : dict of int to list of str
+        Names of the group records of each batch whose file can be read.
     epoch : int
         The highest epoch in any file but ``epochs/`` itself, -1 if there is none.
     """
@@ -91,6 +102,7 @@ class RunCheck:
     num_batches: int = 0
     stored: set[int] | None = None
     logged: set[int] = field(default_factory=set)
+    groups: dict[int, list[str]] = field(default_factory=dict)
     epoch: int = -1
 
     def add(self, name: str, what: str) -> None:
@@ -99,7 +111,7 @@ class RunCheck:
 
     def missing_groups(self, first: int) -> list[str]:
         """Missing group records of the batches from ``first`` on, as paths within the run."""
-        names = [name for number in range(first, self.num_batches) for name in batch_groups(self.files, number)]
+        names = [name for number in range(first, self.num_batches) for name in self.groups.get(number, ())]
         return [f"groups/{name}" for name in names if not (self.files.groups_dir / name).exists()]
 
 
@@ -116,15 +128,10 @@ def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
     RunDirectoryError
         There is no run in ``directory``.
     """
-    typed, directory = directory, directory.expanduser().absolute()
-    marks = (CONFIG_FILE, GIVEN_FILE, "epochs", "batches", "trajectories.zarr")
-    if not any((directory / name).exists() for name in marks):
-        raise RunDirectoryError(
-            f"{typed}: no run here, it has no {CONFIG_FILE}; type the directory of a run, such as runs/NAME"
-        )
+    directory = run_directory(directory)
     check = RunCheck(RunDirectory(directory), limit_bytes)
     for part in (_check_start, _check_weights, _check_checkpoints, _check_store, _check_batches, _check_sealed, _check_logs,
-                 _check_journal, _check_groups, _check_epochs):  # fmt: skip
+                 _check_segments, _check_journal, _check_groups, _check_epochs):  # fmt: skip
         try:
             part(check)
         except OSError as error:
@@ -134,9 +141,37 @@ def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
     return check
 
 
+def run_directory(typed: Path) -> Path:
+    """The absolute path of a run; RunDirectoryError if there is no run."""
+    directory = typed.expanduser().absolute()
+    marks = (CONFIG_FILE, GIVEN_FILE, "epochs", "batches", "trajectories.zarr")
+    if not any((directory / name).exists() for name in marks):
+        raise RunDirectoryError(
+            f"{typed}: no run here, it has no {CONFIG_FILE}; type the directory of a run, such as runs/NAME"
+        )
+    return directory
+
+
+def check_settled(directory: Path, limit_bytes: int | None = None, *, wait_s: float = SETTLE_S) -> RunCheck:
+    """`check_run`, with the damages that it finds twice in a row.
+
+    Workers whose driver was killed go on for a moment, and what they write between two reads looks like damage. So a second
+    check follows, and further ones for at most ``wait_s`` while a committer has the store.
+    """
+    check = check_run(directory, limit_bytes)
+    until_s = time.monotonic() + wait_s
+    while check.damages:
+        time.sleep(RECHECK_S)
+        before, check = check.damages, check_run(directory, limit_bytes)
+        if time.monotonic() >= until_s or lock_holder(check.files.store_path) is None:
+            check.damages = [damage for damage in check.damages if damage in before]
+            break
+    return check
+
+
 def refuse_damaged(directory: Path, limit_bytes: int | None = LIMIT_BYTES) -> None:
     """DamagedRun, in at most three lines, where a file of the run is damaged."""
-    check = check_run(directory, limit_bytes)
+    check = check_settled(directory, limit_bytes)
     if check.damages:
         raise DamagedRun(advice(check, directory))
 
@@ -153,6 +188,8 @@ def advice(check: RunCheck, typed: Path) -> str:
         newest = max(check.whole_checkpoints, default=0)
         which = "the newest whole checkpoint" if newest else "the model it began with"
         lines.append(f"Type: libra resume {run} --from-checkpoint {newest}   # {which}; steps since are repeated")
+    elif {damage.kind for damage in check.damages} == {SEGMENTS}:
+        lines.append(f"Type: libra resume {run}   # which does not need them; libra replay --from-snapshot begins after them")
     else:
         lines.append(f"Type: libra repair {run}   # rebuilds what can be rebuilt, and deletes nothing")
     return "\n".join(lines)
@@ -242,9 +279,7 @@ def _check_batches(check: RunCheck) -> None:
             check.add(f"batches/{path.name}", "it is gone")
             continue
         try:
-            read_batch_facts(check.files.batches_dir, number)
-            if unseal(path.read_bytes()).get("batch") != number:
-                check.add(f"batches/{path.name}", "it is of another batch")
+            check.groups[number] = _group_names(read_batch_facts(check.files.batches_dir, number))
         except StoreError as error:
             check.add(f"batches/{path.name}", _what(error).partition("; type")[0])
 
@@ -278,6 +313,27 @@ def _check_logs(check: RunCheck) -> None:
                     if line.endswith(b"\n"):
                         check.add(name, f"line {number} is no JSON object of this log")
                         break
+
+
+def _check_segments(check: RunCheck) -> None:
+    """Closed parts of the event log; a resumed run needs none of them, so that only a full check reads them."""
+    if check.limit_bytes is not None:
+        return
+    log = check.files.directory / "events.jsonl"
+    segments = segments_of(log)
+    try:
+        check_whole(log, segments)
+    except StoreError as error:
+        check.add(SEGMENTS, _what(error).partition("; libra replay")[0])
+    for segment in segments:
+        name = segment.packed.name if segment.packed.exists() else segment.plain.name
+        try:
+            for number, line in enumerate(segment.lines(), segment.first):
+                if not _is_object(line):
+                    check.add(f"{SEGMENTS}/{name}", f"line {number} is no JSON object of this log")
+                    break
+        except StoreError as error:
+            check.add(f"{SEGMENTS}/{name}", _what(error).partition("; libra replay")[0])
 
 
 def _check_journal(check: RunCheck) -> None:
@@ -332,7 +388,7 @@ def _check_groups(check: RunCheck) -> None:
     for number in range(check.num_batches):
         needed = number >= kept or (stored is not None and number not in stored) or number not in check.logged
         if needed:
-            for name in batch_groups(check.files, number):
+            for name in check.groups.get(number, ()):
                 if not (check.files.groups_dir / name).exists():
                     check.add(f"groups/{name}", "it is gone, and the run needs it to continue")
 
@@ -340,9 +396,12 @@ def _check_groups(check: RunCheck) -> None:
 def batch_groups(files: RunDirectory, number: int) -> list[str]:
     """Names of the group records of a batch; none if its file cannot be read."""
     try:
-        facts = read_batch_facts(files.batches_dir, number)
+        return _group_names(read_batch_facts(files.batches_dir, number))
     except StoreError:
         return []
+
+
+def _group_names(facts: Mapping[str, Any]) -> list[str]:
     return [Path(row["path"]).name for row in facts.get("groups", ())]
 
 
@@ -394,6 +453,13 @@ def _entries(directory: Path) -> list[Path]:
 
 def _size(directory: Path) -> int:
     return sum(_bytes(path) for path in _entries(directory))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _bytes(path: Path) -> int:

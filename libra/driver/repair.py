@@ -10,6 +10,7 @@ group record           the store, or the journal and the grader (`libra.driver.r
 batch                  the store, or the event log and group records
 evaluation             the store
 log                    its sound lines
+segment                nothing: it stays, and a resumed run does not read it
 weights, checkpoints   nothing: a resumed run publishes the version again, and repeats the steps since a checkpoint
 journal record         nothing: the quantum runs again, with the same seed
 =====================  ==========================================================================================
@@ -22,15 +23,16 @@ journal record         nothing: the quantum runs again, with the same seed
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.driver.damage import LOGS, RunCheck, check_run
+from libra.driver.damage import LOGS, SEGMENTS, RunCheck, check_run, run_directory
 from libra.driver.repair_records import repair_batch, repair_evaluation, repair_group, repair_journal, repair_scores
 from libra.driver.repair_store import repair_store
 from libra.driver.run_lock import lock_run
-from libra.driver.set_aside import Repairs
+from libra.driver.set_aside import SCORES, Repairs
 from libra.driver.start_records import (
     CONFIG_FILE,
     GIVEN_FILE,
@@ -42,9 +44,12 @@ from libra.driver.start_records import (
 )
 from libra.errors import StoreError
 from libra.seals import sealed_text, unseal
-from libra.store.committer_lock import CommitterLock
+from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.exclusive_files import create_exclusive
+from libra.worker.run_spec import RunDirectory
 
+STORE_WAIT_S = 20.0
+"""Seconds that a repair waits until the workers of a killed driver have closed the store."""
 MOST_ROUNDS = 4
 """One file may be rebuilt only after another one."""
 
@@ -75,12 +80,13 @@ def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
     StoreError
         A committer has the store open.
     """
-    check = check_run(directory)
-    repairs = Repairs(check.files.directory, say)
-    lock = lock_run(check.files.directory)
+    run = run_directory(directory)
+    repairs = Repairs(run, say)
+    lock = lock_run(run)
     try:
-        committer = CommitterLock(check.files.store_path)
+        committer = _store_lock(directory, say)
         try:
+            check = check_run(directory)
             for _ in range(MOST_ROUNDS):
                 before = repairs.num_done
                 if check.damages:
@@ -97,6 +103,36 @@ def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
     return RepairResult(check, repairs.num_done)
 
 
+def _store_lock(directory: Path, say: Callable[[str], None]) -> CommitterLock:
+    """The store's lock. After a driver was killed a worker has it until the scheduler has ended the run there."""
+    store = RunDirectory(run_directory(directory)).store_path
+    until_s = time.monotonic() + STORE_WAIT_S
+    waits = False
+    while True:
+        try:
+            return CommitterLock(store)
+        except StoreError as error:
+            holder = lock_holder(store)
+            if holder is not None and time.monotonic() >= until_s:
+                raise StoreError(_still_held(directory, holder)) from error
+            if holder is None and time.monotonic() >= until_s:  # a file system without locks
+                raise
+            if holder is not None and not waits:
+                waits = True
+                say(
+                    f"waiting until a worker of an earlier start has closed the store (process {holder.pid} on {holder.host})"
+                )
+        time.sleep(0.2)
+
+
+def _still_held(directory: Path, holder: Holder) -> str:
+    return (
+        f"{directory}: process {holder.pid} on {holder.host} still has the store open: a worker of an earlier start, whose driver "
+        f"has ended. Type kill {holder.pid} on {holder.host} (its nanny, if it has one, starts it again), then libra repair "
+        f"{directory} again"
+    )
+
+
 def _round(check: RunCheck, repairs: Repairs) -> None:
     kinds: dict[str, list[str]] = {}
     for damage in check.damages:
@@ -110,6 +146,8 @@ def _round(check: RunCheck, repairs: Repairs) -> None:
     for name in LOGS:
         if name in kinds:
             _log(check, repairs, name)
+    for name in kinds.get(SEGMENTS, ()):
+        repairs.cannot(name, "nothing else has its lines; a resumed run does not need them, and it stays where it is")
     _set_aside_whole(kinds, repairs)
     for name in kinds.get("batches", ()):
         repair_batch(check, repairs, name)
@@ -121,7 +159,7 @@ def _round(check: RunCheck, repairs: Repairs) -> None:
     repair_journal(check, repairs, kinds.get("journal", []))
     for name in kinds.get("evaluations", ()):
         repair_evaluation(check, repairs, name)
-    if "checkpoints/scores.json" in kinds.get("checkpoints", ()):
+    if SCORES in kinds.get("checkpoints", ()):
         repair_scores(check, repairs)
 
 
@@ -134,7 +172,7 @@ def _set_aside_whole(kinds: dict[str, list[str]], repairs: Repairs) -> None:
     }
     for kind, then in after.items():
         for name in dict.fromkeys("/".join(name.split("/")[:2]) for name in kinds.get(kind, ())):
-            if name != "checkpoints/scores.json" and repairs.exists(name):
+            if name != SCORES and repairs.exists(name):
                 repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
     best = repairs.run / "checkpoints" / "best"
     if best.is_symlink() and not best.exists():

@@ -78,8 +78,8 @@ def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | 
         if hosted and cluster is None:  # a cluster of the run's own stops with its workers
             try:
                 client.unregister_worker_plugin(host_name(spec.run))
-            except KeyError as error:
-                logger.debug("a worker whose setup had failed has no host to remove: %s", error)
+            except (KeyError, ValueError) as error:  # its setup had failed there, or the scheduler had removed it
+                logger.debug("there was no part of the run to remove: %s", error)
 
     process = calls.register(start, local=cluster is not None)
     exits.callback(end)

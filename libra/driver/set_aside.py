@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from libra.driver.damage import LIMIT_BYTES, RunCheck, advice, check_run
+from libra.driver.damage import LIMIT_BYTES, RunCheck, advice, check_settled, run_directory
 from libra.driver.run_lock import lock_run
 from libra.errors import ConfigError, DamagedRun
 
 DAMAGED = "damaged"
+SCORES = "checkpoints/scores.json"
+"""Of all checkpoints: which of them is the best."""
 
 
 def set_aside(run: Path, name: str) -> str:
@@ -72,14 +74,22 @@ def go_back(run: Path, step: int) -> list[str]:
     Raises
     ------
     DamagedRun
-        Other files than checkpoints are damaged.
+        Other files than checkpoints are damaged: also their scores, which `libra repair` makes again.
     ConfigError
         There is no whole checkpoint of this step, or the records that the repeated steps need are gone. 0 is the model that the
         run began with.
     """
-    typed, run = run, run.expanduser().absolute()
-    check = check_run(typed, LIMIT_BYTES)
-    others = [damage for damage in check.damages if damage.kind != "checkpoints"]
+    typed, run = run, run_directory(run)
+    lock = lock_run(run)
+    try:
+        return _go_back(run, typed, step)
+    finally:
+        lock.release()
+
+
+def _go_back(run: Path, typed: Path, step: int) -> list[str]:
+    check = check_settled(typed, LIMIT_BYTES)
+    others = [damage for damage in check.damages if damage.kind != "checkpoints" or damage.name == SCORES]
     if others:
         raise DamagedRun(advice(RunCheck(check.files, check.limit_bytes, others), typed))
     whole = sorted(check.whole_checkpoints)
@@ -95,15 +105,11 @@ def go_back(run: Path, step: int) -> list[str]:
             f"{min(whole, default=0)}"
         )
     lines = []
-    lock = lock_run(run)
-    try:
-        for found in check.all_checkpoints:
-            if found > step or found not in whole:
-                name = f"checkpoints/step-{found:06d}"
-                lines.append(f"{name} is set aside as {set_aside(run, name)}")
-        best = run / "checkpoints" / "best"
-        if best.is_symlink() and not best.exists():
-            best.unlink()
-    finally:
-        lock.release()
+    for found in check.all_checkpoints:
+        if found > step or found not in whole:
+            name = f"checkpoints/step-{found:06d}"
+            lines.append(f"{name} is set aside as {set_aside(run, name)}")
+    best = run / "checkpoints" / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
     return lines

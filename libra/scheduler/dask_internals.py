@@ -95,6 +95,22 @@ def installs(scheduler: Scheduler, plugin: str) -> bool:
     return plugin in scheduler.worker_plugins
 
 
+async def remove_worker_plugin(scheduler: Scheduler, name: str) -> dict[str, str]:
+    """Remove a WorkerPlugin from all workers, and from those that join later; returns what went wrong, by worker.
+
+    No effect where it is not registered.
+    """
+    if scheduler.worker_plugins.pop(name, None) is None:
+        return {}
+    answers = await scheduler.broadcast(msg={"op": "plugin-remove", "name": name}, on_error="return")
+    failed = {
+        address: repr(answer) if isinstance(answer, BaseException) else str(answer.get("exception_text"))
+        for address, answer in answers.items()
+        if isinstance(answer, BaseException) or answer.get("status") == "error"
+    }
+    return {worker_name(scheduler, address): what for address, what in failed.items()}
+
+
 def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) -> None:
     """Set how many slots a worker supplies. 0 withdraws the resource; deleting the key instead would break the tasks that
     still run there."""

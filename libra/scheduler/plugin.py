@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -68,6 +69,7 @@ from libra.scheduler.announcements import (
     send_contention,
     version_published,
 )
+from libra.scheduler.ended_runs import EndedRuns
 from libra.scheduler.lost_workers import LostWorkers
 from libra.scheduler.missing_roles import MissingRoles
 from libra.scheduler.notices import process_name
@@ -78,7 +80,7 @@ from libra.scheduler.stall_watchdog import StallGuard
 from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.unready_workers import NotReady
 from libra.store.batch_membership import read_batch
-from libra.store.event_log import EventLog
+from libra.store.event_log import EventLog, open_large
 from libra.types import Phase
 
 if TYPE_CHECKING:
@@ -108,9 +110,7 @@ class LibraPlugin(SchedulerPlugin):
         dask_internals.add_handlers(
             scheduler,
             {
-                "libra_register_run": lambda registration: self.register_run(
-                    RunRegistration.from_message(registration)
-                ),
+                "libra_register_run": self._register,
                 "libra_members": self.members,
                 "libra_blocks": lambda run, groups: [
                     self.runs[run].workers.blocks.get(tuple(group)) for group in groups
@@ -127,6 +127,7 @@ class LibraPlugin(SchedulerPlugin):
         attach_page(scheduler, self.snapshots)
         check_names(scheduler.http_application)
         self.not_ready, self.lost_workers = NotReady(scheduler), LostWorkers(scheduler)
+        self.ended = EndedRuns(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._signs)
         self.missing_roles = MissingRoles(scheduler, self.not_ready, self.lost_workers, self.trajectories.phase_of)
         self.concurrency = Concurrency(scheduler, self.trajectories.kick)
@@ -135,11 +136,31 @@ class LibraPlugin(SchedulerPlugin):
 
     # ---------------------------------------------------------------- calls from the driver and from workers
 
-    def register_run(self, new: RunRegistration) -> dict[str, Any]:
-        """Register a run; a run of the same name and a newer epoch replaces the older one."""
+    async def _register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
+        """A driver registers its run: `register_run` once nothing is left of an earlier start."""
+        new = RunRegistration.from_message(registration)
+        if (refusal := self._refusal(new)) is not None:
+            return refusal
+        self.end_run(new.run)
+        await self.ended.cleared(new.run)
+        path = Path(new.directory) / "events.jsonl"
+        log = await asyncio.to_thread(open_large, path) if new.event_log else None
+        has_left = new.client not in self._scheduler.clients
+        answer = {"error": f"the driver of run {new.run!r} has left"} if has_left else self.register_run(new, log)
+        if log is not None and "started_s" not in answer:
+            log.close(wait=False)
+        return answer
+
+    def _refusal(self, new: RunRegistration) -> dict[str, Any] | None:
         old = self.runs.get(new.run)
-        if old is not None and old.epoch >= new.epoch:
-            return {"error": f"run {new.run!r} is already on this scheduler with epoch {old.epoch}"}
+        if old is None or old.epoch < new.epoch:
+            return None
+        return {"error": f"run {new.run!r} is already on this scheduler with epoch {old.epoch}"}
+
+    def register_run(self, new: RunRegistration, log: EventLog | None = None) -> dict[str, Any]:
+        """Register a run; a run of the same name and a newer epoch replaces the older one. ``log``: opened for it, if it is."""
+        if (refusal := self._refusal(new)) is not None:
+            return refusal
         policy = dict(new.policy)
         boundaries = boundaries_of(policy.pop("boundaries_tokens", {}))
         try:
@@ -147,7 +168,7 @@ class LibraPlugin(SchedulerPlugin):
         except ConfigError as error:
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
-        file = EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None
+        file = log or (EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None)
         admission = Admission(new.eta, new.groups_per_batch)
         if new.restored is not None:
             admission.restore(new.restored)
@@ -208,6 +229,7 @@ class LibraPlugin(SchedulerPlugin):
         if roles is not None:
             roles.end_roles(run)
         state.log.close()
+        self.ended.compressing(run, state.log)
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
         """The notices of a run from number ``first`` on; see `Notices.since`."""
@@ -321,11 +343,14 @@ class LibraPlugin(SchedulerPlugin):
                 "run %s: its driver has left; type libra resume %s to continue the run", state.run, state.directory
             )
             self.end_run(state.run)
+            if not state.registration.local:  # a cluster of the run's own has ended with its driver
+                self.ended.driver_left(state.run)
 
     async def close(self) -> None:
         """The scheduler stops."""
         for run in list(self.runs):
             self.end_run(run)
+        await self.ended.close()
 
     def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
         """A run made progress: its watchdog, if it has one, starts counting again.

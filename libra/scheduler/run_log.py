@@ -46,6 +46,7 @@ class RunLog:
     def __init__(self, run: str, file: EventLog | None) -> None:
         self.started_s = time.time()
         self._run, self._file = run, file
+        self._closed: EventLog | None = None
         self._newest: Event | None = None
         self._num_events = 0
         self._next_snapshot = 0
@@ -95,7 +96,18 @@ class RunLog:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; later events are dropped, because they do not belong to this run."""
+        """Close the file; later events are dropped, because they do not belong to this run. Segments may still be compressed."""
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            file.close(wait=False)
+            self._closed = file
+
+    @property
+    def compresses(self) -> bool:
+        """Whether segments of the closed file are being compressed."""
+        return self._closed is not None and self._closed.compresses
+
+    def wait_compressed(self) -> None:
+        """Return when they are; may take minutes for a log of gigabytes."""
+        if self._closed is not None:
+            self._closed.wait_compressed()

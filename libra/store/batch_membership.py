@@ -55,18 +55,19 @@ def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], 
 
 
 def read_batch(root: str | Path, batch: int) -> list[TrajectoryId]:
-    """Members of one batch in order; StoreError if it is missing, corrupt or of another schema."""
-    rows = _load(batch_path(root, batch))["members"]
+    """Members of one batch in order; StoreError if it is missing, corrupt, of another schema or of another batch."""
+    rows = _load(root, batch)["members"]
     return [TrajectoryId(iteration, group, sample, split) for split, iteration, group, sample in rows]
 
 
 def read_batch_facts(root: str | Path, batch: int) -> dict[str, Any]:
     """The facts given to `commit_batch`."""
-    facts: dict[str, Any] = _load(batch_path(root, batch))["facts"]
+    facts: dict[str, Any] = _load(root, batch)["facts"]
     return facts
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def _load(root: str | Path, batch: int) -> Mapping[str, Any]:
+    path = batch_path(root, batch)
     try:
         content = unseal(path.read_bytes())
         schema = content["schema"]
@@ -78,4 +79,6 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from error
     if schema != SCHEMA:
         raise StoreError(f"{path}: batch schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it")
+    if content.get("batch") != batch:
+        raise StoreError(f"{path}: it is of another batch; type libra repair {path.parent.parent}")
     return content

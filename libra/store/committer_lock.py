@@ -12,6 +12,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from libra.errors import StoreError
 from libra.store.exclusive_files import write_failure
@@ -56,3 +57,30 @@ class CommitterLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class Holder(NamedTuple):
+    """The process that holds a lock, as far as its file says: ``pid`` 0 and an empty ``host`` where it does not."""
+
+    pid: int
+    host: str
+
+
+def lock_holder(store: Path) -> Holder | None:
+    """The process that holds a store's lock; None if no process does, or that cannot be found out. The lock is not taken."""
+    try:
+        descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed below
+    except BlockingIOError:
+        try:
+            return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
+        except (ValueError, TypeError):
+            return Holder(0, "")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return None

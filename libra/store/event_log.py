@@ -25,12 +25,15 @@ SEGMENT_BYTES = 1 << 20
 _SNAPSHOT = f'"name":"{PolicySnapshot.name}"'.encode()
 _LOOKS = 100
 """How often a reader looks again while a writer closes segments."""
+_COMPRESSORS: dict[Path, threading.Thread] = {}
+"""The newest thread of this process that compresses segments of a log, by the log's path."""
 
 
 class EventLog(LineLog):
     """A buffered appender of events to ``path``; its directory is made where missing.
 
-    It also compresses the segments that a writer before it left uncompressed.
+    It also compresses the segments that a writer before it left uncompressed. Opening takes long where that one died while it
+    closed a large segment: its lines are counted.
 
     Raises StoreError if the file cannot be opened or written; a full disk is named as such.
     """
@@ -38,7 +41,9 @@ class EventLog(LineLog):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._compressor: threading.Thread | None = None
-        remove_partial(self.path)
+        before = _COMPRESSORS.get(self.path.absolute())
+        if before is None or not before.is_alive():  # else its file is not left over
+            remove_partial(self.path)
         left = [segment for segment in segments_of(self.path) if segment.plain.exists()]
         if left and same_file(left[-1].plain, self.path):  # its writer died while it closed this segment
             self._close_segment()
@@ -61,9 +66,19 @@ class EventLog(LineLog):
         if segment is not None:
             self._compress([segment])
 
-    def close(self) -> None:
-        """Flush, close, and wait for the compression; a second call does nothing."""
+    def close(self, *, wait: bool = True) -> None:
+        """Flush and close; ``wait`` for the compression, too, which takes 20 s for a gigabyte. A second call does nothing."""
         super().close()
+        if wait:
+            self.wait_compressed()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether segments are being compressed."""
+        return self._compressor is not None and self._compressor.is_alive()
+
+    def wait_compressed(self) -> None:
+        """Return when every closed segment is compressed."""
         if self._compressor is not None:
             self._compressor.join()
 
@@ -80,7 +95,8 @@ class EventLog(LineLog):
         """Compress in a thread, after what it compresses already."""
         if not segments:
             return
-        before = self._compressor
+        path = self.path.absolute()
+        before = _COMPRESSORS.get(path)
 
         def work() -> None:
             if before is not None:
@@ -90,9 +106,21 @@ class EventLog(LineLog):
                     segment.compress()
                 except (OSError, StoreError) as error:
                     logger.warning("%s: stays uncompressed: %s", segment.plain, error)
+            if _COMPRESSORS.get(path) is threading.current_thread():
+                del _COMPRESSORS[path]
 
-        self._compressor = threading.Thread(target=work, name="libra-log-segments")
+        self._compressor = _COMPRESSORS[path] = threading.Thread(target=work, name="libra-log-segments")
         self._compressor.start()
+
+
+def open_large(path: Path) -> EventLog:
+    """A log whose older lines, of any number, are in a segment already, so that it is never the scheduler that counts them.
+
+    May take seconds: gigabytes are counted, where an older Libra kept one file. Call it off the event loop.
+    """
+    log = EventLog(path)
+    log.rotate()
+    return log
 
 
 class EventReader(LineReader):

@@ -60,6 +60,8 @@ class Segment(NamedTuple):
                 for line in islice(file, number + 1 - self.first, self.last - self.first + 1):
                     number += 1
                     yield line
+                if isinstance(file, gzip.GzipFile):
+                    file.read(1)  # to its end, where its checksum is
         except (OSError, EOFError, zlib.error) as error:
             raise StoreError(f"{self.packed}: this part of a log is damaged ({error}); {_ADVICE}") from error
         if number != self.last:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -57,6 +58,7 @@ class TrajectoryStore:
     def __init__(self, path: Path, lock: CommitterLock | None) -> None:
         self.path = path
         self._lock = lock
+        self._writing = threading.Lock()
         self._cache: dict[Level, dict[str, NDArray[Any]]] = {}
         self._load()
         if lock is not None:
@@ -148,6 +150,10 @@ class TrajectoryStore:
         return self._append(rows, [TrajectoryId(*key) for key in ids])
 
     def _append(self, rows: Rows, ids: list[TrajectoryId]) -> range:
+        with self._writing:
+            return self._append_now(rows, ids)
+
+    def _append_now(self, rows: Rows, ids: list[TrajectoryId]) -> range:
         if self._lock is None:
             raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
         self._check_new(ids)
@@ -254,10 +260,11 @@ class TrajectoryStore:
             self._load()
 
     def close(self) -> None:
-        """Release the committer's lock; a reader has none."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        """Release the committer's lock, after an append that another thread has begun; a reader has none."""
+        with self._writing:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def __enter__(self) -> Self:
         return self

@@ -123,7 +123,7 @@ class LibraHost(WorkerPlugin):
             await self.engine.load_newest()
         if supply.get(keys.COMMIT):
             self.store = await asyncio.to_thread(_open_store, self.spec)
-            self._parts.callback(self.store.close)
+            self._parts.push_async_callback(asyncio.to_thread, self.store.close)  # which waits for an append
             if self.context.environment.isolation:
                 await asyncio.to_thread(self.store.note_isolation, self.context.environment.isolation)
         # Import here what the first task would import, because that takes seconds and blocks the event loop while tasks

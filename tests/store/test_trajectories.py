@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from hypothesis.stateful import (
 
 from libra.errors import StoreError
 from libra.store import trajectories, zarr_layout
+from libra.store.committer_lock import lock_holder
 from libra.store.trajectories import TrajectoryStore, upgrade
 from libra.store.zarr_layout import COLUMNS, LEVELS
 from libra.types import EndReason, FailureClass, TrajectoryId
@@ -173,6 +175,30 @@ def test_a_second_committer_is_told_who_the_first_is(store):
         TrajectoryStore.open(store.path, "a")
     store.close()
     TrajectoryStore.open(store.path, "a").close()
+
+
+def test_a_store_that_is_closed_in_the_middle_of_an_append_is_free_after_it(store, make_trajectory, monkeypatch):
+    """A run's part on a worker is cleared away while its last append goes on in a thread."""
+    commit, reached, proceed = store._commit, threading.Event(), threading.Event()
+
+    def waits(counts):
+        reached.set()
+        assert proceed.wait(60)
+        commit(counts)
+
+    monkeypatch.setattr(store, "_commit", waits)
+    appending = threading.Thread(target=store.append, args=([make_trajectory(0, 0, 0)],))
+    closing = threading.Thread(target=store.close)
+    appending.start()
+    assert reached.wait(60)
+    closing.start()
+    assert lock_holder(store.path) is not None
+    proceed.set()
+    appending.join()
+    closing.join()
+    assert lock_holder(store.path) is None
+    with TrajectoryStore.open(store.path, "a") as heir:
+        assert heir.num_trajectories == 1
 
 
 def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):

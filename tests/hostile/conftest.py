@@ -1,0 +1,72 @@
+"""A small run that finished, the same run stopped before its last step, and copies of that to damage; both are made once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import libra.driver.run_checkpoints
+from damaged_run import ITERATIONS, copy_of, set_committed
+from libra.config import config_from_dict
+from libra.driver.damage import check_run
+from libra.driver.session import run as run_graphs
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, cluster_client: Client) -> Path:
+    """A finished run that kept its journals and every group record."""
+    directory = tmp_path_factory.mktemp("damage")
+    config = config_from_dict(
+        {
+            "run": {"name": "demo", "dir": str(directory / "finished"), "iterations": ITERATIONS},
+            "model": {"path": str(random_model)},
+            "environment": {"name": "libra.testing:FixedTurns"},
+            "rollout": {"max_new_tokens": 4, "max_turns": 3, "ignore_eos": True, "slots": 8},
+            "trainer": {"prompts": 2, "group_size": 2, "lr": 1e-3},
+            "evaluation": {"prompts": 2, "every": 2},
+            "checkpoint": {"every": 1, "keep": 3},
+            "store": {"keep_journals": True},
+            "cluster": {"threads": 1, "dashboard_port": 0},
+            "observe": {"progress": False, "tensorboard": False},
+        }
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libra.driver.run_checkpoints, "prune_groups", lambda spec, first, before: before)
+        run_graphs(config, client=cluster_client)
+    return directory / "finished" / "demo"
+
+
+@pytest.fixture(scope="session")
+def stopped(finished: Path) -> Path:
+    """The run when batch 3 was committed, its step not taken, and nothing of it stored."""
+    run = copy_of(finished, finished.parent.parent / "stopped" / "demo")
+    last = ITERATIONS - 1
+    set_committed(run, last - 1)
+    for name in (f"checkpoints/step-{ITERATIONS:06d}", f"weights/{ITERATIONS:08d}"):
+        shutil.rmtree(run / name)
+    for name in ("evaluations", "groups", "journal", "steps"):
+        for path in (run / name).iterdir():
+            if path.name.startswith((f"version-{ITERATIONS:06d}", f"eval-{ITERATIONS:06d}", f"eval-{ITERATIONS}-")):
+                path.unlink()
+    (run / "steps" / f"step-{last:06d}.json").unlink()
+    best = run / "checkpoints" / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < last))
+    assert check_run(run).damages == []
+    return run
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the stopped run, to damage; no worker changes it, so that it is read again at once."""
+    monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
+    return copy_of(stopped, tmp_path / "demo")
