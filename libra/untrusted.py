@@ -9,6 +9,8 @@ what a tool returns or raises         `libra.envs.actions`
 what a reward or a parser raises      `libra.envs.grading`, `libra.worker.quanta`
 ====================================  ===============================================================
 
+Where a tool's text becomes tokens of a conversation, `libra.rollout.special_tokens` breaks special tokens that it spells.
+
 `shown` is the other border, towards a reader: terminals, the page and logs get no text that could act on them.
 
 Invariants

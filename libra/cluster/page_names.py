@@ -9,6 +9,8 @@ Invariants
    ``cluster.dashboard_names``. An IP address cannot be rebound.
 2. If it has an Origin, that is its Host (with the port), or its name is one of ``cluster.dashboard_names``.
 3. Names are compared without regard to case, and to a dot at the end.
+4. Of a scheduler that was started without Libra's settings, and that others may share, only Libra's own pages are checked; all of
+   them where its configuration of Dask has `SETTING`.
 """
 
 from __future__ import annotations
@@ -27,19 +29,22 @@ SETTING = "libra.dashboard-names"
 """Key of ``cluster.dashboard_names`` in the configuration of Dask, which reaches every scheduler."""
 
 
-def check_names(pages: Application, names: Iterable[str] | None = None) -> None:
+def check_names(pages: Application, *, shared: bool = False) -> None:
     """Answer only requests that `refusal` allows. A second call changes nothing.
 
-    ``names``: further ones; None: those of Dask's configuration.
+    ``shared``: the scheduler may have been started by another user, for other work.
     """
     if getattr(pages, "libra_names", None) is not None:
         return
-    allowed = frozenset(map(_plain, dask.config.get(SETTING, []) if names is None else names))
+    given: Iterable[str] | None = dask.config.get(SETTING, None)
+    allowed, libra_only = frozenset(map(_plain, given or ())), shared and given is None
     pages.libra_names = allowed  # type: ignore[attr-defined]
     find, machine = pages.find_handler, own_names()
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if libra_only and "libra" not in request.path.split("/"):
+            return find(request, **kwargs)
         if (reason := refusal(host, origin, machine, allowed)) is not None:
             return pages.get_handler_delegate(request, _Refused, {"reason": reason})
         return find(request, **kwargs)

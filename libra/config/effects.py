@@ -275,6 +275,8 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
     """Why a given setting has no effect, and what would give it one; None if it has one."""
     reading, command, typed = READ[name], situation.command, name in situation.typed
     judges: list[CommandName]
+    if "slurm" in reading and command != "slurm" and not _is_for_slurm(config):
+        reading = {name: needs for name, needs in reading.items() if name != "slurm"} or reading
     if typed and command is not None:
         if command not in reading:
             return f"in {CALLED[command]}; {_readers(reading)}"
@@ -285,6 +287,11 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
     around = situation if typed else replace(situation, options=frozenset())
     lacking = [[need.text for need in reading[judge] if not need.met(config, around)] for judge in judges]
     return f"here; needed is {' and '.join(lacking[0])}" if all(lacking) else None
+
+
+def _is_for_slurm(config: RunSections) -> bool:
+    """Whether a configuration has something of `libra cluster slurm`, so that its cluster may have been started from it."""
+    return any(name.startswith("slurm") for name in _given(config))
 
 
 def _readers(reading: Reading) -> str:

@@ -189,7 +189,9 @@ def advice(check: RunCheck, typed: Path) -> str:
         which = "the newest whole checkpoint" if newest else "the model it began with"
         lines.append(f"Type: libra resume {run} --from-checkpoint {newest}   # {which}; steps since are repeated")
     elif {damage.kind for damage in check.damages} == {SEGMENTS}:
-        lines.append(f"Type: libra resume {run}   # which does not need them; libra replay --from-snapshot begins after them")
+        lines.append(
+            f"Type: libra resume {run}   # which does not need them; libra replay --from-snapshot begins after them"
+        )
     else:
         lines.append(f"Type: libra repair {run}   # rebuilds what can be rebuilt, and deletes nothing")
     return "\n".join(lines)

@@ -5,6 +5,9 @@ text that the template puts after an assistant turn: a conversation with a place
 it is used. So they follow the template's treatment of tool messages (Qwen joins several in one user block).
 
 If the template omits tools (SmolLM2's), the system message explains them to the model.
+
+Invariant: no special token comes from a tool's text (`libra.rollout.special_tokens`); prompts are the user's, and are taken as
+they are.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ModelError
+from libra.rollout.special_tokens import SpecialTokens
 from libra.untrusted import valid_unicode
 
 logger = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class ChatFormat:
         self.tool_schemas = [dict(schema) for schema in tool_schemas]
         self._template_args = dict(template_args or {})
         self._frames: dict[int, list[str] | None] = {}
+        self._special = SpecialTokens(tokenizer)
+        self._special_counts: dict[int, int] = {}
         self._explanation = self._missing_explanation(tool_format)
         closing = self._encode(self._after_assistant([_STAND_IN]))
         self.end_of_turn_id = int(closing[0])
@@ -104,11 +110,14 @@ class ChatFormat:
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
         """The ids of these tool messages and the next generation prompt, to append after an assistant turn, int32 (T,).
 
-        ``ended``: the turn's last token was a stop id; otherwise the end-of-turn token comes first.
+        ``ended``: the turn's last token was a stop id; otherwise the end-of-turn token comes first. The first character of a
+        special token that a content spells is replaced. ValueError where a content yields one all the same.
         """
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
-        ids = self._encode(self._after_assistant(list(contents)))
+        texts = [self._special.broken(content) for content in contents]
+        ids = self._encode(self._after_assistant(texts))
+        self._check_special(ids, texts)
         return ids[1:] if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
@@ -117,6 +126,19 @@ class ChatFormat:
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _check_special(self, ids: NDArray[np.int32], texts: list[str]) -> None:
+        """ValueError if a tokenizer that rewrites text before it looks for special tokens has found one in these."""
+        count = len(texts)
+        if self._frames[count] is None:  # what the template makes of other texts says nothing of these
+            forged = any(self._special.count(self._encode(text)) for text in texts)
+        else:
+            if count not in self._special_counts:
+                harmless = self._encode(self._after_assistant([_STAND_IN] * count))
+                self._special_counts[count] = self._special.count(harmless)
+            forged = self._special.count(ids) > self._special_counts[count]
+        if forged:
+            raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
 
     def _encode(self, text: str) -> NDArray[np.int32]:
         return np.asarray(self.tokenizer.encode(valid_unicode(text), add_special_tokens=False), dtype=np.int32)

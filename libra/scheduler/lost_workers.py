@@ -1,4 +1,8 @@
-"""Workers that have left a scheduler and have not returned, by name."""
+"""Workers that have left a scheduler and have not returned, by name: the newest `KEPT` of them.
+
+Workers without a name of their own are named by their address, so that a cluster which starts and ends workers all the time has
+ever new names.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
+
+KEPT = 1024
 
 
 class LostWorkers:
@@ -25,7 +31,10 @@ class LostWorkers:
         """The worker at this address has left the cluster."""
         name = self._name.pop(address, address)
         if name not in self._name.values():  # else another of that name is there
+            self._left_s.pop(name, None)
             self._left_s[name] = time.monotonic()
+            if len(self._left_s) > KEPT:
+                del self._left_s[next(iter(self._left_s))]
 
     def gone(self, within_s: float = float("inf")) -> list[str]:
         """Names of workers that left less than ``within_s`` ago and have not returned, sorted."""

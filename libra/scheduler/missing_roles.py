@@ -155,7 +155,7 @@ class MissingRoles:
         )
 
     def _would_supply(self, ws: WorkerState) -> set[str]:
-        held = self._not_ready.held().get(ws.address, {})
+        held = self._not_ready.held_of(ws.address)
         return {name for name, units in {**ws.resources, **held}.items() if units}
 
     def _who(self, state: RunState, coming: list[WorkerState], gone: list[str], candidates: list[WorkerState]) -> str:

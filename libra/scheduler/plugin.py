@@ -125,7 +125,7 @@ class LibraPlugin(SchedulerPlugin):
             },
         )
         attach_page(scheduler, self.snapshots)
-        check_names(scheduler.http_application)
+        check_names(scheduler.http_application, shared=True)  # a cluster of Libra's own did so when it started
         self.not_ready, self.lost_workers = NotReady(scheduler), LostWorkers(scheduler)
         self.ended = EndedRuns(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._signs)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,10 @@ class NotReady:
     def held(self) -> dict[str, dict[str, int]]:
         """What workers will supply once they are ready, by address and resource."""
         return {address: dict(resources) for address, resources in self._held.items()}
+
+    def held_of(self, address: str) -> Mapping[str, int]:
+        """What a worker will supply once it is ready, by resource; empty if it supplies all it has."""
+        return self._held.get(address, {})
 
     def rows(self, run: str) -> list[dict[str, Any]]:
         """Rows of a run: ``worker``, ``address``, ``stage`` ("setting_up", "failed"), ``for_s`` since it joined, ``detail``,

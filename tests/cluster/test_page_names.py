@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from types import SimpleNamespace
 
-from libra.cluster.page_names import refusal
+import dask.config
+import pytest
+from tornado.httputil import HTTPHeaders, HTTPServerRequest
+from tornado.web import Application, RequestHandler
+
+from libra.cluster.page_names import SETTING, check_names, refusal
 
 MACHINE, ADDED = frozenset({"localhost", "node7", "node7.cluster"}), frozenset({"gateway.example"})
 
@@ -50,3 +56,39 @@ def test_a_page_of_this_machine_is_allowed(host: str, origin: str | None) -> Non
 )
 def test_another_page_is_refused(host: str, origin: str | None) -> None:
     assert refusal(host, origin, MACHINE, ADDED) is not None
+
+
+@pytest.fixture
+def answers() -> Callable[[Application, str, str], bool]:
+    """Whether an application answers a request for a path under a name."""
+
+    def ask(pages: Application, path: str, host: str) -> bool:
+        connection = SimpleNamespace(set_close_callback=lambda callback: None)
+        request = HTTPServerRequest("GET", path, headers=HTTPHeaders({"Host": host}), connection=connection)  # type: ignore[arg-type]
+        return pages.find_handler(request).handler_class is RequestHandler  # type: ignore[attr-defined]
+
+    return ask
+
+
+def dashboard() -> Application:
+    return Application([(r"/(.*)", RequestHandler)])
+
+
+def test_of_a_scheduler_of_others_only_libras_pages_are_checked(answers: Callable[..., bool]) -> None:
+    shared, own = dashboard(), dashboard()
+    check_names(shared, shared=True)
+    check_names(own)
+    check_names(own, shared=True)  # a run comes to it
+    for path in ("/libra", "/libra/state.json", "/prefix/libra/ws", "/prefix/libra?x=1"):
+        assert not answers(shared, path, "proxy.example") and not answers(own, path, "proxy.example")
+        assert answers(shared, path, "127.0.0.1:8787")
+    for path in ("/status", "/status/ws", "/libraries", "/health"):
+        assert answers(shared, path, "proxy.example") and not answers(own, path, "proxy.example")
+
+
+def test_names_in_the_configuration_of_dask_are_for_all_pages(answers: Callable[..., bool]) -> None:
+    pages = dashboard()
+    with dask.config.set({SETTING: ["proxy.example"]}):
+        check_names(pages, shared=True)
+    assert answers(pages, "/libra", "proxy.example") and answers(pages, "/status", "proxy.example")
+    assert not answers(pages, "/status", "evil.example")

@@ -193,6 +193,18 @@ def test_each_field_is_told_exactly_where_what_it_needs_is_not_there(name: str) 
     assert told or all(not need.fields for needs in READ[name].values() for need in needs), f"{name} is never told"
 
 
+@pytest.mark.parametrize("name", ["dashboard_names", "dashboard_port", "tool_slots"])
+def test_what_a_cluster_of_your_own_does_not_read_is_told_though_slurm_would(name: str) -> None:
+    value = {"dashboard_names": ["gateway.example"], "dashboard_port": 9000, "tool_slots": 9}[name]
+    values: dict[str, Any] = {"cluster": {name: value, "scheduler": "tls://host:8786"}}
+    situation = Situation("run")
+    (line,) = warning_lines(ignored_settings(config_from_dict(values), situation))
+    assert f"cluster.{name}=" in line and "needed is a local cluster" in line
+    assert not ignored_settings(config_from_dict(values), Situation("slurm"))
+    values["slurm"] = {"account": "lab"}  # `libra cluster slurm` has started that cluster from the same file
+    assert not ignored_settings(config_from_dict(values), situation)
+
+
 def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told() -> None:
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo"]))
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.2"]))

@@ -19,9 +19,10 @@ import click
 import pytest
 import yaml
 from distributed import Client
+from distributed.security import Security
 
 from libra import keys
-from libra.cli.main import cli, main
+from libra.cli.main import cli
 from libra.cluster.readiness import NEEDED
 from libra.config import load_config
 
@@ -58,9 +59,11 @@ def check_command(words: list[str], makefile: str) -> None:
         assert re.search(rf"^{targets[0]}:", makefile, re.MULTILINE), f"no target {targets[0]}"
         assert all(re.search(rf"^{name} \?=", makefile, re.MULTILINE) for name in variables), variables
     elif words[0] == "libra":
-        command = cli.commands[words[1]]
         parent = click.Context(cli, info_name="libra", **cli.context_settings)
-        command.make_context(words[1], list(words[2:]), parent=parent)
+        command, rest = cli.commands[words[1]], list(words[2:])
+        if isinstance(command, click.Group):
+            command = command.commands[rest.pop(0)]
+        command.make_context(words[1], rest, parent=parent)
     else:
         assert words[0] == "dask", words
         command = import_module(DASK_COMMANDS[words[1]]).main
@@ -97,7 +100,7 @@ def test_every_command_of_an_image_is_known(repository: Path, makefile: str, nam
 
 def test_every_command_of_the_cluster_is_known(compose: dict[str, Any], makefile: str, repository: Path) -> None:
     commands = compose_commands(compose)
-    assert set(commands) == {"scheduler", "scheduler health", "rollout", "tool", "train", "driver"}
+    assert set(commands) == {"key", "scheduler", "scheduler health", "rollout", "tool", "train", "driver"}
     for words in commands.values():
         check_command(words, makefile)
     load_config(repository / commands["driver"][2])
@@ -130,6 +133,20 @@ def test_only_loopback_sees_the_dashboard_and_nobody_the_scheduler(compose: dict
     assert published == ["127.0.0.1:8787:8787"]
 
 
+def test_every_process_of_the_cluster_requires_the_key(compose: dict[str, Any], repository: Path) -> None:
+    commands = compose_commands(compose)
+    docker = (repository / "docker" / "Dockerfile.cpu").read_text()
+    (directory,) = re.findall(r"^WORKDIR (\S+)$", docker, re.MULTILINE)
+    made = f"{directory}/{commands.pop('key')[-1]}"
+    for name, service in compose["services"].items():
+        assert service["environment"]["DASK_CONFIG"] == f"{made}/dask.yaml", name
+        assert f"tls:{made}" in service["volumes"], name
+    assert compose["services"]["key"]["profiles"] == ["key"], "`up` makes no other key beside a cluster that runs"
+    for name, words in commands.items():
+        assert "tls" in words if name == "scheduler" else any(word.startswith("tls://") for word in words), name
+        assert not any(word.startswith("tcp://") for word in words), name
+
+
 def test_dockerfiles_and_compose_name_files_that_exist(repository: Path, compose: dict[str, Any]) -> None:
     for name in ("Dockerfile.cpu", "Dockerfile.cuda"):
         (path,) = re.findall(r"DASK_CONFIG=/opt/libra/(\S+)", (repository / "docker" / name).read_text())
@@ -140,9 +157,8 @@ def test_dockerfiles_and_compose_name_files_that_exist(repository: Path, compose
 
 
 @contextmanager
-def processes(commands: list[list[str]], repository: Path, logs: Path) -> Iterator[None]:
-    """Commands of the cluster as processes of their own, with the settings the images set; all stopped at the end."""
-    environment = os.environ | {"DASK_CONFIG": str(repository / "docker/dask.yaml"), "PYTHONPATH": str(repository)}
+def processes(commands: list[list[str]], environment: dict[str, str], logs: Path) -> Iterator[None]:
+    """Commands of the cluster as processes of their own, with the settings that the cluster has; all stopped at the end."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, words in enumerate(commands):
@@ -169,7 +185,7 @@ def here(tmp_path: Path) -> Callable[[list[str]], list[str]]:
         words = ["--scheduler-file" if word == "--port" else file if word == "8786" else word for word in words]
         words = ["127.0.0.1:0" if word == ":8787" else word for word in words]
         words = [
-            part for word in words for part in ((["--scheduler-file", file]) if word.startswith("tcp://") else [word])
+            part for word in words for part in ((["--scheduler-file", file]) if word.startswith("tls://") else [word])
         ]
         return [*words, "--host", "127.0.0.1", *(["--port", "0"] if words[1] == "scheduler" else ["--no-dashboard"])]
 
@@ -181,21 +197,29 @@ def test_the_cluster_comes_up_and_passes_the_doctor(
     repository: Path,
     tmp_path: Path,
     here: Callable[[list[str]], list[str]],
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     commands = compose_commands(compose)
     roles = [here(commands[name]) for name in ("scheduler", "rollout", "tool", "train")]
-    file = str(tmp_path / "scheduler.json")
+    file, made = str(tmp_path / "scheduler.json"), tmp_path / commands["key"][-1]
+    environment = os.environ | {"DASK_CONFIG": str(made / "dask.yaml"), "PYTHONPATH": str(repository)}
+    libra = [sys.executable, "-m"]
+    subprocess.run([*libra, *commands["key"]], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    tls = yaml.safe_load((made / "dask.yaml").read_text())["distributed"]["comm"]["tls"]
+    security = Security(
+        tls_ca_file=tls["ca-file"], tls_client_cert=tls["client"]["cert"], tls_client_key=tls["client"]["key"],
+        require_encryption=True,
+    )  # fmt: skip
     with (
-        processes(roles, repository, tmp_path),
-        Client(scheduler_file=file, timeout=60, set_as_default=False) as client,
+        processes(roles, environment, tmp_path),
+        Client(scheduler_file=file, timeout=60, set_as_default=False, security=security) as client,
     ):
         client.wait_for_workers(3, timeout=60)
         address = client.scheduler.address
-        health = [word.replace("tcp://127.0.0.1:8786", address) for word in commands["scheduler health"]]
-        with pytest.raises(SystemExit):
-            main([*health[1:], "--json"])
-        checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+        with pytest.raises(OSError):
+            Client(address.replace("tls://", "tcp://"), timeout=5, set_as_default=False, security=Security())
+        health = [word.replace("tls://127.0.0.1:8786", address) for word in commands["scheduler health"]]
+        said = subprocess.run([*libra, *health, "--json"], env=environment, capture_output=True, text=True, check=False)
+        checks = {check["name"]: check for check in json.loads(said.stdout)}
         logs = "\n".join(path.read_text()[-2000:] for path in sorted(tmp_path.glob("*.log")))
     cluster = {name: checks[name]["state"] for name in ("scheduler", "versions", "Dask settings", "workers")}
     assert set(cluster.values()) == {"ok"}, f"{checks}\n{logs}"

@@ -12,7 +12,8 @@ import pytest
 from distributed import Client, Scheduler
 
 from libra.cluster.local import local_cluster
-from libra.config import config_from_dict
+from libra.config import RunConfig, config_from_dict
+from libra.driver.session import Session
 
 
 def process(scheduler: Scheduler, name: str) -> int | None:
@@ -35,3 +36,20 @@ def test_a_worker_comes_back_though_it_was_lost_for_longer_than_dask_waits(
         (address,) = (ws.address for ws in cluster.scheduler.workers.values() if ws.name == "tool-0")
         assert client.run(os.getpid, workers=[address]) == {address: again}
         assert set(cluster.workers) == {"rollout-0", "tool-0", "train-0"}
+
+
+def test_a_nanny_that_ends_is_replaced_and_the_run_goes_on(
+    make_config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its worker ends with it; the step that it had is taken by the next one."""
+    with Session(make_config(run={"iterations": 3})) as session:
+        iterations = session.iterations()
+        next(iterations)
+        cluster = session.cluster
+        assert cluster is not None
+        nanny, first = cluster.workers["train-0"], process(cluster.scheduler, "train-0")
+        cluster.sync(nanny.close)
+        assert [values["iteration"] for values in iterations] == [1, 2]
+        assert cluster.workers["train-0"] is not nanny
+        assert process(cluster.scheduler, "train-0") not in (None, first)
+    assert "the nanny of worker train-0 has ended; another is started in 0 s" in caplog.text

@@ -38,7 +38,7 @@ from damaged_run import (
     flip,
     flip_record,
     typed,
-)  # fmt: skip
+)
 from libra.cli.run_files import ready_to_resume
 from libra.config import config_from_dict
 from libra.config.resume_changes import load_resumed

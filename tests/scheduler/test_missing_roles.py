@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from distributed import Worker
 
 from libra import keys
+from libra.scheduler import lost_workers
+from libra.scheduler.lost_workers import LostWorkers
 from libra.scheduler.missing_roles import REMIND_S, START_S, TELL_AFTER_S, MissingRoles
+
+
+def test_the_names_of_lost_workers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_workers, "KEPT", 3)
+    lost = LostWorkers(SimpleNamespace(workers={}))  # type: ignore[arg-type]
+    for name in ("a", "b", "a", "c", "d"):
+        lost.joined(name, f"tcp://{name}")
+        lost.left(f"tcp://{name}")
+    assert lost.gone() == ["a", "c", "d"]  # b left before a did for the second time
+    lost.joined("c", "tcp://c2")
+    assert lost.gone() == ["a", "d"]
+
+
+def test_one_look_copies_nothing_per_worker(emulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with emulation.cluster() as live:
+            live.scheduler.periodic_callbacks["libra-sample"].stop()
+            emulation.register(live, tmp_path)
+            plugin = live.plugin
+            address = live.workers[1].address
+            plugin.not_ready.joined("demo", address)
+            assert plugin.not_ready.held_of(address) == {keys.COMMIT: 1} and plugin.not_ready.held_of("other") == {}
+            monkeypatch.setattr(plugin.not_ready, "held", None)
+            plugin.missing_roles.look(plugin.runs["demo"], 0.0)
+            plugin.missing_roles.look(plugin.runs["demo"], START_S)
+            (told,) = (text for _, text in plugin.notices("demo", 0, 0) if "COMMIT" in text)
+            assert "worker tool-0 (process" in told
+
+    asyncio.run(test())
 
 
 async def until(condition: Any) -> None:
