@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import dask.config
 import pytest
-from tornado.httputil import HTTPHeaders, HTTPServerRequest
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 from tornado.web import Application, RequestHandler
 
 from libra.cluster.page_names import SETTING, check_names, refusal
@@ -64,7 +64,11 @@ def answers() -> Callable[[Application, str, str], bool]:
 
     def ask(pages: Application, path: str, host: str) -> bool:
         connection = SimpleNamespace(set_close_callback=lambda callback: None)
-        request = HTTPServerRequest("GET", path, headers=HTTPHeaders({"Host": host}), connection=connection)  # type: ignore[arg-type]
+        request = HTTPServerRequest(
+            start_line=RequestStartLine("GET", path, "HTTP/1.1"),
+            headers=HTTPHeaders({"Host": host}),
+            connection=connection,
+        )  # type: ignore[arg-type]
         return pages.find_handler(request).handler_class is RequestHandler  # type: ignore[attr-defined]
 
     return ask
