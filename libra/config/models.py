@@ -369,8 +369,8 @@ class ClusterSection(Section):
         tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...], Field(strict=False)
     ] = ()
     """Further names under which a browser may open the dashboard of a local cluster or of `libra cluster slurm`, e.g.
-    `[gateway.example]` of a proxy. IP addresses, localhost and the machine's own names always work; other web pages are refused. With `--scheduler`: the
-    setting `libra.dashboard-names` of that scheduler's Dask."""
+    `[gateway.example]` of a proxy. IP addresses, localhost and the machine's own names always work; other web pages are
+    refused. With `--scheduler`: the setting `libra.dashboard-names` of that scheduler's Dask."""
 
 
 class ObserveSection(Section):
