@@ -1,21 +1,19 @@
-"""Log records of a command on standard error: nothing in them acts on the terminal."""
+"""Log records of a command on standard error: a line each, and nothing in them acts on the terminal."""
 
 from __future__ import annotations
 
 import logging
+import os
 
-from libra.untrusted import shown
-
-
-class ShownFormatter(logging.Formatter):
-    """The record with its traceback, as `libra.untrusted.shown`: an error may quote what a model or a tool wrote."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
+from libra.driver.run_logs import ShownFormatter
 
 
 def log_to_stderr(level: int) -> None:
-    """Send records of ``level`` and above to standard error, unless the process has handlers already."""
+    """Send records of ``level`` and above to standard error, unless the process has handlers already.
+
+    Tracebacks only with ``LIBRA_TRACEBACK=1``; a run's are in its ``logs/driver.log``.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(ShownFormatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+    brief = os.environ.get("LIBRA_TRACEBACK") != "1"
+    handler.setFormatter(ShownFormatter("%(asctime)s %(name)s %(levelname)s: %(message)s", brief=brief))
     logging.basicConfig(level=level, handlers=[handler])

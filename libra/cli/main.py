@@ -12,14 +12,11 @@ import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from libra.errors import LibraError
-
-if TYPE_CHECKING:
-    from libra.config import RunConfig
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
@@ -50,20 +47,6 @@ _SCHEDULER = click.option(
 _VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision to standard error.")
 
 
-def _run(loaded: RunConfig, *, resume: bool, verbose: bool) -> None:
-    """Run or resume a configuration to its end, and print the summary."""
-    import logging
-
-    from libra.cli.log_lines import log_to_stderr
-    from libra.cli.plan import shown_layout
-    from libra.cli.run_ending import closing_lines
-    from libra.driver.session import run as run_graphs
-
-    log_to_stderr(logging.INFO if verbose else logging.WARNING)
-    loaded = shown_layout(loaded)
-    click.echo("\n".join(closing_lines(run_graphs(loaded, resume=resume), loaded)))
-
-
 @cli.command()
 @_CONFIG
 @_OVERRIDES
@@ -84,6 +67,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
     libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
     """
+    from libra.cli.run_command import run_to_its_end
     from libra.cli.settings_output import warn_of_ignored
     from libra.config import load_config
     from libra.config.field_help import one_line_yaml
@@ -96,7 +80,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     if loaded.run.name is None:
         loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))
     warn_of_ignored(loaded, "run", overrides)
-    _run(loaded, resume=False, verbose=verbose)
+    run_to_its_end(loaded, resume=False, verbose=verbose)
 
 
 @cli.command()
@@ -126,6 +110,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     from libra.cli.run_files import ready_to_resume
 
     ready_to_resume(run_dir, step)  # before what takes seconds to import
+    from libra.cli.run_command import run_to_its_end
     from libra.cli.settings_output import warn_of_ignored
     from libra.config.field_help import one_line_yaml
     from libra.config.resume_changes import load_resumed
@@ -134,7 +119,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
     loaded = load_resumed(run_dir, overrides)
     warn_of_ignored(loaded, "run", overrides)
-    _run(loaded, resume=True, verbose=verbose)
+    run_to_its_end(loaded, resume=True, verbose=verbose)
 
 
 @cli.command()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
+from libra.cluster.fork_server import may_have_gpu
 from libra.cluster.present_workers import present_workers
 from libra.hardware import GPU, known_gpus
 
@@ -47,9 +49,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process is on, as torch sees it."""
-    import torch
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if sys.platform == "linux" and not may_have_gpu():
+        return Machine(CPU, 0, cores)
+    import torch  # more than a second
+
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
         return Machine(CPU, 0, cores)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -17,10 +21,12 @@ from distributed.deploy.cluster import Cluster
 from tornado.ioloop import PeriodicCallback
 
 from libra import keys
-from libra.cluster import page_names
+from libra.cluster import fork_server, page_names
 from libra.cluster.certificates import new_security
+from libra.cluster.fork_server import sigint_blocked
 from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS, GUARD
+from libra.cluster.worker_environment import LOG_VARIABLE, inherited_environment, worker_environment
 from libra.config import RunConfig
 from libra.errors import ClusterError
 
@@ -32,20 +38,8 @@ LOOPBACK = "127.0.0.1"
 NANNY_CHECK_S = 0.5
 RENEW_AFTER_S = (0.0, 1.0, 5.0, 30.0)
 """Delay before another nanny is started: after the first, second, third end in a row, and after any other."""
+WORKER_START = "libra.cluster.worker_start"
 ENDED = (Status.closed, Status.failed)
-WORKER_ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "DASK_LOGGING__DISTRIBUTED": "warning",
-    # Dask's nanny makes glibc return memory after every large tensor, which costs training two fifths of its CPU time.
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most glibc accepts; it ignores a larger one, and maps every tensor
-    "MALLOC_ARENA_MAX": "1",  # steps run on any thread of a pool, and each would keep and fault in its own memory
-    # Waiting torch threads must leave the cores to scheduler and engine soon; without any spinning an engine's small products
-    # lose a third of their speed.
-    "GOMP_SPINCOUNT": "20000",
-}
-"""Environment of every local worker process, set before torch is loaded."""
 
 
 class LocalWorkers(SpecCluster):
@@ -58,10 +52,34 @@ class LocalWorkers(SpecCluster):
     itself, as one does that the scheduler has removed. Here another takes its place, after ``RENEW_AFTER_S``.
     """
 
+    def __init__(self, **options: Any) -> None:
+        with sigint_blocked():  # starts what unblocks it, before a thread relies on that
+            pass
+        try:
+            super().__init__(**options)
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End every worker process at once, and close in the background: an ordinary close waits for workers that start or work."""
+        SpecCluster._instances.discard(self)
+        for nanny in list(self._created):
+            nanny.auto_restart = False
+            if pid := nanny.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if self.loop is not None:
+            self.loop.add_callback(self._close)
+
     def _update_worker_status(self, op: str, msg: Any) -> None:
         Cluster._update_worker_status(self, op, msg)
 
     async def _start(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # of this thread, and of the processes that it starts
         await super()._start()
         self._attempts = Counter[str]()  # in a row, at starting a nanny of that name
         self._due_s: dict[str, float] = {}  # monotonic, by name
@@ -198,20 +216,24 @@ def preloads(process: str) -> list[str]:
     return [GUARD, *(name for name in own if name != GUARD)]
 
 
-def local_cluster(config: RunConfig) -> SpecCluster:
+def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     """Start scheduler (in this process) and workers (a process each), bound to loopback.
 
-    Only who has the key of this cluster, which is in memory, can connect to any of them: other users of the machine could.
+    Only who has the key of this cluster, which is in memory, can connect to any of them: other users of the machine could. Workers
+    write their errors to ``WORKER.log`` in the directory ``logs``; None: to the driver's standard error.
     """
     check_port(config.cluster.dashboard_port)
     logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker
-    threads = config.cluster.threads or os.cpu_count() or 1
-    environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | WORKER_ENVIRONMENT
+    inherited = inherited_environment(config)
+    forked = fork_server.begin(config, inherited)
+    if forked:
+        fork_server.keep_preload()
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
     dask.config.set(
         {
             **DASK_SETTINGS,
-            "distributed.nanny.pre-spawn-environ": environment,
+            "distributed.nanny.pre-spawn-environ": worker_environment(config),
+            "distributed.worker.multiprocessing-method": "forkserver" if forked else "spawn",
             page_names.SETTING: list(config.cluster.dashboard_names),
         }
     )
@@ -228,9 +250,11 @@ def local_cluster(config: RunConfig) -> SpecCluster:
                 "host": LOOPBACK,
                 "protocol": "tls://",
                 "security": security,
-                "preload": preloads("worker"),
+                "preload": [WORKER_START, *preloads("worker")],
                 "dashboard": False,
-                "env": ({"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {})
+                "env": (inherited if forked else {})
+                | ({LOG_VARIABLE: str(logs / f"{name}.log")} if logs is not None else {})
+                | ({"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {})
                 | ({"CUDA_VISIBLE_DEVICES": devices[name]} if name in devices else {}),
             },
         }

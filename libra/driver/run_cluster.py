@@ -33,22 +33,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def connect_run(config: RunConfig, given: Client | None, exits: ExitStack) -> tuple[Client, SpecCluster | None]:
+def connect_run(
+    config: RunConfig, given: Client | None, logs: Path, exits: ExitStack
+) -> tuple[Client, SpecCluster | None]:
     """A client of a cluster that has what the run needs, and the cluster where it was started for the run.
 
-    ``exits`` closes what was started or connected here; a ``given`` client stays connected.
+    Workers that are started here log to the directory ``logs``. ``exits`` closes what was started or connected here; a ``given``
+    client stays connected.
     """
-    client, cluster = (given, None) if given is not None else _connected(config, exits)
+    client, cluster = (given, None) if given is not None else _connected(config, logs, exits)
     check_cluster(client, config)
     if cluster is None:
         check_workers(config, client)
     return client, cluster
 
 
-def _connected(config: RunConfig, exits: ExitStack) -> tuple[Client, SpecCluster | None]:
+def _connected(config: RunConfig, logs: Path, exits: ExitStack) -> tuple[Client, SpecCluster | None]:
     address = config.cluster.scheduler
     if address is None:
-        cluster = local_cluster(config)
+        cluster = local_cluster(config, logs)
         exits.callback(cluster.close)
         client = Client(cluster)
     else:

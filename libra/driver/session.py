@@ -22,10 +22,13 @@ from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
+from libra.driver.interruption import Interruption, resume_words
 from libra.driver.lost_scheduler import scheduler_loss_named
 from libra.driver.planning import Planning
+from libra.driver.progress_reader import ProgressReader
 from libra.driver.run_checkpoints import RunCheckpoints
 from libra.driver.run_cluster import connect_run, register_run
+from libra.driver.run_logs import RunLogs
 from libra.driver.run_start import RunRequest, named, prepare
 from libra.driver.run_summary import RunSummary
 from libra.driver.scheduler_calls import SchedulerCalls
@@ -37,6 +40,7 @@ from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
+from libra.observe.start_stages import StartStages
 from libra.store.batch_membership import read_batch_facts
 from libra.worker.batch_rows import members_of
 
@@ -61,6 +65,10 @@ class Session:
         See `libra.driver.run_start.RunRequest`.
     callbacks : Callbacks, optional
         Functions to call while it runs. None: those of section ``observe``.
+    interruption : Interruption, optional
+        Told what the run has, and asked before it stops.
+    stages : StartStages, optional
+        Told the stages of the start.
 
     Attributes
     ----------
@@ -96,7 +104,11 @@ class Session:
         client: Client | None = None,
         resume: bool = False,
         callbacks: Callbacks | None = None,
+        interruption: Interruption | None = None,
+        stages: StartStages | None = None,
     ) -> None:
+        self._interruption = interruption or Interruption()  # not entered: it does nothing
+        self._stages = stages or StartStages(enabled=False)
         self.config = named(config)
         self.callbacks = Callbacks.of(config) if callbacks is None else callbacks
         self._request = RunRequest(self.config, environment, score, client, resume)
@@ -109,13 +121,20 @@ class Session:
 
     def __enter__(self) -> Self:
         with self._loss_named(), self._exits:  # what was begun ends where the start fails
-            self._begin()
+            try:
+                self._begin()
+            except BaseException:
+                self._stages.end(failed=True)
+                self._interruption.announce()
+                raise
             self._exits = self._exits.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._interruption.announce()
         self.close()
 
     def close(self) -> None:
@@ -129,14 +148,23 @@ class Session:
         )
 
     def _begin(self) -> None:
-        exits = self._exits
-        self._start = start = prepare(self._request, exits)
+        exits, request = self._exits, self._request
+        given = request.environment is not None or request.score is not None
+        self._interruption.of(self.directory, resume_words(self.directory, given))
+        self._interruption.starts()
+        logs = exits.enter_context(RunLogs(self.directory))
+        self._stages.begin("model")
+        self._start = start = prepare(request, exits)
         self.config = start.config
-        self.client, self.cluster = connect_run(start.config, self._request.client, exits)
+        logs.open()
+        self._stages.begin("workers")
+        self.client, self.cluster = connect_run(start.config, request.client, logs.path.parent, exits)
         self.metrics = MetricsLog(self.directory, tensorboard=start.config.observe.tensorboard)
         exits.callback(self.metrics.close)
         self.calls = SchedulerCalls(self.client, start.spec)
+        self._stages.begin("engines")
         register_run(self.calls, start, self.cluster, exits)
+        self._stages.begin("check")
         self.graphs = SubmittedGraphs(self.client, start)
         exits.callback(self.graphs.release)
         self._recover()
@@ -147,6 +175,7 @@ class Session:
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)
             self.planning = Planning(start.spec, self.calls, start.upcoming_prompts(), self.metrics.write, gpu)
             self.planning.begin(self.first)
+        self._stages.end()
 
     def _recover(self) -> None:
         """Bring weights, store and metrics to what is committed; publishes the version to begin with."""
@@ -209,6 +238,7 @@ class Session:
 
     def _iterations(self) -> Iterator[dict[str, Any]]:
         total, eta = self.config.run.iterations, self.config.run.eta
+        self._interruption.finished(self.first, total)
         submitted, ended_s, without_signal = self.first, time.time(), 0
         self._evaluated_s = 0.0
         for k in range(max(0, self.first - eta - 1), self.first):
@@ -231,6 +261,7 @@ class Session:
             if self.planning is not None:
                 self.planning.after(k, values | {"evaluation_s": self._evaluated_s}, total - k - 1)
             self._evaluated_s = 0.0
+            self._interruption.finished(k + 1, total)
             del checkpoint  # a future that is named here outlives the iteration
             yield values
             without_signal = without_signal + 1 if values["no_signal"] else 0
@@ -298,30 +329,53 @@ def run(
     client: Client | None = None,
     resume: bool = False,
     callbacks: Mapping[str, Callable[..., object] | None] | None = None,
+    interruption: Interruption | None = None,
+    stages: StartStages | None = None,
 ) -> RunSummary:
-    """Run what ``config`` describes to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``."""
+    """Run what ``config`` describes to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``.
+
+    ``interruption`` and ``stages`` are given where they began before Dask was imported.
+    """
     began_s, called = time.time(), Callbacks.of(config, callbacks)
-    with Session(
-        config, environment=environment, score=score, client=client, resume=resume, callbacks=called
-    ) as session:
+    with ExitStack() as exits:
+        interruption = interruption or exits.enter_context(Interruption())
+        stages = stages or StartStages(enabled=config.observe.progress)
+        session = exits.enter_context(
+            Session(
+                config, environment=environment, score=score, client=client, resume=resume, callbacks=called,
+                interruption=interruption, stages=stages,
+            )
+        )  # fmt: skip
         config = session.config
         summary = RunSummary(session.spec.run, session.directory, evaluations=session.evaluations)
         with RunProgress(
             summary.run, config.run.iterations, session.dashboard, enabled=config.observe.progress
         ) as progress:
-
-            def evaluate_if_due(version: int) -> None:
-                made = {result["version"] for result in summary.evaluations}
-                if evaluation_is_due(config, version) and version not in made:
-                    result = session.evaluate(version)
-                    summary.evaluations.append(result)
-                    progress.evaluated(f"version {version}", result["reward"], result["num"])
-
-            evaluate_if_due(session.first)
-            for values in session.iterations():
-                summary.iterations.append(values)
-                progress.iteration(values)
-                evaluate_if_due(values["iteration"] + 1)
+            exits.enter_context(ProgressReader(session.client, session.spec, progress.counted))
+            _iterate(session, summary, progress)
         summary.checkpoint, summary.best = session.checkpoints.newest, session.checkpoints.best
     summary.wall_s = time.time() - began_s
     return summary
+
+
+def _iterate(session: Session, summary: RunSummary, progress: RunProgress) -> None:
+    """Run all iterations and the evaluations between them."""
+    config = session.config
+    members = config.trainer.prompts * config.trainer.group_size
+
+    def evaluate_if_due(version: int) -> None:
+        made = {result["version"] for result in summary.evaluations}
+        if evaluation_is_due(config, version) and version not in made:
+            progress.part(f"evaluation of version {version}", config.evaluation.prompts)
+            result = session.evaluate(version)
+            summary.evaluations.append(result)
+            progress.evaluated(f"version {version}", result["reward"], result["num"])
+
+    evaluate_if_due(session.first)
+    progress.part(f"iteration {session.first}", members)
+    for values in session.iterations():
+        summary.iterations.append(values)
+        progress.iteration(values)
+        evaluate_if_due(values["iteration"] + 1)
+        if values["iteration"] + 1 < config.run.iterations:
+            progress.part(f"iteration {values['iteration'] + 1}", members)

@@ -121,6 +121,7 @@ class LibraPlugin(SchedulerPlugin):
                 "libra_set_slots": self.set_slots,
                 "libra_engines": self.engines,
                 "libra_notices": self.notices,
+                "libra_progress": self.progress,
                 "libra_end_run": self.end_run,
             },
         )
@@ -235,6 +236,11 @@ class LibraPlugin(SchedulerPlugin):
         """The notices of a run from number ``first`` on; see `Notices.since`."""
         state = self.runs.get(run)
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
+
+    def progress(self, run: str, epoch: int) -> tuple[int, int]:
+        """Trajectories that have ended, and tokens generated, since this start of the run."""
+        state = self.runs.get(run)
+        return (0, 0) if state is None or state.epoch != epoch else (state.num_ended, state.counts.tokens)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"

@@ -42,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
     """Configurations that reach the driver, which is replaced."""
     seen: list[RunConfig] = []
 
-    def driver_run(config: RunConfig, *, resume: bool) -> SimpleNamespace:
+    def driver_run(config: RunConfig, *, resume: bool, **begun: object) -> SimpleNamespace:
         seen.append(config)
         evaluations = [
             {"reward": 0.25, "num": 4, "failures": 0, "bins": {"1": [0.5, 2], "2": [0.0, 2]}},
@@ -176,7 +176,7 @@ def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: l
 
 
 def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: RunConfig, *, resume: bool) -> None:
+    def interrupted(config: RunConfig, *, resume: bool, **begun: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("libra.driver.session.run", interrupted)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from hostile_input import HOSTILE_TEXT, SHORT, TEXTS, acts, hostile_trajectory
-from libra.cli.log_lines import ShownFormatter
+from libra.driver.run_logs import ShownFormatter
 from libra.observe.inspect import inspect_run
 from libra.observe.page_html import workers_html
 from libra.observe.progress import RunProgress

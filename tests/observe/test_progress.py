@@ -242,3 +242,46 @@ def test_sparkline_has_a_character_per_value_and_keeps_their_order(series):
     assert all((char == " ") == math.isnan(value) for value, char in zip(series, line, strict=True))
     if len({value for value, _ in drawn}) > 1:
         assert {"a", "h"} <= set(line)
+
+
+def test_an_iteration_says_how_far_it_is_on_a_terminal():
+    now, console = [0.0], terminal()
+    with RunProgress("demo", 4, URL, console=console, clock_s=lambda: now[0], refreshes_per_s=0) as progress:
+        progress.part("evaluation of version 0", 64)
+        for second in range(1, 9):
+            now[0] = float(second)
+            progress.counted(8 * second, 500 * second)
+        progress.part("iteration 0", 128)  # what ended before does not count
+        now[0] = 10.0
+        progress.counted(64 + 32, 4000 + 3000)
+        progress._live.refresh()
+    shown = screen(console.file.getvalue())
+    assert any("iteration 0: 32 of 128 trajectories have ended, " in line for line in shown)
+    assert any(
+        "0 of 4 iterations in 0:10, about 2:30 to go" in line for line in shown
+    )  # a sixteenth of the run is done
+
+
+def test_the_rate_is_of_the_last_seconds():
+    now, console = [0.0], pipe()
+    progress = RunProgress("demo", 4, URL, console=console, clock_s=lambda: now[0])
+    progress.part("iteration 0", 10)
+    tokens = 0
+    for second in range(60):
+        now[0] = float(second)
+        tokens += 1000 if second < 40 else 10
+        progress.counted(second // 10, tokens)
+    assert "10 tokens/s" in progress._part_text()
+
+
+def test_a_long_iteration_in_a_pipe_has_a_line_every_half_minute():
+    now, console = [0.0], pipe()
+    with RunProgress("demo", 2, URL, console=console, clock_s=lambda: now[0]) as progress:
+        progress.part("iteration 0", 100)
+        for second in range(1, 70):
+            now[0] = float(second)
+            progress.counted(second, 100 * second)
+    assert console.file.getvalue().splitlines()[1:] == [
+        "iteration 0: 30 of 100 trajectories have ended, 100 tokens/s, about 2:50 to go",
+        "iteration 0: 60 of 100 trajectories have ended, 100 tokens/s, about 2:20 to go",
+    ]

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from libra import keys
 from libra.cluster.certificates import security_in
-from libra.cluster.local import SPARE_THREADS, WORKER_ENVIRONMENT, number_of_workers, worker_resources
+from libra.cluster.local import SPARE_THREADS, number_of_workers, worker_resources
 from libra.cluster.settings import GUARD
+from libra.cluster.worker_environment import WORKER_ENVIRONMENT
 from libra.config import RunConfig
 from libra.config.slurm import SlurmJobs
 from libra.errors import ClusterError

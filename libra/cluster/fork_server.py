@@ -1,0 +1,167 @@
+"""One process that has imported what local workers import; Dask's nannies fork the workers from it (`multiprocessing.forkserver`).
+
+Workers import torch, transformers and Dask: seconds of each of two cores for every worker, and for every worker that comes back.
+Here that happens once, beside the imports of the driver. Linux, transformers' engine and machines without a GPU only; elsewhere,
+and with ``LIBRA_FORK_SERVER=0``, every worker is a Python of its own.
+
+Invariants
+----------
+1. Nothing happens in that process but imports: no thread, no tensor, no GPU, no random number.
+2. A worker has the environment that it would have as a process of its own. What native libraries read once, when they are loaded,
+   was the same when the fork server started; where it is not, workers are not forked.
+3. No worker is forked with the state of another one's random numbers: `libra.cluster.forked` renews it.
+4. Ctrl-C in a terminal reaches neither this process nor a worker (`libra.cluster.worker_start`).
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from libra.cluster.forked import OWN_PATH_VARIABLE
+from libra.cluster.redirected_output import STDERR, redirected
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from libra.config import RunConfig
+
+SWITCH = "LIBRA_FORK_SERVER"
+GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
+"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a GPU without one."""
+PRELOAD = (
+    "libra.cluster.forked",  # first: it gives the environment back
+    "distributed.nanny",
+    "libra.worker.host",
+    "libra.graph.iteration",
+    "libra.train.replica",
+    "libra.rollout.transformers_engine",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.auto.modeling_auto",
+)
+"""By name: this package must not know what its workers do."""
+READ_ONCE = (
+    *("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_", "CUDA_", "TORCH", "PYTORCH_", "HF_", "HOME"),
+    *("TRANSFORMERS_", "TOKENIZERS_", "PYTHON", "XDG_", "LIBRA_MODELS"),
+)  # fmt: skip
+"""Beginnings of names of variables that a library reads when it is loaded or imported."""
+_started_with: dict[str, str] | None = None
+
+
+def may_have_gpu() -> bool:
+    """Whether this machine has a file of a GPU's driver (Linux). Without one torch finds none."""
+    return any(glob.glob(pattern) for pattern in GPU_FILES)  # noqa: PTH207  of absolute paths
+
+
+def begin(config: RunConfig, wanted: Mapping[str, str]) -> bool:
+    """Start the process, which then imports; returns at once.
+
+    Parameters
+    ----------
+    config : RunConfig
+    wanted : mapping
+        All variables of its workers, but for those of one worker (`libra.cluster.worker_environment`).
+
+    Returns
+    -------
+    bool
+        Whether workers of this configuration and environment can be forked from it.
+    """
+    global _started_with
+    if not _usable(config):
+        return False
+    if _started_with is not None and not _fits(_started_with, wanted):
+        if multiprocessing.active_children():  # a cluster of other settings, whose workers are this process's children
+            return False
+        _stop()
+        _started_with = None
+    if _started_with is None:
+        forkserver.set_forkserver_preload([*PRELOAD, *_model_modules(config)])
+    with sigint_blocked(), _in_environment(wanted):
+        forkserver.ensure_running()
+    _started_with = _started_with or dict(wanted)
+    return True
+
+
+def keep_preload() -> None:
+    """Keep Dask from naming modules of its own to import, which it does whenever it asks for the method."""
+    import distributed.utils
+
+    distributed.utils._forkserver_preload_set = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Within it, processes that this thread starts begin with SIGINT blocked: an interrupted import says so in a traceback."""
+    _start_resource_tracker()  # which unblocks it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _usable(config: RunConfig) -> bool:
+    return (
+        sys.platform == "linux"
+        and config.cluster.scheduler is None
+        and config.rollout.engine == "transformers"
+        and os.environ.get(SWITCH) != "0"
+        and not may_have_gpu()
+    )
+
+
+def _fits(had: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether a worker forked under ``had`` can be given the environment ``wanted``: nothing is too much, or was read too early."""
+    return had.keys() <= wanted.keys() and all(
+        had.get(name) == wanted[name] for name in wanted if name.startswith(READ_ONCE)
+    )
+
+
+def _model_modules(config: RunConfig) -> list[str]:
+    """The module of transformers with the model's class, where that can be read from a directory."""
+    from libra.config import resolve_model
+    from libra.errors import ModelError
+
+    try:
+        kind = json.loads((Path(resolve_model(config.model.path)) / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError, ModelError):  # named when the model is checked
+        return []
+    return [f"transformers.models.{kind}.modeling_{kind}"] if isinstance(kind, str) and kind.isidentifier() else []
+
+
+@contextmanager
+def _in_environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment as the fork server shall have it, with the modules of this process first on its path."""
+    before = dict(os.environ)
+    own = {name: before.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    os.environ.update({**wanted, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", OWN_PATH_VARIABLE: json.dumps(own)})
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _start_resource_tracker() -> None:
+    """Start multiprocessing's process that removes what a killed one left; what it warns of is no news for a terminal."""
+    if getattr(resource_tracker._resource_tracker, "_fd", None) is not None:  # type: ignore[attr-defined]
+        return
+    with redirected(STDERR, Path(os.devnull)):
+        resource_tracker.ensure_running()
+
+
+def _stop() -> None:
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._stop()

@@ -1,0 +1,85 @@
+"""The stages of a run's start on standard output, with the seconds of each: on a terminal in one line that grows, in a pipe a line
+each.
+
+Uses the standard library only, so that the first line does not wait for an import.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self, TextIO
+
+STAGES: Final = {
+    "libraries": "the driver's imports",
+    "model": "checks of the model and the configuration; the run directory",
+    "workers": "processes of a local cluster, or the connection to one",
+    "engines": "engines, replicas and environments on the workers",
+    "check": "what earlier starts left is restored, and the engines have the weights",
+}
+
+
+class StartStages:
+    """A context manager: the last stage ends with it.
+
+    Parameters
+    ----------
+    enabled : bool
+        False: nothing is written.
+    stream : text stream, optional
+        None: standard output.
+    clock_s : callable
+        Monotonic seconds.
+    """
+
+    def __init__(
+        self, *, enabled: bool = True, stream: TextIO | None = None, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.enabled = enabled
+        self._stream = stream or sys.stdout
+        self._clock_s = clock_s
+        self._stage = ""
+        self._began_s = 0.0
+        self._any = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(failed=kind is not None)
+
+    def say(self, text: str) -> None:
+        """A line of its own, at once."""
+        if self.enabled:
+            self._write(text + "\n")
+
+    def begin(self, stage: str) -> None:
+        """The stage before has ended, and this one of `STAGES` begins."""
+        self._end_stage()
+        self._stage, self._began_s = stage, self._clock_s()
+        if self.enabled and self._stream.isatty():
+            self._write(f"{', ' if self._any else 'start: '}{stage}")
+        self._any = True
+
+    def end(self, *, failed: bool = False) -> None:
+        """The last stage has ended."""
+        if failed:
+            self._stage = ""
+        self._end_stage()
+        if self.enabled and self._any and self._stream.isatty():
+            self._write("\n")
+        self._any = False
+
+    def _end_stage(self) -> None:
+        stage, self._stage = self._stage, ""
+        if self.enabled and stage:
+            seconds = f"{self._clock_s() - self._began_s:.1f} s"
+            self._write(f" {seconds}" if self._stream.isatty() else f"start: {stage} {seconds}\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -1,0 +1,95 @@
+"""Workers that are forked have what workers that are started have: environment, output, signals, random numbers of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from libra.cluster import fork_server
+from libra.cluster.local import local_cluster
+from libra.cluster.worker_environment import inherited_environment
+from libra.config import RunConfig, config_from_dict
+
+
+def make(**sections: Mapping[str, Any]) -> RunConfig:
+    return config_from_dict({"cluster": {"dashboard_port": 0, "threads": 1}, **sections})
+
+
+def as_it_is() -> dict[str, Any]:
+    """What a worker process has; runs on it."""
+    import numpy as np
+
+    return {
+        "environment": dict(os.environ),
+        "errors": str(Path("/proc/self/fd/2").readlink()),
+        "blocked": signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "random": np.random.random(),  # noqa: NPY002  what a user's reward may call
+        "torch": "torch" in sys.modules,
+        "parent": os.getppid(),
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
+def test_a_forked_worker_is_like_one_that_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_USERS_OWN", "before the fork server")
+    config = make()
+    if not fork_server.begin(config, inherited_environment(config)):
+        pytest.skip("a cluster of other settings is alive in this process")
+    monkeypatch.setenv("A_USERS_OWN", "after it")
+    with local_cluster(config, tmp_path) as cluster, Client(cluster) as client:
+        workers = {info["name"]: address for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+        found = client.run(as_it_is)
+    assert sorted(workers) == ["rollout-0", "tool-0", "train-0"]
+    for name, address in workers.items():
+        worker = found[address]
+        assert worker["torch"] and not worker["blocked"]
+        assert worker["errors"] == str(tmp_path / f"{name}.log")
+        variables = worker["environment"]
+        assert variables["A_USERS_OWN"] == "after it"
+        assert variables["OMP_NUM_THREADS"] == "1" and variables["MALLOC_ARENA_MAX"] == "1"
+        for passing in ("PYTHONSAFEPATH", fork_server.OWN_PATH_VARIABLE):
+            assert variables.get(passing) == os.environ.get(passing)
+        assert variables.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    assert len({worker["random"] for worker in found.values()}) == 3
+    assert len({worker["parent"] for worker in found.values()} | {os.getpid()}) == 2, (
+        "all of one parent, not the driver"
+    )
+
+
+@pytest.mark.parametrize(
+    ("had", "wanted", "fits"),
+    [
+        ({"A": "1"}, {"A": "2"}, True),  # given to each worker
+        ({"A": "1"}, {"A": "1", "B": "2"}, True),
+        ({"A": "1", "B": "2"}, {"A": "1"}, False),  # cannot be taken away
+        ({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "2"}, False),  # was read
+        ({}, {"HF_HOME": "/models"}, False),
+    ],
+)
+def test_only_an_environment_that_can_be_given_later_is_forked(
+    had: dict[str, str], wanted: dict[str, str], fits: bool
+) -> None:
+    assert fork_server._fits(had, wanted) is fits
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"rollout": {"engine": "vllm"}}, {"cluster": {"scheduler": "tcp://127.0.0.1:1", "dashboard_port": 0}}],
+)
+def test_what_cannot_be_forked_is_not(sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make(**sections)
+    assert not fork_server.begin(config, inherited_environment(config))
+    monkeypatch.setenv(fork_server.SWITCH, "0")
+    assert not fork_server.begin(make(), inherited_environment(make()))
+
+
+def test_on_a_machine_with_a_gpu_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "GPU_FILES", ("/dev/null",))
+    assert not fork_server.begin(make(), inherited_environment(make()))

@@ -1,0 +1,138 @@
+"""Ctrl-C as a user types it: `libra run` under a terminal of its own, once and twice, while it starts and while it runs.
+
+The lines below the last one before the key are counted: at most three, the last of them what to type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pseudo_terminal import Terminal, lines_after
+from libra.config import RunConfig, dump_config
+
+LIMIT_S = 300.0
+"""After this a process that does not do what is waited for fails its test; nothing waits that long."""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def libra_run(make_config: Callable[..., RunConfig], tmp_path: Path) -> list[str]:
+    """The command of a run that goes on for ever."""
+    config = make_config(run={"iterations": 100_000, "dir": "runs"}, observe={"progress": False, "tensorboard": False})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    return [sys.executable, "-m", "libra", "run", "run.yaml"]
+
+
+SHOWN = "observe.progress=true"
+
+
+def terminal(command: list[str], directory: Path, repository: Path) -> Terminal:
+    path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
+    return Terminal(command, directory, {"PYTHONPATH": path})
+
+
+def logged(events: Path, name: str) -> bool:
+    """Whether the run's event log has an event of this name."""
+    return events.exists() and f'"{name}"' in events.read_text()
+
+
+def test_ctrl_c_in_a_run_stops_it_with_three_lines_and_what_they_say_to_type_continues_it(
+    libra_run: list[str], tmp_path: Path, repository: Path
+) -> None:
+    events = tmp_path / "runs" / "demo" / "events.jsonl"
+    with terminal(libra_run, tmp_path, repository) as process:
+        process.wait_for(lambda: logged(events, "step_finished"), LIMIT_S)
+        before = process.text
+        process.press_ctrl_c()
+        assert process.wait(LIMIT_S) == 130
+        lines = lines_after(before, process.text)
+    assert len(lines) == 3, process.text
+    assert lines[0] == "libra: interrupted, stopping the run; Ctrl-C again: at once"
+    assert "of 100000 iterations; what is committed is kept" in lines[1]
+    assert lines[2] == "libra resume runs/demo"
+    assert (tmp_path / "runs/demo/logs/driver.log").exists()
+    with terminal([sys.executable, "-m", *lines[2].split(), SHOWN], tmp_path, repository) as again:
+        again.wait_for(lambda: "of 100000 iterations in" in again.text, LIMIT_S)  # the live table
+        before = again.text
+        again.press_ctrl_c()
+        again.wait_for(lambda: "stopping the run" in again.text, LIMIT_S)
+        again.press_ctrl_c()
+        assert again.wait(LIMIT_S) == 130
+        lines = lines_after(before, again.text)
+    assert "Traceback" not in again.text
+    first = next(i for i, line in enumerate(lines) if line.startswith("libra:"))  # the table may have grown by a row
+    told = lines[first:]
+    assert len(told) == 3, again.text
+    assert told[0].startswith("libra: interrupted, stopping the run")
+    assert told[1].startswith("libra: stopped at once after")
+    assert told[2] == "libra resume runs/demo"
+
+
+@pytest.mark.parametrize("stage", ["libraries", "workers"])
+def test_ctrl_c_in_the_start_is_one_line_or_says_how_to_go_on(
+    libra_run: list[str], tmp_path: Path, repository: Path, stage: str
+) -> None:
+    with terminal([*libra_run, SHOWN], tmp_path, repository) as process:
+        process.wait_for(lambda: stage in process.text, LIMIT_S)
+        before = process.text
+        process.press_ctrl_c()
+        assert process.wait(LIMIT_S) == 130
+        lines = lines_after(before, process.text)
+    run = tmp_path / "runs" / "demo"
+    if stage == "libraries":
+        assert lines == ["libra: interrupted during the start, which left no run"], process.text
+        assert not run.exists()
+    else:
+        assert len(lines) <= 3, process.text
+        assert lines[-1] == "libra resume runs/demo"
+        assert json.loads((run / "starts.jsonl").read_text().splitlines()[0])["epoch"] == 0
+
+
+SCRIPT = """
+import libra, sys
+
+def reward(completion): return 0.0
+
+if __name__ == "__main__":
+    try:
+        libra.train({model!r}, ["1 + 1 ="], reward, run__dir="runs", run__name="demo", run__iterations=100_000,
+                    rollout__max_new_tokens=4, trainer__prompts=1, trainer__group_size=2, cluster__threads=1,
+                    cluster__dashboard_port=0, observe__tensorboard=False, rollout__ignore_eos=True, observe__progress=False)
+    except KeyboardInterrupt:
+        sys.exit("the program goes on")
+"""
+
+
+def test_a_program_that_trains_is_interrupted_with_the_same_lines(
+    random_model: Path, tmp_path: Path, repository: Path
+) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT.format(model=str(random_model)))
+    with terminal([sys.executable, "own.py"], tmp_path, repository) as process:
+        process.wait_for(lambda: logged(tmp_path / "runs/demo/events.jsonl", "quantum_finished"), LIMIT_S)
+        before = process.text
+        process.press_ctrl_c()
+        assert process.wait(LIMIT_S) == 1
+        lines = lines_after(before, process.text)
+    assert len(lines) == 4, process.text
+    assert lines[0].startswith("libra: interrupted, stopping the run")
+    assert lines[2] == "libra.train(..., run__dir='" + str(tmp_path / "runs") + "', run__name='demo', resume=True)"
+    assert lines[3] == "the program goes on"
+
+
+def test_nothing_of_a_killed_driver_is_left(libra_run: list[str], tmp_path: Path, repository: Path) -> None:
+    with terminal(libra_run, tmp_path, repository) as process:
+        process.wait_for(lambda: logged(tmp_path / "runs/demo/events.jsonl", "quantum_finished"), LIMIT_S)
+        before = process.text
+        process.process.kill()
+        process.wait(LIMIT_S)  # the end of the output: every process that had this terminal has closed it
+        assert lines_after(before, process.text) == []
+    left = subprocess.run(["pgrep", "-s", str(process.process.pid)], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
