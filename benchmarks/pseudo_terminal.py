@@ -66,7 +66,7 @@ class Terminal:
         self.began_s = time.monotonic()
         self.process = subprocess.Popen(
             command, cwd=cwd, env=variables, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_at_the_terminal,
         )  # fmt: skip
         os.close(slave)
         self.first_s: float | None
@@ -118,6 +118,12 @@ class Terminal:
         self.process.wait()
         with contextlib.suppress(OSError):
             os.close(self._master)
+
+
+def _at_the_terminal() -> None:
+    """In the new process: this is its terminal, and Ctrl-C is not ignored, as it is in what a shell starts in the background."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def screen(text: str) -> list[str]:
