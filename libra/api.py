@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
+from libra.driver.given_objects import check_environment, check_score
 from libra.driver.run_summary import RunSummary
 from libra.driver.session import run
 from libra.envs import Environment, FunctionEnvironment
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(
-    model: str = "libra/tiny-arithmetic",
+    model: str | Path = "libra/tiny-arithmetic",
     prompts: Sequence[Any] | None = None,
     reward: Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
@@ -45,7 +46,7 @@ def train(
 
     Parameters
     ----------
-    model : str
+    model : str or Path
         A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
     prompts : sequence of str, list of messages, or dict with "prompt" and further columns
     reward : callable, the name of one, or a list of those
@@ -80,8 +81,21 @@ def train(
     -----
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
+    check_environment(environment)
+    check_score(score)
+    if client is not None and not isinstance(client, _client_class()):
+        raise ConfigError(
+            f"client: got {client!r} ({type(client).__name__}); give a distributed.Client, or type cluster__scheduler=ADDRESS"
+        )
+    if config is not None and not isinstance(config, str | Path):
+        raise ConfigError(
+            f"config: got {type(config).__name__}; give the path of a YAML file, or settings as run__iterations=20"
+        )
     values = _sections(settings)
-    values.setdefault("model", {})["path"] = settings.get("model__path", model)
+    values.setdefault("model", {})["path"] = settings.get(
+        "model__path", str(model) if isinstance(model, Path) else model
+    )
+    _check_given(environment, prompts=prompts, reward=reward, tools=tools)
     own = environment is not None or prompts is not None or reward is not None or bool(tools)
     if own and "environment" in values:
         raise ConfigError(
@@ -96,9 +110,25 @@ def train(
         if prompts is None or reward is None:
             missing = "prompts" if prompts is None else "reward"
             raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
-        environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=list(tools), seed=checked.run.seed)
+        environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=tools, seed=checked.run.seed)
     callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
     return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)
+
+
+def _client_class() -> type[Client]:
+    from distributed import Client
+
+    return Client
+
+
+def _check_given(environment: Environment | None, **parts: Any) -> None:
+    """ConfigError if an environment is given together with what it replaces."""
+    given = [name for name, value in parts.items() if value is not None and not (name == "tools" and not value)]
+    if environment is not None and given:
+        raise ConfigError(
+            f"libra.train: environment={environment.name}(...) brings its own prompts, reward and tools, and {', '.join(given)} "
+            f"{'is' if len(given) == 1 else 'are'} given too; leave either out"
+        )
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

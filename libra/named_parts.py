@@ -18,7 +18,8 @@ from libra.errors import ConfigError
 
 def is_named(name: str) -> bool:
     """Whether ``name`` is a ``package.module:attribute``, and no name of a part that ships."""
-    return ":" in name
+    module, _, attribute = name.partition(":")
+    return bool(module and attribute)
 
 
 def named_part(field: str, name: str) -> Any:
@@ -33,18 +34,34 @@ def named_part(field: str, name: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{field}: {name!r}: cannot import {module_name!r} ({error})") from error
+        missing, top = getattr(error, "name", None) or module_name, module_name.split(".")[0]
+        here = Path(f"{top}.py").is_file() or Path(top).is_dir()
+        path = f"type PYTHONPATH={'.' if here else 'DIRECTORY'} before libra, or install it"
+        advice = path if missing in (module_name, top) else f"install what has {missing!r}"
+        raise ConfigError(f"{field}: {name!r}: cannot import {module_name!r} ({error}); {advice}") from error
     except (Exception, SystemExit) as error:  # the boundary to a user's module: importing it may raise anything
         raise ConfigError(
-            f"{field}: {name!r}: cannot import {module_name!r} ({type(error).__name__}: {error})"
+            f"{field}: {name!r}: cannot import {module_name!r} ({type(error).__name__}: {error}{raised_at(error)}); correct that file"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [each for each in dir(found) if not each.startswith("_")], n=1)
+            names = [each for each in dir(found) if not each.startswith("_")]
+            near = difflib.get_close_matches(part, names, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ConfigError(f"{field}: {name!r}: {module_name!r} has no {part!r}{hint}")
+            own = [each for each in names if getattr(getattr(found, each), "__module__", "") == module_name]
+            raise ConfigError(
+                f"{field}: {name!r}: {module_name!r} has no {part!r}{hint}; it defines {', '.join(own[:8]) or 'nothing of its own'}"
+            )
         found = getattr(found, part)
     return found
+
+
+def raised_at(error: BaseException) -> str:
+    """`` in FILE, line N``: where an error was raised; empty if that is not known."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return "" if place is None else f" in {place.tb_frame.f_code.co_filename}, line {place.tb_lineno}"
 
 
 def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:

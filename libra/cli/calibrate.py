@@ -24,6 +24,11 @@ def calibrate_command(paths: tuple[Path, ...], *, gpu: str | None, save: Path | 
         _from_run(paths[0], save, as_json)
         return
     profiles = _profiles(paths)
+    if not profiles:
+        raise ConfigError(
+            f"calibrate: no profile in {', '.join(map(str, paths))}, and no run; type files of profiles (docs/hardware.md has "
+            "their layouts), or RUN, the directory of a run"
+        )
     result = calibrate(profiles, gpu)
     if save is not None:
         sources = sorted({profile.source for profile in profiles})
@@ -58,7 +63,9 @@ def _profiles(paths: tuple[Path, ...]) -> list[Profile]:
                 )
             found += here
         else:
-            raise ConfigError(f"{path}: no such file or directory")
+            raise ConfigError(
+                f"{path}: no such file or directory; type files of profiles, or RUN, the directory of a run"
+            )
     return found
 
 

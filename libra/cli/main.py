@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from libra.cli.usage_error import show_usage_error
 from libra.errors import LibraError
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
@@ -234,7 +235,7 @@ def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
 @click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
 @click.option(
     "--limit",
-    type=int,
+    type=click.IntRange(1),
     default=1,
     show_default=True,
     help="Trajectories to print; 1 in a terminal steps through all of them.",
@@ -476,7 +477,7 @@ def main(arguments: list[str] | None = None) -> None:
         click.secho(f"libra: {shown(str(error))}", fg="red", err=True)
         code = EXIT_ERROR
     except click.ClickException as error:
-        error.show()
+        show_usage_error(error)
         code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.secho("libra: interrupted", fg="red", err=True)

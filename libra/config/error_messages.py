@@ -27,12 +27,22 @@ _IN_OTHER_FRAMEWORKS: Mapping[str, str] = {
     "output_dir": "run.dir",
     "model_name": "model.path",
     "model_name_or_path": "model.path",
-    "env": "environment.name",
     "max_tokens": "rollout.max_new_tokens",
     "beta": "trainer.kl_coef",
     "weight_decay_rate": "trainer.weight_decay",
 }
 """Names of settings in other frameworks."""
+
+_SECTIONS_ELSEWHERE: Mapping[str, str] = {
+    "env": "environment",
+    "data": "environment",
+    "sampling": "rollout",
+    "generation": "rollout",
+    "algorithm": "trainer",
+    "optimizer": "trainer",
+    "logging": "observe",
+}
+"""Names of sections in other frameworks."""
 
 _REMOVED: Mapping[str, str] = {
     "planner.training": "trainer.layout=ddp or trainer.layout=fsdp2",
@@ -47,7 +57,8 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value, allowed values, what to type."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
-        return unknown_key_message(path, origin_of(path, origins))
+        inside = [str(key) for key in error["input"]] if isinstance(error["input"], Mapping) else []
+        return unknown_key_message(path, origin_of(path, origins), inside)
     name, where, got = ".".join(path), origin_of(path, origins), _shown(error["input"])
     if len(path) == 1:
         keys = ", ".join(sections()[path[0]].model_fields)
@@ -58,13 +69,14 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     return f"{name}{where}: got {got}; allowed is {field.allowed}; {_advice(field, error['input'])}"
 
 
-def unknown_key_message(path: Sequence[str], where: str) -> str:
-    """Message for an unknown key, with the nearest known one."""
+def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:
+    """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an unknown section."""
     name = ".".join(path)
     if name in _REMOVED:
         return f"{name}{where} was removed: the planner reads section trainer; type {_REMOVED[name]} instead"
-    nearest = nearest_key(path)
-    suggestion = f"; did you mean {nearest}?" if nearest else ""
+    nearest = (nearest_key((*path, inside[0])) if len(path) == 1 and inside else None) or nearest_key(path)
+    if nearest and len(path) < 3:
+        return f"unknown key {name}{where}; did you mean {nearest}? (libra config --fields lists every key)"
     if len(path) == 2 and path[0] in sections():
         allowed = f"{path[0]} has the keys {', '.join(sections()[path[0]].model_fields)}"
     elif len(path) > 2 and (field := field_references().get(".".join(path[:2]))):
@@ -73,26 +85,34 @@ def unknown_key_message(path: Sequence[str], where: str) -> str:
         allowed = f"{field.name} is {field.allowed} and has no keys"
     else:
         allowed = f"the sections are {', '.join(sections())}"
-    return f"unknown key {name}{where}{suggestion}; {allowed}"
+    return f"unknown key {name}{where}; {allowed}"
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
     """The existing section or dotted name that is most similar to an unknown one, or None if none is similar."""
     names, last = list(field_references()), path[-1].lower().replace("-", "_")
+    same = [name for name in names if name.split(".")[1] == last]
+    section = _SECTIONS_ELSEWHERE.get(path[0].lower())
+    if section is not None:
+        return section if len(path) == 1 else nearest_key((section, *path[1:])) or section
+    elsewhere = _IN_OTHER_FRAMEWORKS.get(last, "")
     if len(path) == 1:
+        if same or elsewhere:
+            return same[0] if same else elsewhere
         close = difflib.get_close_matches(last, sections(), n=1)
         if close:
             return close[0]
     elif path[0] in sections():
         keys = sections()[path[0]].model_fields
+        if elsewhere.startswith(f"{path[0]}.") and last not in keys:
+            return elsewhere
         close = [last] if last in keys else difflib.get_close_matches(last, keys, n=1)
         if close:
             return f"{path[0]}.{close[0]}"
-    same = [name for name in names if name.split(".")[1] == last]
     if len(same) == 1:
         return same[0]
-    if last in _IN_OTHER_FRAMEWORKS:
-        return _IN_OTHER_FRAMEWORKS[last]
+    if elsewhere:
+        return elsewhere
     close = difflib.get_close_matches(".".join(path).lower(), names, n=1, cutoff=0.75)
     return close[0] if close else None
 

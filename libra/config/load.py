@@ -99,8 +99,13 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
             f"{path}{by}: there is no such configuration file; type a path such as configs/quickstart.yaml, or "
             "libra/quickstart for the one that ships"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}{by}: cannot be read as text: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}{by}: cannot be read as text: {error}; save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path}{by}: cannot be read as text: {error.strerror or error}; type the path of a YAML file such as "
+            "configs/quickstart.yaml"
+        ) from error
     values, lines = yaml_text.read_mapping(text, str(path))
     origins = {key: f"{path}:{line}" for key, line in lines.items()}
     extended = values.pop(EXTENDS, None)
@@ -173,12 +178,16 @@ def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
                 else unknown_key_message(path, f" ({origin})")
             )
             continue
+        if not text.strip():
+            example = field_references()[name.strip()].default if known and len(path) == 2 else "VALUE"
+            layer.problems.append(f"{origin}: it has no value; type e.g. {name.strip()}={example}")
+            continue
         try:
             value = yaml_text.read_value(text, origin)
         except ConfigError as error:
             layer.problems.append(str(error))
             continue
-        if known and len(path) == 2 and field_references()[name.strip()].takes_text and _is_scalar(value):
+        if known and len(path) == 2 and field_references()[name.strip()].takes_text and value is not None:
             value = text.strip() if not isinstance(value, str) else value
         node = values
         for part in path[:-1]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 
@@ -136,3 +137,10 @@ class PlannerSection(Section):
     """Exact number of GPUs for training, one worker each (`cluster.train_workers`). None: the best number."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
     """Exact number of engines by degree, e.g. {"1": 4, "8": 1}; other degrees are free."""
+
+    @field_validator("tp")
+    @classmethod
+    def _each_divides_the_next(cls, tp: list[int]) -> list[int]:
+        if any(later % degree or later == degree for degree, later in pairwise(tp)):
+            raise ValueError(f"{tp}: each degree must divide the next, larger one; type e.g. planner.tp=[1, 2, 4]")
+        return tp

@@ -63,7 +63,8 @@ def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
     if node is None:
         return {}, {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{source}:1: a configuration is a mapping of sections; begin it with e.g. 'run:'")
+        got = f"a list ({one_line_yaml(value)[:40]})" if isinstance(value, list) else repr(value)[:40]
+        raise ConfigError(f"{source}:1: got {got}; a configuration is a mapping of sections: begin it with e.g. 'run:'")
     return value, lines
 
 
@@ -123,6 +124,8 @@ def _parsed(text: str, source: str) -> tuple[yaml.Node | None, Any, Lines]:
     except (yaml.YAMLError, ValueError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = source if mark is None else f"{source}:{mark.line + 1}"
+        if problem is not None and r"'\t'" in problem:
+            raise ConfigError(f"{where}: not valid YAML: a tab; indent with spaces") from error
         raise ConfigError(
             f"{where}: not valid YAML: {problem or ' '.join(str(error).split())}; check indentation, and put quotes around text "
             "with ':' or '#'"

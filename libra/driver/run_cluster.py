@@ -58,6 +58,8 @@ def _connected(config: RunConfig, logs: Path, exits: ExitStack) -> tuple[Client,
         cluster = None
         try:
             client = connect(address)
+        except ClusterError as error:
+            raise ClusterError(f"cluster.scheduler: {error}") from error
         except (OSError, TimeoutError, ValueError) as error:
             raise ClusterError(
                 f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one: libra "

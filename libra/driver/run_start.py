@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra import keys
-from libra.cluster.local import check_port
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume_changes import check_unchanged
+from libra.driver.chat_template import ChatTemplate
 from libra.driver.damage import refuse_damaged
+from libra.driver.given_objects import check_environment, check_score
 from libra.driver.launch_layout import laid_out
+from libra.driver.main_script import check_main
+from libra.driver.model_checks import ModelFiles, check_positions, checked_model
+from libra.driver.prompt_checks import check_evaluation, check_prompts, check_tools
 from libra.driver.resume import check_resumable, read_point
+from libra.driver.run_directory import check_free, make_directory
 from libra.driver.run_lock import lock_run, refuse_running
-from libra.driver.start_records import CONFIG_FILE, log_start, newest_logged, write_given
+from libra.driver.start_records import log_start, newest_logged
 from libra.driver.upcoming_prompts import UpcomingPrompts
-from libra.errors import RunDirectoryError
 from libra.graph.iteration import ResumePoint, Score
 from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
 from libra.store.epochs import take_epoch
-from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import sweep_logs
 from libra.train.own_parts import check_own_parts
 from libra.train.start_checks import checked_start
@@ -113,17 +116,25 @@ def named(config: RunConfig) -> RunConfig:
 
 def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
     """Check the request, make or read the run directory, and take its lock until ``exits`` closes."""
+    check_environment(request.environment)
+    check_score(request.score)
     check_own_parts(request.config.trainer)
     policy = request.config.policy
     check_ordering(policy.name, objective=policy.objective, patience=policy.patience)
+    started_here = request.client is None and request.config.cluster.scheduler is None
+    if started_here:
+        check_main()
+    if not request.resume:
+        check_free(request.directory)
+    model = checked_model(request.config.model.path)
     config = laid_out(request.config, started_here=request.client is None)
-    spec = _spec(config, request)
+    spec = _spec(config, request, model, started_here=started_here)
     environment = spec.make_environment()
     if config.planner.replan:
         check_runnable(config)
-    if request.client is None and config.cluster.scheduler is None:
+    if started_here:
         check_engine(config)
-        check_port(config.cluster.dashboard_port)
+    _check_data(config, environment, model, started_here=started_here)
     if request.resume:
         if spec.directory.is_dir():
             refuse_running(spec.directory)  # whose files may come and go while they are checked
@@ -131,7 +142,8 @@ def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
         check_resumable(spec.directory, request.environment, request.score)
         check_unchanged(spec.directory, config)
     else:
-        _make_directory(spec, request)
+        given = {"environment": request.environment is not None, "score": request.score is not None}
+        make_directory(spec, dump_config(spec.config), given, exits)
     exits.callback(lock_run(spec.directory).release)
     spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(spec.directory)).number)
     log_start(spec.directory, spec.epoch)
@@ -139,26 +151,20 @@ def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
 
 
-def _spec(config: RunConfig, request: RunRequest) -> RunSpec:
-    """The run, with its model checked and without an epoch."""
-    model_dir = str(resolve_model(config.model.path))
+def _check_data(config: RunConfig, environment: Environment, model: ModelFiles, *, started_here: bool) -> None:
+    """Check that model, prompts and evaluation fit each other and section ``rollout``."""
+    check_positions(model, config.rollout.max_context_tokens)
+    check_tools(environment)
+    check_evaluation(config, environment)
+    check_prompts(config, environment, ChatTemplate(model), started_here=started_here)
+
+
+def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_here: bool) -> RunSpec:
+    """The run, without an epoch. Workers of another cluster resolve a Hugging Face id on their own machines."""
+    model_dir = str(model.directory if started_here else resolve_model(config.model.path))
     start = config.run.from_checkpoint
     if start is not None:
-        start = checked_start(start, model_dir, config.model.dtype)
+        start = checked_start(start, model.directory, config.model.dtype)
     return RunSpec(
         config.run.name or "", 0, request.directory, model_dir, config, request.environment, start, secret=new_secret()
     )
-
-
-def _make_directory(spec: RunSpec, request: RunRequest) -> None:
-    directory = spec.directory
-    if directory.exists() and any(directory.iterdir()):
-        raise RunDirectoryError(
-            f"run.dir/run.name: {directory} already has files, and a run never overwrites another. "
-            f"Type run.name=ANOTHER_NAME, or remove the directory; to continue it, libra resume {directory}"
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-    text = dump_config(spec.config)
-    (directory / CONFIG_FILE).write_text(text)
-    write_given(directory, text, environment=request.environment is not None, score=request.score is not None)
-    TrajectoryStore.create(spec.store_path, {"run": spec.run, "model": spec.config.model.path}).close()

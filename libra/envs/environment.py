@@ -51,6 +51,10 @@ class Environment(ABC):
         """
         return ""
 
+    def num_prompts(self, split: str) -> int | None:
+        """Different questions of ``split``, which are asked again after the last one; None (the default): without limit."""
+        return None
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         """The calls in a generated turn, in order; none: the turn is the answer. The default parser is that of ``tool_format``."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,7 +62,7 @@ class FunctionEnvironment(Environment):
         if not rows:
             raise ConfigError("prompts: got none; give at least one str, list of messages, or mapping with 'prompt'")
         self.seed = seed
-        self.tools = tuple(given if isinstance(given, Tool) else tool(given) for given in tools)
+        self.tools = tuple(_tool(given, f"tools[{index}]") for index, given in enumerate(_listed(tools)))
         _check_names(self.tools)
         if eval_prompts is not None:
             self._train, self._eval = rows, _rows(eval_prompts, "eval_prompts", system)
@@ -94,6 +95,9 @@ class FunctionEnvironment(Environment):
 
     def prompt_id(self, split: str, index: int) -> str:
         return f"train-{self._row_index(index)}" if split == "train" else ""
+
+    def num_prompts(self, split: str) -> int:
+        return len(self._train if split == "train" else self._eval)
 
     def _row_index(self, index: int) -> int:
         turn, position = divmod(index, len(self._train))
@@ -152,6 +156,29 @@ def _row(given: Any, where: str, system: str | None) -> Row:
 
 def _is_message(item: object) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+
+
+def _listed(tools: Any) -> Sequence[Any]:
+    """ConfigError unless tools are given as a list or another sequence."""
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        name = getattr(tools, "__name__", repr(tools)[:60])
+        raise ConfigError(f"tools: got {name} ({type(tools).__name__}); give a list of functions: tools=[FUNCTION]")
+    return tools
+
+
+def _tool(given: Any, where: str) -> Tool:
+    if isinstance(given, Tool):
+        return given
+    if inspect.isclass(given):
+        raise ConfigError(
+            f"{where}: got the class {given.__name__}; give a function, or an instance: tools=[{given.__name__}()]"
+        )
+    if not callable(given):
+        raise ConfigError(
+            f"{where}: got {repr(given)[:60]} ({type(given).__name__}); give the function itself, with type hints and a docstring: "
+            "tools=[FUNCTION]"
+        )
+    return tool(given)
 
 
 def _check_names(tools: Sequence[Tool]) -> None:

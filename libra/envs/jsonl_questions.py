@@ -47,13 +47,12 @@ class JsonLines(FunctionEnvironment):
         seed: int = 0,
     ) -> None:
         columns = {"prompt": prompt, "answer": answer}
-        super().__init__(
-            prompts=_rows(path, "path", columns),
-            eval_prompts=None if eval_path is None else _rows(eval_path, "eval_path", columns),
-            reward=reward,
-            system=system,
-            seed=seed,
-        )
+        rows = _rows(path, "path", columns)
+        held_out = None if eval_path is None else _rows(eval_path, "eval_path", columns)
+        try:
+            super().__init__(prompts=rows, eval_prompts=held_out, reward=reward, system=system, seed=seed)
+        except ConfigError as error:
+            raise ConfigError(f"environment.args.{error}") from error
 
 
 def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -63,14 +62,19 @@ def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot read {path!r} ({error})") from error
+        raise ConfigError(
+            f"{where}: cannot read {path!r} ({getattr(error, 'strerror', None) or error}); type {where}=FILE with the path of a "
+            "file of JSON lines"
+        ) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{where}: {path}, line {number}: not JSON ({error})") from error
+            raise ConfigError(
+                f"{where}: {path}, line {number}: not JSON ({error}); every line is one JSON object"
+            ) from error
         if not isinstance(row, dict):
             raise ConfigError(
                 f"{where}: {path}, line {number}: got {type(row).__name__}; every line is one JSON object"
@@ -84,4 +88,6 @@ def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str
         renamed = {column: key for key, column in columns.items()}
         others = {column: value for column, value in row.items() if column not in renamed and column not in columns}
         rows.append({**others, **{key: row[column] for column, key in renamed.items()}})
+    if not rows:
+        raise ConfigError(f"{where}: {path} has no question; write at least one, a JSON object a line")
     return rows

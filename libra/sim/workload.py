@@ -176,7 +176,9 @@ def load_workload(path: Path) -> Workload:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"workload {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"--workload {path}: {error.strerror or error}; type a file that libra simulate --save-workload FILE wrote"
+        ) from error
     return Workload.from_json(text, str(path))
 
 

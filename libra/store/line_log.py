@@ -186,7 +186,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise StoreError(f"{where}: not JSON ({error}): {line[:120]!r}") from error
+        raise StoreError(f"{where}: not JSON ({error}): {line[:120]!r}; type libra doctor RUN") from error
     if not isinstance(value, dict):
         raise StoreError(f"{where}: not a JSON object: {line[:120]!r}")
     return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from libra.envs import Environment, run_grader
 from libra.envs.grading import bounded_reward
@@ -12,6 +13,17 @@ from libra.untrusted import repr_text
 from libra.worker.failure_classes import failure_of
 
 GRADE_TIMEOUT_S = 60.0
+
+
+def score_fault(numbers: Any, num: int) -> str | None:
+    """What is wrong with what a user's reward node gave for ``num`` episodes; None if it has one entry for each."""
+    listed = hasattr(numbers, "__len__") and hasattr(numbers, "__getitem__")
+    if isinstance(numbers, str | bytes | Mapping) or not listed:
+        got = f"{repr_text(numbers)[:60]} ({type(numbers).__name__})"
+        return f"score: its node gave {got} for {num} episodes, not a list of numbers"
+    if len(numbers) != num:
+        return f"score: its node gave {len(numbers)} numbers for {num} episodes"
+    return None
 
 
 async def grade(

@@ -84,7 +84,7 @@ def _term(given: str | Mapping[str, Any]) -> _Term:
     name, weight = options.pop("name", None), options.pop("weight", 1.0)
     if name not in REWARDS:
         raise ConfigError(
-            f"reward: no reward is called {name!r}{nearest(name, REWARDS)}; there are {', '.join(REWARDS)}"
+            f"reward: no reward is called {name!r}{nearest(name, REWARDS)}; type one of {', '.join(REWARDS)}"
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"reward {name}: weight is {weight!r}; it must be a number")

@@ -200,6 +200,10 @@ def _read(given: Any, columns: Collection[str]) -> Term:
 def _term(
     function: Any, columns: Collection[str], *, form: str | None, weight: Any, objects: Mapping[str, Any] | None = None
 ) -> Term:
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"reward: got the class {function.__name__}; give a function, or an instance: reward={function.__name__}()"
+        )
     if not callable(function):
         raise ConfigError(
             f"reward: got {function!r}; give a function, e.g. def reward(completion, answer): ..., or a name such as 'gsm8k'"
@@ -282,9 +286,10 @@ def _imported(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the boundary to the user's module: importing it may raise anything
         raise ConfigError(
-            f"reward: {path!r} cannot be imported ({error}); type package.module:function, or one of {', '.join(REWARDS)}"
+            f"reward: {path!r} cannot be imported ({type(error).__name__}: {error}); type package.module:function, or "
+            f"one of {', '.join(REWARDS)}"
         ) from error
 
 

@@ -1,0 +1,141 @@
+"""Token ids of a prompt as the engines will see it, computed without transformers: for checks in the driver.
+
+The template is rendered as ``transformers`` renders it, and the text is encoded by ``tokenizers``. Tools that the template omits
+are explained in the system message, as in `libra.rollout.chat_format`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from libra.driver.model_checks import ModelFiles
+from libra.errors import ModelError
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Marks of what the assistant wrote, an extension of transformers; they leave no text."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NONE = (
+    "its tokenizer has no chat template; take a chat model (-Instruct), or write its template to {}/chat_template.jinja"
+)
+
+
+class ChatTemplate:
+    """The chat template of a model directory, compiled; ModelError if there is none or it is no template."""
+
+    def __init__(self, model: ModelFiles) -> None:
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        text, self.source = _text(model)
+        self._model = model
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(_GENERATION_TAG.sub("", text))
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise ModelError(
+                f"model.path: {self.source}{f', line {line}' if line else ''}: its chat template cannot be read ({error}); "
+                "correct it"
+            ) from error
+        self._tokenizer: Any = None
+
+    def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt as text; ModelError with the template's own words if it refuses these messages."""
+        special = {
+            name: _token(self._model.tokenizer_config[name])
+            for name in _SPECIAL
+            if name in self._model.tokenizer_config
+        }
+        try:
+            return self._template.render(
+                **special,
+                messages=[dict(message) for message in messages],
+                tools=[dict(schema) for schema in schemas] or None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # the template is the model's own program, which may raise anything
+            raise ModelError(
+                f"model.path: {self.source}: its chat template cannot show the messages {_roles(messages)} ({error}); correct the "
+                "template, or take another model"
+            ) from error
+
+    def tokens_beyond(
+        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
+    ) -> int | None:
+        """Tokens of a prompt up to its first generation if they are ``limit`` or more, else None.
+
+        None also where only transformers can tell (no ``tokenizer.json``).
+        """
+        shown = self.text(messages, schemas)
+        if not self._model.tokenizer:
+            return None
+        extra = json.dumps(list(schemas)) if schemas and shown == self.text(messages, ()) else ""
+        if len((shown + extra).encode()) < limit:  # a token has at least one byte
+            return None
+        num = self._num(shown + extra)
+        if num >= limit and extra:
+            from libra.rollout.chat_format import explanation  # here: it imports torch
+
+            num = self._num(shown + explanation(schemas))
+        return num if num >= limit else None
+
+    def _num(self, text: str) -> int:
+        return len(self._encoder().encode(text, add_special_tokens=False).ids)
+
+    def _encoder(self) -> Any:
+        if self._tokenizer is None:
+            from tokenizers import Tokenizer
+
+            path = self._model.directory / "tokenizer.json"
+            try:
+                self._tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # tokenizers raises plain Exception
+                raise ModelError(
+                    f"model.path: {path}: it cannot be loaded ({' '.join(str(error).split())[:200]}); save it again with "
+                    "tokenizer.save_pretrained(...), or fetch it again"
+                ) from error
+        return self._tokenizer
+
+
+def _text(model: ModelFiles) -> tuple[str, Path]:
+    """The template's text, and the file that it is in."""
+    file, settings = model.directory / "chat_template.jinja", model.directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace"), file
+    template = model.tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    if template is None and (model.directory / "chat_template.json").is_file():
+        settings = model.directory / "chat_template.json"
+        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    if not isinstance(template, str):
+        raise ModelError(f"model.path: {str(model.directory)!r}: {_NONE.format(model.directory)}")
+    return template, settings
+
+
+def _token(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    kept = {name: options[name] for name in ("indent", "separators", "sort_keys") if name in options}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **kept)
+
+
+def _raise(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _roles(messages: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages)

@@ -1,0 +1,215 @@
+"""Checks of a model directory in the driver, before any worker starts.
+
+They read JSON files and the headers of weights, never the weights, and import neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra.config import resolve_model
+from libra.errors import ConfigError, ModelError
+from libra.worker.model_files import local_model
+
+_SAVE = "save it again with model.save_pretrained(...), or fetch it again"
+_SAVE_TOKENIZER = "save it again with tokenizer.save_pretrained(...), or fetch it again"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+_MAX_HEADER_BYTES = 100_000_000
+"""The largest header that the safetensors format allows."""
+_GIT_LFS = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the small files of a model directory say.
+
+    Attributes
+    ----------
+    directory : Path
+    config : dict
+        ``config.json``; of a model with several parts, that of its text part.
+    shapes : dict of name to shape
+        Tensors in the safetensors files; empty for other formats.
+    tokenizer : dict
+        ``tokenizer.json``; empty without one.
+    tokenizer_config : dict
+        ``tokenizer_config.json``; empty without one.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    tokenizer: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+
+
+def checked_model(path: str) -> ModelFiles:
+    """The model of ``model.path``, whole and consistent as far as its small files show; a Hugging Face id is fetched.
+
+    ModelError names the file, what is wrong with it and what to type.
+    """
+    found = resolve_model(path)
+    directory = local_model(found) if isinstance(found, str) else found
+    config = _json_object(directory / "config.json", _SAVE)
+    if "model_type" not in config:
+        raise _wrong(directory / "config.json", "it has no model_type, so its kind is unknown", _SAVE)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    shapes = {name: shape for file in _weight_files(directory) for name, shape in header_shapes(file).items()}
+    if shapes:
+        _check_shapes(directory, config, shapes)
+    if (directory / "generation_config.json").exists():
+        _json_object(directory / "generation_config.json", _SAVE)
+    model = ModelFiles(directory, config, shapes, *_tokenizer(directory))
+    _check_vocabulary(model)
+    return model
+
+
+def check_positions(model: ModelFiles, max_context_tokens: int) -> None:
+    """ConfigError if a context of the run is longer than the model has positions."""
+    positions = _positions(model.config)
+    if positions is not None and max_context_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_context_tokens: {max_context_tokens}, and the model has {positions} positions "
+            f"(max_position_embeddings in {model.directory / 'config.json'}); type rollout.max_context_tokens={positions} or less"
+        )
+
+
+def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name in a safetensors file; ModelError if the file is cut, too long or none."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            begin = file.read(64)
+            if begin.startswith(_GIT_LFS):
+                raise _wrong(
+                    path, f"it holds only Git LFS's pointer ({_GIT_LFS.decode()} ...)", "type git lfs pull there"
+                )
+            length = struct.unpack("<Q", begin[:8])[0] if len(begin) >= 8 else size
+            if 8 + length > size or length > _MAX_HEADER_BYTES:
+                what = "it is cut or no safetensors file" if size else "it is empty"
+                raise _wrong(path, f"{what} ({size:,} bytes)", _SAVE)
+            file.seek(8)
+            header = json.loads(file.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+    except ModelError:  # which is an OSError
+        raise
+    except OSError as error:
+        raise _wrong(path, f"it cannot be read ({error.strerror})", "make it readable, or fetch it again") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _wrong(path, f"it is no safetensors file ({size:,} bytes)", _SAVE) from error
+    if end != size:
+        raise _wrong(path, f"it is {'cut' if size < end else 'too long'}: {size:,} of {end:,} bytes", _SAVE)
+    return shapes
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return [directory / name for name in sorted(set(_json_object(index, _SAVE)["weight_map"].values()))]
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _check_shapes(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    where, layers = directory / "config.json", {int(match[1]) for match in map(_LAYER.match, shapes) if match}
+    wanted = config.get("num_hidden_layers")
+    if layers and isinstance(wanted, int):
+        missing = [number for number in range(wanted) if number not in layers]
+        if missing:
+            raise _wrong(
+                where, f"num_hidden_layers is {wanted}, and the weights have no model.layers.{missing[0]}", _SAVE
+            )
+        if max(layers) >= wanted and not config.get("num_nextn_predict_layers"):
+            raise _wrong(
+                where, f"num_hidden_layers is {wanted}, and the weights also have model.layers.{max(layers)}", _SAVE
+            )
+    name = _embedding(shapes)
+    if name is None:
+        if layers:
+            raise _wrong(directory, "its weights have no model.embed_tokens.weight", _SAVE)
+        return
+    for axis, key in enumerate(("vocab_size", "hidden_size")):
+        given = config.get(key)
+        if isinstance(given, int) and len(shapes[name]) == 2 and shapes[name][axis] != given and "wte" not in name:
+            raise _wrong(where, f"{key} is {given}, and {name} has {shapes[name][axis]}", _SAVE)
+
+
+def _embedding(shapes: dict[str, tuple[int, ...]]) -> str | None:
+    return next((name for name in sorted(shapes) if _EMBEDDING.search(name) and "visual" not in name), None)
+
+
+def _tokenizer(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``tokenizer.json`` and ``tokenizer_config.json``, each empty if it is missing and not needed."""
+    if not any((directory / name).is_file() for name in _TOKENIZERS[:-1]):
+        raise ModelError(
+            f"model.path: {str(directory)!r} lacks tokenizer.json; type tokenizer.save_pretrained(...) into that directory"
+        )
+    settings = directory / "tokenizer_config.json"
+    tokenizer_config = _json_object(settings, _SAVE_TOKENIZER) if settings.is_file() else {}
+    file = directory / "tokenizer.json"
+    tokenizer = _json_object(file, _SAVE_TOKENIZER) if file.is_file() else {}
+    if tokenizer and not isinstance(tokenizer.get("model"), dict):
+        raise _wrong(file, "it has no 'model'", _SAVE_TOKENIZER)
+    return tokenizer, tokenizer_config
+
+
+def _check_vocabulary(model: ModelFiles) -> None:
+    """ModelError if the tokenizer gives ids that the model has no embedding for.
+
+    Added tokens without one are common (Gemma's for images) and harmless until a prompt has them.
+    """
+    name = _embedding(model.shapes)
+    rows = model.shapes[name][0] if name is not None else model.config.get("vocab_size")
+    vocabulary = model.tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(rows, int) or not vocabulary:
+        return
+    try:
+        highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+    except TypeError as error:
+        raise _wrong(
+            model.directory / "tokenizer.json", "its vocabulary is no mapping to ids", _SAVE_TOKENIZER
+        ) from error
+    if highest >= rows:
+        raise _wrong(
+            model.directory / "tokenizer.json",
+            f"it has ids up to {highest}, and the model has {rows} embeddings",
+            "take the tokenizer of this model, or model.resize_token_embeddings(len(tokenizer)) and save both",
+        )
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    """Positions that a model was made for, scaled ones included; None: its configuration names none."""
+    number: int | None = next(
+        (config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None
+    )
+    if number is None:
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    if isinstance(factor, int | float):
+        original = scaling.get("original_max_position_embeddings")
+        return max(number, int(factor * (original if isinstance(original, int) else number)))
+    return number
+
+
+def _json_object(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _wrong(path, f"it cannot be read as JSON ({' '.join(str(error).split())})", advice) from error
+    if not isinstance(value, dict):
+        raise _wrong(path, "it is not a JSON object", advice)
+    return value
+
+
+def _wrong(path: Path, what: str, advice: str) -> ModelError:
+    return ModelError(f"model.path: {path}: {what}; {advice}")
