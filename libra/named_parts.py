@@ -41,7 +41,8 @@ def named_part(field: str, name: str) -> Any:
         raise ConfigError(f"{field}: {name!r}: cannot import {module_name!r} ({error}); {advice}") from error
     except (Exception, SystemExit) as error:  # the boundary to a user's module: importing it may raise anything
         raise ConfigError(
-            f"{field}: {name!r}: cannot import {module_name!r} ({type(error).__name__}: {error}{raised_at(error)}); correct that file"
+            f"{field}: {name!r}: cannot import {module_name!r} ({type(error).__name__}: {error}{raised_at(error)}); "
+            "correct that file"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -160,13 +160,18 @@ def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
 
 
 def port_check(port: int) -> Check:
-    """The dashboard's port can be opened."""
+    """The dashboard's port is free."""
     from libra.cluster.local import check_port
 
     try:
         check_port(port)
     except ClusterError as error:
-        return Check("dashboard port", "fail", str(error).partition("; type ")[0], "cluster.dashboard_port=0")
+        return Check(
+            "dashboard port",
+            "warn",
+            f"{str(error).partition('; ')[0]}; a run takes a free one",
+            "cluster.dashboard_port=0",
+        )
     return Check("dashboard port", "ok", f"{port} is free" if port else "any free port")
 
 

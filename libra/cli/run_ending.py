@@ -29,7 +29,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         bins = [name for name in last.get("bins", {}) if name in first.get("bins", {})]
         if bins:
             pairs = ", ".join(f"{name}: {first['bins'][name][0]:.2f} -> {last['bins'][name][0]:.2f}" for name in bins)
-            lines.append(f"by operations {pairs}")
+            lines.append(f"by bin        {pairs}")
         failures = int(first.get("failures", 0)) + int(last.get("failures", 0))
         if failures:
             lines.append(
@@ -61,14 +61,14 @@ def _failures(summary: RunSummary) -> list[str]:
             {
                 name: int(count)
                 for name, count in values.items()
-                if name.startswith(("failures", "resampled", "trajectories"))
+                if name.startswith(("failures", "resampled", "trajectories", "left_out"))
             }
         )
     causes = failure_causes(total)
     if not causes:
         return []
     return [
-        f"failures      {causes}: {total['resampled']:,} tried again, {total['failures']:,} of "
+        f"failures      {causes}: {total['resampled']:,} tried again, {total['left_out']:,} of "
         f"{total['trajectories']:,} trajectories left out; see docs/failures.md"
     ]
 

@@ -124,6 +124,16 @@ def check_port(port: int) -> None:
             ) from error
 
 
+def page_port(port: int) -> int:
+    """``port`` if it is free, else 0 for any free one, with a warning."""
+    try:
+        check_port(port)
+    except ClusterError as error:
+        logger.warning("%s; the page is at another port", str(error).partition("; ")[0])
+        return 0
+    return port
+
+
 def number_of_workers(config: RunConfig) -> dict[str, int]:
     """Workers of each role, as section ``cluster`` lists them."""
     cluster = config.cluster
@@ -222,7 +232,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     Only who has the key of this cluster, which is in memory, can connect to any of them: other users of the machine could. Workers
     write their errors to ``WORKER.log`` in the directory ``logs``; None: to the driver's standard error.
     """
-    check_port(config.cluster.dashboard_port)
+    port = page_port(config.cluster.dashboard_port)
     logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker
     inherited = inherited_environment(config)
     forked = fork_server.begin(config, inherited)
@@ -267,7 +277,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
             "protocol": "tls://",
             "security": security,
             "preload": preloads("scheduler"),
-            "dashboard_address": f"{LOOPBACK}:{config.cluster.dashboard_port}",
+            "dashboard_address": f"{LOOPBACK}:{port}",
         },
     }
     return LocalWorkers(workers=spec, scheduler=scheduler, security=security, name="libra", silence_logs=False)

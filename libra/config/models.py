@@ -364,7 +364,8 @@ class ClusterSection(Section):
     """Where training replicas and transformers engines compute. auto: on the first GPU that the worker sees (CUDA_VISIBLE_DEVICES),
     else on the CPU. cuda: an error if a worker sees none. vLLM engines compute on what their installation is for."""
     dashboard_port: Annotated[int, Field(ge=0, le=65535)] = 8787
-    """Port of Dask's dashboard with the Libra page. 0: any free port; a busy port is an error."""
+    """Port of Dask's dashboard with the Libra page. 0, or if this one is taken: any free port, which the run
+    prints."""
     dashboard_names: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...], Field(strict=False)
     ] = ()

@@ -11,6 +11,8 @@ from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt, ToolCall
 
+BIN = "bin"
+"""Fact of a prompt that names its bin: evaluations give the mean reward of each bin beside that of all questions."""
 HELD_OUT_SHARE = 8
 """Number of classes of questions, by a hash of their text; one class is held out for evaluation."""
 
@@ -37,7 +39,8 @@ class Environment(ABC):
     def prompt(self, split: str, index: int) -> Prompt:
         """Question ``index`` (>= 0, without limit) of ``split``, "train" or "eval".
 
-        Deterministic in (seed, split, index); no question is in both splits.
+        Deterministic in (seed, split, index); no question is in both splits. A fact "bin" (text or a number) names the bin in
+        which an evaluation counts it.
         """
 
     @abstractmethod

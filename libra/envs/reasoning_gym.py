@@ -12,7 +12,7 @@ from typing import Any
 
 from libra.envs.calculator import calculate
 from libra.envs.choices import nearest, one_of
-from libra.envs.environment import Environment, question_class
+from libra.envs.environment import BIN, Environment, question_class
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError, EnvironmentFault
 from libra.types import Episode, Prompt
@@ -106,7 +106,8 @@ class ReasoningGym(Environment):
             *(message for number in range(self.examples) for message in self._example(name, number)),
             {"role": "user", "content": _question(entry)},
         )
-        return Prompt(f"{split}-{index}", messages, {"dataset": name, "seed": seed, "answer": str(entry["answer"])})
+        facts = {"dataset": name, "seed": seed, "answer": str(entry["answer"]), BIN: name}
+        return Prompt(f"{split}-{index}", messages, facts)
 
     def prompt_id(self, split: str, index: int) -> str:
         return f"train-{index % self.size}" if split == "train" and self.size is not None else ""

@@ -19,7 +19,7 @@ import random
 import re
 from itertools import pairwise
 
-from libra.envs.environment import Environment, question_class
+from libra.envs.environment import BIN, Environment, question_class
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt
@@ -105,7 +105,8 @@ class ToolArithmetic(Environment):
             text, answer = question(generator, num_operations, generator.randint(0, self.spare_lines))
             if (question_class(text) == 0) == (split == "eval"):
                 messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
-                facts = {"num_operations": num_operations, "answer": answer}
+                name = f"{num_operations} operation{'s' if num_operations > 1 else ''}"
+                facts = {"num_operations": num_operations, "answer": answer, BIN: name}
                 return Prompt(f"{split}-{index}", messages, facts)
             attempt += 1
 

@@ -71,9 +71,9 @@ class GivenBackReport(TrajectoryReport, frozen=True, tag="given_back"):
 class GroupReport(Report, frozen=True, tag="group"):
     """A group is graded, and its record is written.
 
-    ``oldest_version``: of its tokens, -1 if it has none. ``reward``: the mean, None if no member has one. ``failures``: by
-    class, those that no quantum reported. ``block``: the worker that keeps its rows in memory (`libra.worker.batch_rows`),
-    None: no worker.
+    ``oldest_version``: of its tokens, -1 if it has none. ``reward``: the mean, None if no member has one. ``failures``: members
+    that ended so, by class. ``resampled``: attempts that failed before those. ``block``: the worker that keeps its rows in memory
+    (`libra.worker.batch_rows`), None: no worker.
     """
 
     split: str
@@ -83,6 +83,7 @@ class GroupReport(Report, frozen=True, tag="group"):
     reward: float | None
     failures: dict[str, int]
     block: dict[str, Any] | None = None
+    resampled: int = 0
 
 
 # ---------------------------------------------------------------- engines and weights

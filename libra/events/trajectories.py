@@ -144,7 +144,7 @@ class GroupCommitted(Event, frozen=True):
     """The immutable record of a group exists.
 
     ``reward`` is the mean over samples that train, None if none does; ``oldest_version`` -1 if nothing was generated;
-    ``failures`` counts the failure classes found by grading.
+    ``failures`` counts its trajectories that ended as a failure, by class.
     """
 
     split: str

@@ -15,7 +15,7 @@ from libra.store.batch_membership import commit_batch, read_batch, read_batch_fa
 from libra.store.group_records import group_path, read_group
 from libra.train import GroupRewards, batch_advantages
 from libra.train.own_parts import estimator_of
-from libra.types import EndReason, Prompt, Trajectory
+from libra.types import EndReason, FailureClass, Prompt, Trajectory
 from libra.worker.batch_rows import lengths, members_of
 from libra.worker.failure_classes import failure_counts
 from libra.worker.host import LibraHost, host_here
@@ -107,11 +107,11 @@ def _lags(trajectories: list[Trajectory], batch: int) -> np.ndarray:
 
 def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag: np.ndarray) -> dict[str, Any]:
     trains = [t for t in trajectories if t.failure.trains]
-    failures = [t for t in trajectories if not t.failure.trains]
     return {
         "reward": float(np.mean([t.reward for t in trains])) if trains else float("nan"),
         "trajectories": len(trajectories),
-        "failures": len(failures),
+        "failures": sum(t.failure is not FailureClass.NONE for t in trajectories),
+        "left_out": len(trajectories) - len(trains),
         **failure_counts(trajectories),
         **signal_numbers(trajectories, rows),
         "generated_tokens": int(sum(t.num_action_tokens for t in trajectories)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from libra.envs.environment import BIN
 from libra.errors import RecordExists, StoreError
 from libra.graph.batch_nodes import append
 from libra.seals import sealed_text, unseal
@@ -36,18 +38,24 @@ def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str
 def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """The content of an evaluation's file. JSON has no NaN: a reward that is not known is None."""
     graded = [t for t in trajectories if t.failure.trains]
-    by_bin: dict[int, list[float]] = {}
+    by_bin: dict[str, list[float]] = {}
     for t in graded:
-        if "num_operations" in t.prompt.facts:
-            by_bin.setdefault(int(t.prompt.facts["num_operations"]), []).append(t.reward)
+        if (name := t.prompt.facts.get(BIN)) is not None:
+            by_bin.setdefault(str(name), []).append(t.reward)
     reward = float(np.mean([t.reward for t in graded])) if graded else float("nan")
     return {
         "version": version,
         "num": len(trajectories),
         "failures": len(trajectories) - len(graded),
         "reward": reward if np.isfinite(reward) else None,
-        "bins": {str(k): [float(np.mean(v)), len(v)] for k, v in sorted(by_bin.items())},
+        "bins": {name: [float(np.mean(v)), len(v)] for name, v in sorted(by_bin.items(), key=_by_number)},
     }
+
+
+def _by_number(entry: tuple[str, Any]) -> tuple[float, str]:
+    """Names that begin with a number in its order, then the others."""
+    first = entry[0].split(" ")[0]
+    return (float(first) if first.isdecimal() else math.inf), entry[0]
 
 
 def evaluation_path(spec: RunSpec, version: int) -> Path:

@@ -125,9 +125,7 @@ def _group_meta(path: Path, split: str, iteration: int, group: int, members: lis
     rewards = [m.reward for m in members if m.failure.trains]
     failures: dict[str, int] = {}
     for member in members:
-        graded = member.end_reason is not EndReason.FAILURE
-        # The quantum of any other failure has reported it.
-        if not member.failure.trains and (graded or not member.prompt.messages):
+        if member.failure is not FailureClass.NONE:
             failures[str(member.failure)] = failures.get(str(member.failure), 0) + 1
     oldest = [m.oldest_version for m in members if m.num_action_tokens]
     return {
@@ -138,4 +136,5 @@ def _group_meta(path: Path, split: str, iteration: int, group: int, members: lis
         "oldest_version": min(oldest, default=-1),
         "reward": float(np.mean(rewards)) if rewards else None,
         "failures": failures,
+        "resampled": sum(member.attempt for member in members),
     }

@@ -11,7 +11,8 @@ A snapshot is one dict per run:
   generated], ...]}
 - ``roles``: one row per worker that can change its role, see `libra.scheduler.role_plugin.RolePlugin.roles`
 - ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
-- ``quanta``: {phase: finished}; ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count}
+- ``quanta``: {phase: finished}; ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count} of
+  trajectories that ended so, ``resampled`` int attempts that failed before
 - ``rewards``, ``lag``: [[iteration, mean], ...]
 - ``history``: [(t_s, queued_rollout, queued_tool, used_rollout, used_tool, tokens), ...], oldest first
 """
@@ -105,7 +106,8 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
         "policy": (snapshot["policy"]["name"], _trust(snapshot["policy"])),
         "failures": (
             f"{sum(failed.values()):,}",
-            ", ".join(f"{name} {count:,}" for name, count in sorted(failed.items())) or "no trajectory failed",
+            (", ".join(f"{name} {count:,}" for name, count in sorted(failed.items())) or "no trajectory failed")
+            + (f"; {snapshot['resampled']:,} tried again" if snapshot.get("resampled") else ""),
         ),
     }
 

@@ -120,6 +120,10 @@ class ChatFormat:
         self._check_special(ids, texts)
         return ids[1:] if ended else ids
 
+    def text_ids(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a piece of text alone, int32 (T,)."""
+        return self._encode(text)
+
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop id at the end."""
         ids = [int(i) for i in ids]

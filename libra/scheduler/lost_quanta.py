@@ -38,7 +38,6 @@ def record_worker_failure(tracked: Tracked, address: str) -> bool:
         logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
         return False
     else:
-        state.counts.failures[str(FailureClass.WORKER)] += 1
         state.log.emit(events.FailureClassified, key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
     tracked.quanta += 1
     # Another attempt begins with a generation. If the trajectory has advanced or ended, its next report corrects this.

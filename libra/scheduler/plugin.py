@@ -450,8 +450,8 @@ class LibraPlugin(SchedulerPlugin):
         if report.split == "train":
             state.counts.groups += 1
             state.workers.keeps_rows(report.iteration, report.group, report.block)
-        for failure, count in report.failures.items():
-            state.counts.failures[failure] += count
+            state.counts.failures.update(report.failures)
+            state.counts.resampled += report.resampled
         fields = ("split", "iteration", "group", "oldest_version", "reward", "failures")
         state.log.emit(events.GroupCommitted, **{name: getattr(report, name) for name in fields})
         if report.split == "train":

@@ -135,11 +135,15 @@ class RunWorkers:
 
 @dataclass(slots=True)
 class RunCounts:
-    """Counts and curves of a run, for the dashboard."""
+    """Counts and curves of a run, for the dashboard.
+
+    ``failures``: trajectories of committed training groups that ended so, by class; ``resampled``: attempts that failed before.
+    """
 
     iteration: int = -1
     quanta: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    resampled: int = 0
     tokens: int = 0
     groups: int = 0
     rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -159,6 +163,7 @@ class RunCounts:
             "tokens": self.tokens,
             "groups": self.groups,
             "failures": dict(self.failures),
+            "resampled": self.resampled,
             "rewards": [list(row) for row in self.rewards],
             "lag": [list(row) for row in self.lags],
             "history": [list(row) for row in self.history],

@@ -311,7 +311,6 @@ class Trajectories:
         if tracked.ended:
             self._ended(tracked, completed=tracked.completed)
         if report.failure != "none":
-            state.counts.failures[report.failure] += 1
             state.log.emit(events.FailureClassified, key, report.failure, report.detail)
             if report.next:
                 self._forget_home(tracked)

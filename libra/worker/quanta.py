@@ -28,7 +28,7 @@ from libra.envs import run_action
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
-from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, TrajectoryId, TurnRequest
+from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnRequest
 from libra.untrusted import error_text, storable, storable_calls
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import priority_here, still_wanted
@@ -255,10 +255,17 @@ class QuantumRunner:
             returns.append(outcome)
         last = state.records[-1]["token_ids"]
         ended = bool(len(last)) and int(last[-1]) in self.chat.stop_ids
+        from libra.rollout.tool_returns import fitted  # here: it imports torch, as the chat format does
+
+        rollout = self.context.spec.config.rollout
+        left = rollout.max_context_tokens - state.num_context_tokens
         try:
-            observation = self.chat.observation_ids([r.content for r in returns], ended=ended)
+            shown, observation = fitted(
+                self.chat, [r.content for r in returns], left, rollout.max_new_tokens, ended=ended
+            )
         except Exception as error:  # the boundary to the model's own template and tokenizer
             raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
+        returns = [_as_shown(each, content) for each, content in zip(returns, shown, strict=True)]
         self._commit(state, action_record(turn, returns, observation), started_s)
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
@@ -302,3 +309,11 @@ class QuantumRunner:
             stop_s=time.time(),
         )
         self.context.report(report)
+
+
+def _as_shown(given: ToolReturn, content: str) -> ToolReturn:
+    """A tool's return with what the model reads of it."""
+    if content == given.content:
+        return given
+    status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
+    return replace(given, content=storable(content), status=status)

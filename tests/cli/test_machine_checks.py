@@ -81,7 +81,7 @@ def test_a_busy_port_fails_and_any_free_one_does_not() -> None:
         busy.listen()
         port = busy.getsockname()[1]
         check = checks.port_check(port)
-        assert (check.state, check.advice) == ("fail", "cluster.dashboard_port=0")
+        assert (check.state, check.advice) == ("warn", "cluster.dashboard_port=0")
         assert str(port) in check.detail
     assert checks.port_check(0).state == "ok"
 

@@ -52,11 +52,12 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
             run=config.run.name,
             directory=tmp_path / "the run",
             iterations=[
-                {"reward": 0.1, "trajectories": 8, "failures": 0, "failures/engine": 0, "resampled": 0},
+                {"reward": 0.1, "trajectories": 8, "failures": 0, "left_out": 0, "failures/engine": 0, "resampled": 0},
                 {
                     "reward": 0.2,
                     "trajectories": 8,
                     "failures": 1,
+                    "left_out": 1,
                     "failures/tool": 1,
                     "resampled": 2,
                     "resampled/tool": 2,

@@ -1,0 +1,123 @@
+"""Wrong input to real processes: what they print, their exit code, and that nothing is left; programs without a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import libra
+
+def reward(completion: str) -> float:
+    return 0.0
+
+libra.train(prompts=["a", "b"], reward=reward, cluster__dashboard_port=0)
+"""
+GUARDED = TRAIN.replace("libra.train(", 'if __name__ == "__main__":\n    libra.train(')
+LEFT_EARLY = TRAIN.replace("import libra", "import libra\nif __name__ != '__main__':\n    raise SystemExit", 1)
+
+CELL = """
+import asyncio, libra
+
+def reward(completion: str) -> float:
+    return float(len(completion))
+
+async def cell() -> None:
+    summary = libra.train(
+        prompts=["1", "2"], reward=reward, run__iterations=1, trainer__prompts=1, trainer__group_size=2,
+        rollout__max_new_tokens=2, rollout__slots=2, cluster__threads=1, cluster__dashboard_port=0, run__name="cell",
+    )
+    print(len(summary.iterations), "iteration")
+
+asyncio.run(cell())
+"""
+
+
+def python(
+    here: Path, repository: Path, *arguments: str, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python process in ``here`` that imports this checkout."""
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(repository),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=here,
+        env=settings,
+        timeout=550,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("run libra/quickstart model.path=./gone", ("model.path", "'./gone'", "Qwen/Qwen3-0.6B")),
+        ("run libra/quickstart model.path=org/none", ("model.path", "'org/none'", "libra model prepare")),
+        ("run libra/quickstart trainer.lrr=1", ("trainer.lrr", "trainer.lr")),
+        ("run libra/quickstart run.dir=file", ("run.dir", "file", "run.dir=ANOTHER_PLACE")),
+        ("run libra/quickstart environment.name=no_module:A", ("environment.name", "'no_module'", "PYTHONPATH")),
+        ("run nowhere.yaml", ("nowhere.yaml", "libra/quickstart")),
+        ("resume nowhere", ("nowhere", "runs/NAME")),
+        ("inspect nowhere", ("nowhere", "libra inspect")),
+        ("--nonsense", ("--nonsense", "libra --help")),
+    ],
+)
+def test_a_command_answers_in_three_lines(
+    words: str, wanted: tuple[str, ...], tmp_path: Path, repository: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = python(tmp_path, repository, "-m", "libra", *words.split())
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) <= 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(each in done.stderr for each in wanted), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.timeout(600)
+def test_a_program_without_a_guard_is_told_where_to_put_one(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = python(tmp_path, repository, "train.py")
+    assert done.returncode != 0
+    assert "train.py, line 7" in done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr
+    assert done.stderr.count("Traceback") == 1, "of this program, and of no worker"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(600)
+def test_a_program_from_standard_input_is_told_to_be_a_file(tmp_path: Path, repository: Path) -> None:
+    done = python(tmp_path, repository, "-", stdin=GUARDED)
+    assert done.returncode != 0
+    assert "<stdin>" in done.stderr
+    assert "python train.py" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("text", [GUARDED, LEFT_EARLY], ids=["guarded", "left-early"])
+def test_a_program_with_a_guard_gets_past_it(text: str, tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "train.py").write_text(text.replace("cluster__dashboard_port=0", "model='./gone'"))
+    assert "model.path: there is no directory './gone'" in python(tmp_path, repository, "train.py").stderr
+
+
+@pytest.mark.timeout(600)
+def test_a_cell_of_a_notebook_trains(tmp_path: Path, repository: Path) -> None:
+    """A notebook's main module has no file, and its event loop runs while a cell does."""
+    done = python(tmp_path, repository, "-c", CELL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 iteration"
