@@ -467,6 +467,7 @@ def test_an_environment_that_workers_cannot_import_is_told_before_anything_runs(
 
     with pytest.raises(ConfigError, match=r"cannot load it \(ModuleNotFoundError.*only_here_at_home.*PYTHONPATH"):
         run(make_config(), environment=only_here_at_home.Mine(), client=cluster_client)
+    assert not (tmp_path / "demo").exists(), "a start that fails leaves no run directory"
     assert run(
         make_config(run={"name": "next", "iterations": 1}), client=cluster_client
     ).iterations  # workers are all there
