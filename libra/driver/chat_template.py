@@ -7,6 +7,7 @@ are explained in the system message, as in `libra.rollout.chat_format`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,12 +17,18 @@ from typing import Any, NoReturn
 from libra.driver.model_checks import ModelFiles
 from libra.errors import ModelError
 
+logger = logging.getLogger(__name__)
+
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Marks of what the assistant wrote, an extension of transformers; they leave no text."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _NONE = (
     "its tokenizer has no chat template; take a chat model (-Instruct), or write its template to {}/chat_template.jinja"
 )
+
+
+class _Refused(Exception):
+    """The template called raise_exception."""
 
 
 class ChatTemplate:
@@ -46,28 +53,30 @@ class ChatTemplate:
                 f"model.path: {self.source}{f', line {line}' if line else ''}: its chat template cannot be read ({error}); "
                 "correct it"
             ) from error
+        self._special = _special_tokens(model)
         self._tokenizer: Any = None
 
-    def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt as text; ModelError with the template's own words if it refuses these messages."""
-        special = {
-            name: _token(self._model.tokenizer_config[name])
-            for name in _SPECIAL
-            if name in self._model.tokenizer_config
-        }
+    def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> str | None:
+        """The prompt as text; None if only transformers can render it.
+
+        ModelError with the template's own words if it refuses these messages.
+        """
         try:
             return self._template.render(
-                **special,
+                **self._special,
                 messages=[dict(message) for message in messages],
                 tools=[dict(schema) for schema in schemas] or None,
                 documents=None,
                 add_generation_prompt=True,
             )
-        except Exception as error:  # the template is the model's own program, which may raise anything
+        except _Refused as error:
             raise ModelError(
-                f"model.path: {self.source}: its chat template cannot show the messages {_roles(messages)} ({error}); correct the "
+                f"model.path: {self.source}: its chat template refuses the messages {_roles(messages)} ({error}); correct the "
                 "template, or take another model"
             ) from error
+        except Exception as error:  # noqa: BLE001 - the template is the model's own program, which may raise anything
+            logger.info("%s: not rendered in the driver: %s", self.source, error)
+            return None
 
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
@@ -77,7 +86,7 @@ class ChatTemplate:
         None also where only transformers can tell (no ``tokenizer.json``).
         """
         shown = self.text(messages, schemas)
-        if not self._model.tokenizer:
+        if shown is None or not self._model.tokenizer:
             return None
         extra = json.dumps(list(schemas)) if schemas and shown == self.text(messages, ()) else ""
         if len((shown + extra).encode()) < limit:  # a token has at least one byte
@@ -124,6 +133,17 @@ def _text(model: ModelFiles) -> tuple[str, Path]:
     return template, settings
 
 
+def _special_tokens(model: ModelFiles) -> dict[str, str]:
+    """The special tokens that a template may insert, by name."""
+    file = model.directory / "special_tokens_map.json"
+    try:
+        older = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError):
+        older = {}
+    named = {**(older if isinstance(older, dict) else {}), **model.tokenizer_config}
+    return {name: _token(named[name]) for name in _SPECIAL if named.get(name) is not None}
+
+
 def _token(value: Any) -> str:
     return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
 
@@ -134,7 +154,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def _raise(message: str) -> NoReturn:
-    raise ValueError(message)
+    raise _Refused(message)
 
 
 def _roles(messages: Sequence[Mapping[str, Any]]) -> str:

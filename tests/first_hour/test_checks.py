@@ -1,0 +1,124 @@
+"""The checks of the driver: what they count is what engines see, and what they let pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import libra
+from libra.config import RunConfig, config_from_dict
+from libra.driver import main_script
+from libra.driver.chat_template import ChatTemplate
+from libra.driver.model_checks import check_positions, checked_model
+from libra.driver.prompt_checks import check_prompts
+from libra.envs import Environment, FunctionEnvironment
+from libra.envs.tool_arithmetic import ToolArithmetic
+from libra.errors import ConfigError
+from libra.rollout import load_chat_format
+from libra.types import Episode, Prompt
+
+SHIPPED = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
+
+
+def config(**rollout: Any) -> RunConfig:
+    return config_from_dict({"rollout": rollout})
+
+
+def constant(completion: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+@pytest.mark.parametrize("shipped", [True, False], ids=["shipped", "explained"])
+def test_tokens_of_a_prompt_are_those_of_the_chat_format(random_model: Path, shipped: bool, with_tools: bool) -> None:
+    """The random model's template leaves tools out, so that they are explained."""
+    directory = SHIPPED if shipped else random_model
+    environment = ToolArithmetic()
+    schemas = environment.tool_schemas if with_tools else []
+    messages = environment.prompt("train", 0).messages
+    wanted = len(load_chat_format(directory, schemas).prompt_ids(messages))
+    template = ChatTemplate(checked_model(str(directory)))
+    found = template.tokens_beyond(messages, schemas, 1)
+    assert found is not None
+    assert abs(found - wanted) <= (8 if schemas and not shipped else 0), "the explanation has a message's frame"
+    assert template.tokens_beyond(messages, schemas, found + 1) is None
+
+
+def test_a_template_that_only_transformers_renders_is_left_to_it(tmp_path: Path) -> None:
+    for path in SHIPPED.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token.missing.part }}")
+    template = ChatTemplate(checked_model(str(tmp_path)))
+    assert template.tokens_beyond([{"role": "user", "content": "a"}], [], 1) is None
+
+
+def test_only_prompts_that_fill_the_context_are_refused() -> None:
+    template = ChatTemplate(checked_model("libra/tiny-arithmetic"))
+    environment = FunctionEnvironment(prompts=["1 + 1"] * 30 + ["1 + 1 " * 20], reward=constant)
+    check_prompts(config(max_context_tokens=512), environment, template, started_here=True)
+    with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens: 100, and the prompt 'train-27'.*type"):
+        check_prompts(config(max_context_tokens=100), environment, template, started_here=True)
+
+
+class OnWorkers(Environment):
+    """Its prompts need what only workers have."""
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        raise OSError("not on this machine")
+
+    def grade(self, episode: Episode) -> float:
+        return 0.0
+
+
+class SetUp(OnWorkers):
+    async def setup(self) -> None:
+        """On each worker."""
+
+
+def test_prompts_that_only_workers_can_make_are_left_to_them() -> None:
+    check_prompts(config(), OnWorkers(), None, started_here=False)
+    check_prompts(config(), SetUp(), None, started_here=True)
+    with pytest.raises(ConfigError, match="not on this machine"):
+        check_prompts(config(), OnWorkers(), None, started_here=True)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2048),
+    ],
+)
+def test_scaled_positions_count(tmp_path: Path, scaling: dict[str, Any] | None, positions: int) -> None:
+    for path in SHIPPED.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    values = json.loads((SHIPPED / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**values, "rope_scaling": scaling}))
+    model = checked_model(str(tmp_path))
+    check_positions(model, positions)
+    with pytest.raises(ConfigError, match=f"rollout.max_context_tokens={positions} or less"):
+        check_positions(model, positions + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "guarded"),
+    [
+        ("import libra\nlibra.train()\n", 2, False),
+        ('import libra\nif __name__ == "__main__":\n    libra.train()\n', 3, True),
+        ('import libra\nif "__main__" == __name__:\n    x = 1\n    libra.train()\n', 4, True),
+        ('import libra\nif __name__ == "__main__":\n    print("hello")\nlibra.train()\n', 4, False),
+        ('import libra\nif __name__ != "__main__":\n    raise SystemExit\nlibra.train()\n', 4, True),
+        ('import sys\nif __name__ != "__main__":\n    sys.exit()\nx()\n', 4, True),
+        ("import sys\nif len(sys.argv) > 1:\n    x()\n", 3, False),
+        ("%magic\nx()\n", 2, True),
+    ],
+)
+def test_a_guard_is_recognised(text: str, line: int, guarded: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert main_script._is_guarded(tmp_path / "train.py", line) is guarded
