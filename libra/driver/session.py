@@ -277,7 +277,8 @@ class Session:
             result: dict[str, Any] = self.graphs.compute(evaluation_graph(self.spec, version, self._start.point).end)
         wall_s = time.time() - began_s
         self._evaluated_s += wall_s
-        self.metrics.write(version, {"evaluation/reward": result["reward"], "evaluation/wall_s": wall_s})
+        bins = {f"evaluation/reward/{name}": mean for name, (mean, _) in result["bins"].items()}
+        self.metrics.write(version, {"evaluation/reward": result["reward"], **bins, "evaluation/wall_s": wall_s})
         if self.config.evaluation.every:
             self.checkpoints.score(version, result["reward"])
         self.callbacks.evaluation(result)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import libra
@@ -19,6 +20,7 @@ from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError
 from libra.rollout import load_chat_format
 from libra.types import Episode, Prompt
+from libra.worker.grading import score_fault
 
 SHIPPED = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 
@@ -122,3 +124,11 @@ def test_scaled_positions_count(tmp_path: Path, scaling: dict[str, Any] | None, 
 def test_a_guard_is_recognised(text: str, line: int, guarded: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     assert main_script._is_guarded(tmp_path / "train.py", line) is guarded
+
+
+def test_what_a_reward_node_gives_is_one_entry_for_each_episode() -> None:
+    assert score_fault([1.0, 2.0], 2) is None
+    assert score_fault(np.zeros(2), 2) is None
+    assert "gave 1 numbers for 2 episodes" in str(score_fault([1.0], 2))
+    for given in (0.5, "ab", {0: 1.0, 1: 2.0}, None):
+        assert "not a list of numbers" in str(score_fault(given, 2))
