@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["RunSummary", "Session", "__version__", "train"]
+__all__ = ["Environment", "RunSummary", "Session", "__version__", "errors", "tool", "train"]
 
 if TYPE_CHECKING:
+    from libra import errors
     from libra.api import train
     from libra.driver.run_summary import RunSummary
     from libra.driver.session import Session
+    from libra.envs.environment import Environment
+    from libra.envs.tool import tool
+
+
+_HOMES = {
+    "Environment": "libra.envs.environment",
+    "RunSummary": "libra.driver.run_summary",
+    "Session": "libra.driver.session",
+    "errors": "libra.errors",
+    "tool": "libra.envs.tool",
+}
+"""Modules of the public names, `train` excepted."""
 
 
 class _Libra(types.ModuleType):
@@ -33,11 +47,13 @@ class _Libra(types.ModuleType):
         """The import system announces the subpackage here; ``from libra.train import ...`` does not need it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("Session", "RunSummary"):
-            from libra.driver import session
+        if name not in _HOMES:
+            raise AttributeError(f"module 'libra' has no attribute {name!r}")
+        module = importlib.import_module(_HOMES[name])
+        return module if name == "errors" else getattr(module, name)
 
-            return getattr(session, name)
-        raise AttributeError(f"module 'libra' has no attribute {name!r}")
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
 
 
 sys.modules[__name__].__class__ = _Libra

@@ -357,6 +357,7 @@ class Episode:
     prompt: Prompt
     turns: tuple[Turn, ...]
     end_reason: EndReason
+    state: Any = None  # of an environment that has one, after the last turn
 
     @property
     def answer(self) -> str:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 from libra.driver.damage import RunCheck, batch_groups, journal_faults
 from libra.driver.set_aside import Repairs
 from libra.driver.start_records import read_given
+from libra.envs import decode_state, has_steps
 from libra.errors import LibraError, StoreError
 from libra.events import BatchOpened
 from libra.seals import sealed_text, unseal
@@ -84,15 +86,23 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
     for sample in range(size):
         tid = key._replace(sample=sample)
         state = TrajectoryState(
-            tid, prompt, rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos, config.trainer.resample
+            tid,
+            prompt,
+            rollout.max_turns,
+            rollout.max_context_tokens,
+            rollout.ignore_eos,
+            config.trainer.resample,
+            has_steps(environment),
         )
         for record in journal.read(str(tid)):
             state.apply(record)
         if state.end is None:
             raise StoreError(f"the journal does not have all of {tid}")
         states.append(state)
+    decode = partial(decode_state, environment)
     pairs = [
-        (state.trajectory(max(int(record["epoch"]) for record in state.records)), state.episode()) for state in states
+        (state.trajectory(max(int(record["epoch"]) for record in state.records)), state.episode(decode))
+        for state in states
     ]
 
     async def grade_all() -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
+from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
@@ -153,6 +154,8 @@ def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
     """Least limits of the watchdog for tasks that end by a time-out of their own: those of the tools, and of graders."""
     floors_s = {"group": GRADE_TIMEOUT_S * (start.config.trainer.resample + 1) + FLOOR_S}
     tools = [tool.timeout_s for tool in start.environment.tools]
+    if has_steps(start.environment):
+        tools.append(start.environment.step_timeout_s)
     return floors_s | ({f"trajectory, {Phase.TOOL}": max(tools) + FLOOR_S} if tools else {})
 
 

@@ -9,6 +9,7 @@ from libra.envs.function_environment import FunctionEnvironment
 from libra.envs.grading import run_grader
 from libra.envs.registry import ENVIRONMENTS, make_environment
 from libra.envs.rewards import REWARDS, make_reward
+from libra.envs.state import StateCopy, begin_state, check_state, decode_state, has_state, has_steps, run_step
 from libra.envs.tool import Tool, tool
 from libra.envs.tool_calls import TOOL_FORMATS, parse_hermes, parse_qwen3_coder
 
@@ -18,7 +19,13 @@ __all__ = [
     "TOOL_FORMATS",
     "Environment",
     "FunctionEnvironment",
+    "StateCopy",
     "Tool",
+    "begin_state",
+    "check_state",
+    "decode_state",
+    "has_state",
+    "has_steps",
     "hung_threads",
     "make_environment",
     "make_reward",
@@ -26,5 +33,6 @@ __all__ = [
     "parse_qwen3_coder",
     "run_action",
     "run_grader",
+    "run_step",
     "tool",
 ]

@@ -18,11 +18,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from libra.envs.call_threads import CallThread, hung_threads
 from libra.envs.environment import Environment
-from libra.envs.tool import ACTION_ID, Tool
+from libra.envs.tool import ACTION_ID, STATE, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ToolFault, ToolTimeout
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
@@ -41,7 +41,17 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *, action_id: str) -> ToolReturn:
+class StateOfCall(Protocol):
+    """The trajectory's state, for one call after the other; see `libra.envs.state.StateCopy`."""
+
+    def value(self) -> Any: ...
+
+    def keep(self, value: Any) -> None: ...
+
+
+async def run_action(
+    environment: Environment, prompt: Prompt, call: ToolCall, *, action_id: str, state: StateOfCall | None = None
+) -> ToolReturn:
     """The return of ``call``, as the model reads it.
 
     Parameters
@@ -51,6 +61,8 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
     action_id : str
         Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call), passed to tools with a keyword of that
         name, as idempotency key and seed of injected faults.
+    state : StateOfCall, optional
+        For a tool that takes the trajectory's state; what it changed is kept if it returned.
 
     Raises
     ------
@@ -65,6 +77,8 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
     arguments = dict(call.arguments)
     if tool.takes_action_id:
         arguments[ACTION_ID] = action_id
+    if tool.takes_state and state is not None:
+        arguments[STATE] = state.value()
     started_s = time.perf_counter()
     outcome = await run_bounded(
         tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
@@ -85,6 +99,8 @@ async def run_action(environment: Environment, prompt: Prompt, call: ToolCall, *
     value, error = outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
         raise ToolFault(f"tool {tool.name}: {error_text(error)} ({action_id})") from error
+    if error is None and tool.takes_state and state is not None:
+        state.keep(arguments[STATE])
     try:
         payload = f"{type(error).__name__}: {error}" if error is not None else _as_text(value)
     except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of a tool's value is the tool's code too

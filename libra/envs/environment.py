@@ -35,6 +35,13 @@ class Environment(ABC):
     isolation: str = ""
     """How programs that the model writes are confined: label of a `libra.envs.sandbox.Level`. Empty: it runs none."""
 
+    max_state_bytes: int = 65_536
+    """Largest state of a trajectory, encoded; see `reset`."""
+    step_timeout_s: float = 10.0
+    """Wall seconds of a `reset` or a `step`."""
+    inline_steps: bool = False
+    """Whether `step` runs inside the generation quantum; for cheap ones. Otherwise it takes a TOOL slot, on any worker with one."""
+
     @abstractmethod
     def prompt(self, split: str, index: int) -> Prompt:
         """Question ``index`` (>= 0, without limit) of ``split``, "train" or "eval".
@@ -46,6 +53,27 @@ class Environment(ABC):
     @abstractmethod
     def grade(self, episode: Episode) -> float:
         """Reward of a finished trajectory: one finite number. May be ``async def``; otherwise it has a thread, and may block."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        """State with which a trajectory begins; define it for environments whose trajectories have one. May be ``async def``.
+
+        A *value*, never a live object: it is encoded into the record of each turn, because calls of one trajectory may run on
+        several workers, and a lost call runs again from the last record. None, bool, int, float, str, bytes, list and dict, or
+        the type that the return is annotated with: a dataclass, a msgspec.Struct, tuples, sets; at most ``max_state_bytes``
+        encoded. The same for the same prompt, so that the samples of a group begin alike.
+
+        Tools with a keyword ``trajectory_state`` get a copy, and so does `step`. What they change in it stays if they return,
+        and is dropped if they raise. The grader reads the last one as ``episode.state``.
+        """
+        return None
+
+    def step(self, text: str, state: Any) -> str | None:
+        """The user's next turn after the generated ``text``, which has no calls; None: the trajectory ends. May be ``async def``.
+
+        Define it for environments that talk back, such as text games. ``state`` is a copy to change in place; None without a
+        `reset`. An error is a failure of the environment, after which a fresh draw begins.
+        """
+        return None
 
     def prompt_id(self, split: str, index: int) -> str:
         """``prompt_id`` of question ``index`` where the same question comes again at another index, without making the prompt.

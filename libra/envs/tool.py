@@ -12,6 +12,8 @@ from libra.types import ToolStatus
 
 ACTION_ID = "action_id"
 """A tool with a keyword of this name gets the action's id; the model does not see it."""
+STATE = "trajectory_state"
+"""A tool with a keyword of this name gets the trajectory's state, to change in place; the model does not see it."""
 
 TIMEOUT_S = 10.0
 MAX_PAYLOAD_CHARS = 8000
@@ -54,6 +56,7 @@ class Tool:
     fatal: tuple[str, ...] = ()
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
+    takes_state: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -68,7 +71,9 @@ class Tool:
             getattr(self.function, "__call__", None)  # noqa: B004  an instance whose __call__ is async
         )
         object.__setattr__(self, "is_async", is_async)
-        object.__setattr__(self, "takes_action_id", ACTION_ID in inspect.signature(self.function).parameters)
+        parameters = inspect.signature(self.function).parameters
+        object.__setattr__(self, "takes_action_id", ACTION_ID in parameters)
+        object.__setattr__(self, "takes_state", STATE in parameters)
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -119,7 +124,7 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: its type hints cannot be read ({error}); use hints that the module imports"
         ) from error
-    shown = {key: value for key, value in signature.parameters.items() if key != ACTION_ID}
+    shown = {key: value for key, value in signature.parameters.items() if key not in (ACTION_ID, STATE)}
     for key, parameter in shown.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
@@ -137,7 +142,7 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
     def stub() -> None: ...
 
-    # The model must not see action_id, so the schema is read from a substitute without it.
+    # The model must not see action_id and trajectory_state, so the schema is read from a substitute without it.
     stub.__name__, stub.__doc__ = name, doc
     stub.__annotations__ = {key: hint for key, hint in hints.items() if key in shown}
     stub.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]

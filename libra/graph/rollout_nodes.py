@@ -7,12 +7,14 @@ counts, paths), never tensors. Each may run twice: it finds what it wrote the fi
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from distributed import Reschedule
 
+from libra.envs import decode_state
 from libra.errors import ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.events.reports import GroupReport
 from libra.store.group_records import group_path, read_group, write_group
@@ -77,7 +79,8 @@ def finished(host: LibraHost, results: list[dict[str, Any]]) -> list[tuple[Traje
         else:
             state = host.quanta.state(tid, question)
         assert state.end is not None, f"{tid} has not ended"
-        pairs.append((state.trajectory(host.spec.epoch), state.episode()))
+        decode = partial(decode_state, host.context.environment)
+        pairs.append((state.trajectory(host.spec.epoch), state.episode(decode)))
     return pairs
 
 

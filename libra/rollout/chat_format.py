@@ -61,9 +61,9 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.tool_schemas = [dict(schema) for schema in tool_schemas]
         self._template_args = dict(template_args or {})
-        self._frames: dict[int, list[str] | None] = {}
+        self._frames: dict[tuple[str, int], list[str] | None] = {}
         self._special = SpecialTokens(tokenizer)
-        self._special_counts: dict[int, int] = {}
+        self._special_counts: dict[tuple[str, int], int] = {}
         self._explanation = self._missing_explanation(tool_format)
         closing = self._encode(self._after_assistant([_STAND_IN]))
         self.end_of_turn_id = int(closing[0])
@@ -124,6 +124,13 @@ class ChatFormat:
         """Token ids of a piece of text alone, int32 (T,)."""
         return self._encode(text)
 
+    def user_ids(self, content: str, *, ended: bool = True) -> NDArray[np.int32]:
+        """The ids of a user's message and the next generation prompt, to append after an assistant turn, as `observation_ids`."""
+        text = self._special.broken(content)
+        ids = self._encode(self._after_assistant([text], role="user"))
+        self._check_special(ids, [text], role="user")
+        return ids[1:] if ended else ids
+
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop id at the end."""
         ids = [int(i) for i in ids]
@@ -131,16 +138,16 @@ class ChatFormat:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _check_special(self, ids: NDArray[np.int32], texts: list[str]) -> None:
+    def _check_special(self, ids: NDArray[np.int32], texts: list[str], role: str = "tool") -> None:
         """ValueError if a tokenizer that rewrites text before it looks for special tokens has found one in these."""
-        count = len(texts)
-        if self._frames[count] is None:  # what the template makes of other texts says nothing of these
+        kind = role, len(texts)
+        if self._frames[kind] is None:  # what the template makes of other texts says nothing of these
             forged = any(self._special.count(self._encode(text)) for text in texts)
         else:
-            if count not in self._special_counts:
-                harmless = self._encode(self._after_assistant([_STAND_IN] * count))
-                self._special_counts[count] = self._special.count(harmless)
-            forged = self._special.count(ids) > self._special_counts[count]
+            if kind not in self._special_counts:
+                harmless = self._encode(self._after_assistant([_STAND_IN] * len(texts), role))
+                self._special_counts[kind] = self._special.count(harmless)
+            forged = self._special.count(ids) > self._special_counts[kind]
         if forged:
             raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
 
@@ -152,35 +159,36 @@ class ChatFormat:
             messages, tools=self.tool_schemas or None, add_generation_prompt=True, tokenize=False, **self._template_args
         )
 
-    def _render_after(self, contents: list[str]) -> str:
-        tools = [{"role": "tool", "name": "tool", "content": content} for content in contents]
+    def _render_after(self, contents: list[str], role: str) -> str:
+        named = {"name": "tool"} if role == "tool" else {}
+        added = [{"role": role, **named, "content": content} for content in contents]
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN + "-ASSISTANT"}]
         try:
-            text = self._render(messages + tools)
+            text = self._render(messages + added)
         except Exception as error:  # jinja runs the model's own template, which may raise anything
             raise ModelError(
-                f"{self.tokenizer.name_or_path}: its template cannot show tool messages: {error}"
+                f"{self.tokenizer.name_or_path}: its template cannot show {role} messages: {error}"
             ) from error
         _before, found, after = text.partition(_STAND_IN + "-ASSISTANT")
         if not found:
             raise ModelError(f"{self.tokenizer.name_or_path}: its template leaves out assistant turns")
         return after
 
-    def _after_assistant(self, contents: list[str]) -> str:
+    def _after_assistant(self, contents: list[str], role: str = "tool") -> str:
         """Text after an assistant turn. Rendering is slower than generating a token, so a plain template is rendered
         once."""
-        count = len(contents)
-        if count not in self._frames:
-            self._frames[count] = self._frame(count)
-        frame = self._frames[count]
+        kind = role, len(contents)
+        if kind not in self._frames:
+            self._frames[kind] = self._frame(len(contents), role)
+        frame = self._frames[kind]
         if frame is None:
-            return self._render_after(contents)
+            return self._render_after(contents, role)
         return "".join(part for pair in zip(frame, [*contents, ""], strict=True) for part in pair)
 
-    def _frame(self, count: int) -> list[str] | None:
-        """The text around ``count`` tool messages; None if the template does not insert them verbatim."""
+    def _frame(self, count: int, role: str) -> list[str] | None:
+        """The text around ``count`` messages of ``role``; None if the template does not insert them verbatim."""
         marks = [f"{_STAND_IN}-{i}-" for i in range(count)]
-        rest, frame = self._render_after(marks), []
+        rest, frame = self._render_after(marks, role), []
         for mark in marks:
             if rest.count(mark) != 1:
                 return None
@@ -189,7 +197,7 @@ class ChatFormat:
         frame.append(rest)
         awkward = [f"{_AWKWARD}{i}{_AWKWARD}" for i in range(count)]
         joined = "".join(part for pair in zip(frame, [*awkward, ""], strict=True) for part in pair)
-        return frame if joined == self._render_after(awkward) else None
+        return frame if joined == self._render_after(awkward, role) else None
 
 
 def explanation(tool_schemas: Sequence[Mapping[str, Any]]) -> str:

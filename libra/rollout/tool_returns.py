@@ -21,7 +21,13 @@ _ANSWER_SHARE = 4
 
 
 def fitted(
-    chat: ChatFormat, contents: Sequence[str], left_tokens: int, max_new_tokens: int, *, ended: bool
+    chat: ChatFormat,
+    contents: Sequence[str],
+    left_tokens: int,
+    max_new_tokens: int,
+    *,
+    ended: bool,
+    role: str = "tool",
 ) -> tuple[list[str], NDArray[np.int32]]:
     """The returns of a turn's calls as the model reads them, and their token ids.
 
@@ -35,13 +41,22 @@ def fitted(
         Most tokens of the next generation.
     ended : bool
         As of `ChatFormat.observation_ids`.
+    role : "tool" or "user"
+        Of the messages; "user" has one, the environment's own answer.
 
     Returns
     -------
     list of str, array
         If not even the notes fit, the ids are longer than ``left_tokens``: then the context is full without any return.
     """
-    ids = chat.observation_ids(contents, ended=ended)
+
+    def rendered(texts: Sequence[str]) -> NDArray[np.int32]:
+        if role == "user":
+            (text,) = texts
+            return chat.user_ids(text, ended=ended)
+        return chat.observation_ids(texts, ended=ended)
+
+    ids = rendered(contents)
     room = left_tokens - max(1, min(max_new_tokens, left_tokens // _ANSWER_SHARE))
     shown = list(contents)
     if len(ids) <= room:
@@ -55,7 +70,7 @@ def fitted(
             content if share == len(own) else _cut(chat, own, share)
             for content, own, share in zip(contents, tokens, shares, strict=True)
         ]
-        ids = chat.observation_ids(shown, ended=ended)
+        ids = rendered(shown)
     return shown, ids
 
 

@@ -1,4 +1,5 @@
-"""For tests of your own engines and environments: `libra.testing.engines.EngineContract`, and environments without a task."""
+"""For tests of your own parts: `libra.testing.engines.EngineContract`, the contracts of `libra.testing.parts`, and environments
+without a task."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Contract tests of a user's own loss, advantage, learning rate schedule and policy. A test file like this one has them all:
+"""Contract tests of a user's own loss, advantage, learning rate schedule, policy and environment, for a test file like this one:
 
     class TestMyLoss(LossContract):
         name = "my_package.losses:one_sided"
 
-Each class names its part as the configuration does. The tests of engines are in `libra.testing.engines`.
+Each class names its part as the configuration does; `EnvironmentContract` makes its environment. The tests of engines are in
+`libra.testing.engines`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -16,6 +18,17 @@ import torch
 
 from libra.config import config_from_dict
 from libra.config.models import TrainerSection
+from libra.envs import (
+    Environment,
+    StateCopy,
+    begin_state,
+    check_state,
+    decode_state,
+    has_steps,
+    run_action,
+    run_grader,
+    run_step,
+)
 from libra.orderings import check_ordering, own_ordering
 from libra.policy import OnlineLearner, Ordering
 from libra.sim.from_config import drawn_workload, simulator_of
@@ -30,6 +43,7 @@ from libra.train.own_parts import (
     own_losses,
 )
 from libra.train.sequences import Packed
+from libra.types import EndReason, Episode, Prompt, ToolReturn, ToolStatus, Turn
 
 TOLERANCE = 1e-6
 """Largest difference of the loss of a token between two ways of packing its sequence."""
@@ -193,3 +207,74 @@ class _RestoredLearner(_Restored):
 
     def forget_live(self) -> None:
         self._ordering.forget_live()  # type: ignore[attr-defined]
+
+
+class EnvironmentContract:
+    """Tests of a `libra.envs.Environment`; a subclass defines `make_environment`, and may change the rest."""
+
+    prompts = 16
+    """Prompts of each split that are tried."""
+    splits: tuple[str, ...] = ("train", "eval")
+    turns: tuple[str, ...] = ("", "no", '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>')
+    """Generated texts of an episode that is tried, one a turn."""
+
+    def make_environment(self) -> Environment:
+        """A new object, as each worker makes it."""
+        raise NotImplementedError
+
+    def given(self) -> list[Prompt]:
+        """All prompts that are tried."""
+        environment = self.make_environment()
+        return [environment.prompt(split, index) for split in self.splits for index in range(self.prompts)]
+
+    def test_prompts_are_the_same_on_every_worker_and_can_be_stored(self) -> None:
+        first, again = self.given(), self.given()
+        assert first == again
+        for prompt in first:
+            json.dumps(prompt.facts)
+            assert prompt.messages and all(isinstance(message["content"], str) for message in prompt.messages)
+
+    def test_prompt_ids_are_of_one_question_each(self) -> None:
+        by_id: dict[str, Prompt] = {}
+        for prompt in self.given():
+            assert by_id.setdefault(prompt.prompt_id, prompt) == prompt
+
+    def test_a_state_begins_alike_and_survives_its_record(self) -> None:
+        environment, other = (check_state(self.make_environment()) for _ in range(2))
+        for prompt in self.given():
+            first = asyncio.run(begin_state(environment, prompt, prompt.prompt_id))
+            again = asyncio.run(begin_state(other, prompt, prompt.prompt_id))
+            assert decode_state(environment, first) == decode_state(other, again)
+
+    def test_an_episode_of_given_turns_is_graded(self) -> None:
+        """Twice, with a new object in between, as if the worker had been lost: rewards are equal and finite."""
+        for prompt in self.given():
+            assert asyncio.run(self.reward(prompt)) == asyncio.run(self.reward(prompt))
+
+    async def reward(self, prompt: Prompt) -> float:
+        """Reward of `turns`, each taken by a new object."""
+        where, played = prompt.prompt_id, list[Turn]()
+        data, ended = await begin_state(self.make_environment(), prompt, where), False
+        for number, text in enumerate(self.turns):
+            environment = self.make_environment()
+            await environment.setup()
+            copy = StateCopy(environment, data, where)
+            calls = tuple(environment.parse(text))
+            returns = [
+                await run_action(environment, prompt, call, action_id=f"{where}/{number}/{index}", state=copy)
+                for index, call in enumerate(calls)
+            ]
+            if not calls:
+                reply = await run_step(environment, text, copy, where) if has_steps(environment) else None
+                ended = reply is None
+                returns = [] if reply is None else [ToolReturn("step", ToolStatus.OK, reply)]
+            data = copy.data
+            played.append(Turn(text, calls, tuple(returns), num_tokens=len(text)))
+            await environment.close()
+            if ended:
+                break
+        environment = self.make_environment()
+        end = EndReason.ANSWERED if ended else EndReason.MAX_TURNS
+        return await run_grader(
+            environment, Episode(where, prompt, tuple(played), end, decode_state(environment, data))
+        )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.envs import run_action
+from libra.envs import StateCopy, begin_state, has_steps, run_action, run_step
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
@@ -36,6 +36,7 @@ from libra.worker.failure_classes import FAULTS, failure_of
 from libra.worker.trajectory_state import (
     TrajectoryState,
     action_record,
+    end_record,
     failure_record,
     generation_record,
     returned,
@@ -46,6 +47,8 @@ from libra.worker.worker_engine import WorkerEngine
 if TYPE_CHECKING:
     from libra.rollout import ChatFormat
 
+STEP = "step"
+"""Name of the environment's own answer among the returns of tools."""
 KEPT_PROMPTS = 1024
 """Tokenised prompts kept in memory per worker."""
 KEPT_STATES = 4096
@@ -98,6 +101,7 @@ class QuantumRunner:
                 rollout.max_context_tokens,
                 rollout.ignore_eos,
                 config.trainer.resample,
+                has_steps(self.context.environment),
             )
             while len(self.states) > KEPT_STATES:
                 self.states.popitem(last=False)
@@ -152,8 +156,10 @@ class QuantumRunner:
         try:
             if state.phase is Phase.ROLLOUT:
                 await self._generate(key, state)
-                if state.calls and self._inline(state.calls):
+                if (state.calls or state.answered) and self._inline(state):
                     await self._act(state)
+                    if state.end is not None:
+                        self._forget(state)
             else:
                 await self._act(state)
         except EngineAsleep:
@@ -172,6 +178,7 @@ class QuantumRunner:
         rollout = context.spec.config.rollout
         await serving.pull()
         started_s = time.time()
+        begun = None if state.context else await begin_state(context.environment, state.prompt, str(state.tid))
         prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
         context_ids = state.context_ids if prompt_ids is None else prompt_ids
         temperature = rollout.temperature
@@ -196,7 +203,7 @@ class QuantumRunner:
         self.engine.turn_ended()
         text = storable(self.chat.decode(output.token_ids))
         calls = self._parse(text) if script is None else script.calls
-        record = generation_record(state.turns, prompt_ids, output, text, calls)
+        record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
         try:
             self._commit(state, record, started_s)
         except Unstorable as error:
@@ -230,22 +237,60 @@ class QuantumRunner:
                 self._prompts.popitem(last=False)
         return ids
 
-    def _inline(self, calls: tuple[ToolCall, ...]) -> bool:
-        """Whether every call is malformed or of a tool cheap enough to run within the generation quantum."""
+    def _inline(self, state: TrajectoryState) -> bool:
+        """Whether the environment's answer, or every call that is not malformed, is cheap enough for the generation quantum."""
+        if state.answered:
+            return self.context.environment.inline_steps
+        calls = state.calls
         inline = {tool.name for tool in self.context.environment.tools if tool.inline}
         return all(call.error is not None or call.name in inline for call in calls)
 
     async def _act(self, state: TrajectoryState) -> None:
         started_s, turn = time.time(), state.turns - 1
+        copy = StateCopy(self.context.environment, state.state, str(state.tid))
+        last = state.records[-1]
+        ended = bool(len(last["token_ids"])) and int(last["token_ids"][-1]) in self.chat.stop_ids
+        if state.answered:
+            reply = await run_step(self.context.environment, last["text"], copy, str(state.tid))
+            if reply is None:
+                self._commit(state, end_record(turn, copy.data), started_s)
+                return
+            returns, role = [ToolReturn(STEP, ToolStatus.OK, reply, time.time() - started_s, len(reply))], "user"
+        else:
+            returns, role = await self._returns(state, turn, copy), "tool"
+        shown, observation = self._fitted(state, [r.content for r in returns], role, ended)
+        returns = [_as_shown(each, content) for each, content in zip(returns, shown, strict=True)]
+        self._commit(state, action_record(turn, returns, observation, copy.data), started_s)
+
+    def _fitted(
+        self, state: TrajectoryState, contents: list[str], role: str, ended: bool
+    ) -> tuple[list[str], NDArray[np.int32]]:
+        """Answers to a turn as the model reads them, cut to what the context still holds, and their token ids."""
+        from libra.rollout.tool_returns import fitted  # here: it imports torch, as the chat format does
+
+        rollout = self.context.spec.config.rollout
+        left = rollout.max_context_tokens - state.num_context_tokens
+        try:
+            return fitted(self.chat, contents, left, rollout.max_new_tokens, ended=ended, role=role)
+        except Exception as error:  # the boundary to the model's own template and tokenizer
+            raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
+
+    async def _returns(self, state: TrajectoryState, turn: int, copy: StateCopy) -> list[ToolReturn]:
+        """What the calls of a turn return: all at once, or one after the other if one of them takes the trajectory's state."""
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
         if state.draw:
             name += f".{state.draw}"
+        environment = self.context.environment
+        actions = (
+            run_action(environment, state.prompt, call, action_id=f"{name}/{turn}/{index}", state=copy)
+            for index, call in enumerate(state.calls)
+        )
+        stateful = {tool.name for tool in environment.tools if tool.takes_state}
+        if any(call.name in stateful for call in state.calls):
+            return [await action for action in actions]
         outcomes = await asyncio.gather(
-            *(
-                run_action(self.context.environment, state.prompt, call, action_id=f"{name}/{turn}/{index}")
-                for index, call in enumerate(state.calls)
-            ),
+            *actions,
             return_exceptions=True,  # all have ended before the trajectory continues, or ends
         )
         returns: list[ToolReturn] = []
@@ -253,20 +298,7 @@ class QuantumRunner:
             if isinstance(outcome, BaseException):
                 raise outcome
             returns.append(outcome)
-        last = state.records[-1]["token_ids"]
-        ended = bool(len(last)) and int(last[-1]) in self.chat.stop_ids
-        from libra.rollout.tool_returns import fitted  # here: it imports torch, as the chat format does
-
-        rollout = self.context.spec.config.rollout
-        left = rollout.max_context_tokens - state.num_context_tokens
-        try:
-            shown, observation = fitted(
-                self.chat, [r.content for r in returns], left, rollout.max_new_tokens, ended=ended
-            )
-        except Exception as error:  # the boundary to the model's own template and tokenizer
-            raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
-        returns = [_as_shown(each, content) for each, content in zip(returns, shown, strict=True)]
-        self._commit(state, action_record(turn, returns, observation), started_s)
+        return returns
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record, then apply it. RecordExists or FencedOff: another worker was first, and this one stops."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from libra import keys
 from libra.config import RunConfig
-from libra.envs import Environment, make_environment
+from libra.envs import Environment, check_state, make_environment
 from libra.types import TrajectoryId
 
 
@@ -115,7 +115,7 @@ class RunSpec(RunFiles):
             environment = make_environment(section.name, dict(section.args), self.config.run.seed)
         if self.config.rollout.tool_format is not None:
             environment.tool_format = self.config.rollout.tool_format
-        return environment
+        return check_state(environment)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
         """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -45,9 +45,14 @@ MOST_CHARS = 2**31 - 1
 
 
 def generation_record(
-    turn: int, prompt_ids: NDArray[np.int32] | None, output: TurnOutput, text: str, calls: Sequence[ToolCall]
+    turn: int,
+    prompt_ids: NDArray[np.int32] | None,
+    output: TurnOutput,
+    text: str,
+    calls: Sequence[ToolCall],
+    state: bytes | None = None,
 ) -> dict[str, Any]:
-    """Record of a generation quantum; ``prompt_ids`` goes into the first of a trajectory only."""
+    """Record of a generation quantum; ``prompt_ids`` and the first ``state`` go into the first of a trajectory only."""
     return {
         "kind": "generation",
         "turn": turn,
@@ -62,17 +67,33 @@ def generation_record(
         "busy_s": output.busy_s,
         "text": text,
         "calls": [{"name": c.name, "arguments": json.dumps(dict(c.arguments)), "error": c.error} for c in calls],
+        **_with_state(state),
     }
 
 
-def action_record(turn: int, returns: Sequence[ToolReturn], observation_ids: NDArray[np.int32]) -> dict[str, Any]:
-    """Record of an action quantum: what each call of the turn returned, and the tokens appended for the model to read."""
+def action_record(
+    turn: int, returns: Sequence[ToolReturn], observation_ids: NDArray[np.int32], state: bytes | None = None
+) -> dict[str, Any]:
+    """Record of an action quantum: what each call of the turn returned, and the tokens appended for the model to read.
+
+    ``state`` is the trajectory's after it; None: it has none.
+    """
     return {
         "kind": "action",
         "turn": turn,
         "returns": [asdict(r) | {"status": str(r.status)} for r in returns],
         "observation_ids": observation_ids,
+        **_with_state(state),
     }
+
+
+def end_record(turn: int, state: bytes | None) -> dict[str, Any]:
+    """Record of an action quantum in which the environment's ``step`` ended the trajectory."""
+    return {**action_record(turn, (), np.zeros(0, np.int32), state), "ends": True}
+
+
+def _with_state(state: bytes | None) -> dict[str, bytes]:
+    return {} if state is None else {"state": state}
 
 
 def returned(records: Iterable[Mapping[str, Any]]) -> tuple[str, ToolOutcome]:
@@ -106,6 +127,15 @@ class TrajectoryState:
         A turn cut at its token limit then does not end the trajectory (benchmarks with turns of a fixed length).
     resample : int
         Number of failures not caused by the policy that it survives.
+    steps : bool
+        The environment answers a turn without calls, and may end the trajectory: such a turn is followed by an action.
+
+    Attributes
+    ----------
+    state : bytes or None
+        The environment's state of it after the last record; None: it has none.
+    answered : bool
+        Its last turn had no calls, and waits for the environment's answer.
     """
 
     tid: TrajectoryId
@@ -114,6 +144,7 @@ class TrajectoryState:
     max_context_tokens: int
     ignore_eos: bool = False
     resample: int = 0
+    steps: bool = False
     quanta: int = 0
     end: EndReason | None = None
     failure: FailureClass = FailureClass.NONE
@@ -126,13 +157,15 @@ class TrajectoryState:
     num_context_tokens: int = 0
     turns: int = 0
     calls: tuple[ToolCall, ...] = ()
+    answered: bool = False
+    state: bytes | None = None
 
     @property
     def phase(self) -> Phase | None:
         """Its next phase; None: it has ended."""
         if self.end is not None:
             return None
-        return Phase.TOOL if self.calls else Phase.ROLLOUT
+        return Phase.TOOL if self.calls or self.answered else Phase.ROLLOUT
 
     @property
     def context_ids(self) -> NDArray[np.int32]:
@@ -143,13 +176,18 @@ class TrajectoryState:
         """Apply the next record."""
         self.records.append(dict(record))
         self.quanta += 1
+        self.state = record.get("state", self.state)
         match record["kind"]:
             case "generation":
                 self._generated(record)
             case "action":
                 self._extend(record["observation_ids"])
-                self.calls = ()
-                if self.num_context_tokens >= self.max_context_tokens:
+                self.calls, answered, self.answered = (), self.answered, False
+                if "ends" in record:
+                    self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
+                elif answered and self.turns >= self.max_turns:
+                    self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and not at the end")
+                elif self.num_context_tokens >= self.max_context_tokens:
                     self._finish(EndReason.LENGTH, FailureClass.POLICY, "the context is full")
             case "failure":
                 self._failed(FailureClass(record["failure"]), record["detail"])
@@ -164,6 +202,8 @@ class TrajectoryState:
             self._finish(EndReason.FAILURE, FailureClass.POLICY, record["unstorable"])
         elif record["stop_reason"] == StopReason.LENGTH and not self.ignore_eos:
             self._finish(EndReason.LENGTH, FailureClass.POLICY, f"turn {self.turns - 1} was cut at its token limit")
+        elif not calls and self.steps:
+            self.answered = True
         elif not calls:
             self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
         elif self.turns >= self.max_turns:
@@ -180,18 +220,19 @@ class TrajectoryState:
             self.draw += 1
             self.first = len(self.records)
             self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
+            self.answered, self.state = False, None
 
     def _extend(self, token_ids: NDArray[np.int32]) -> None:
         self.context.append(token_ids)
         self.num_context_tokens += len(token_ids)
 
     def _finish(self, end: EndReason, failure: FailureClass, detail: str) -> None:
-        self.end, self.failure, self.detail, self.calls = end, failure, detail, ()
+        self.end, self.failure, self.detail, self.calls, self.answered = end, failure, detail, (), False
 
     # ---------------------------------------------------------------- once it has ended
 
-    def episode(self) -> Episode:
-        """The trajectory as the grader sees it."""
+    def episode(self, decode: Callable[[bytes | None], Any] = lambda _: None) -> Episode:
+        """The trajectory as the grader sees it; ``decode`` reads the environment's state of it."""
         turns: list[Turn] = []
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
@@ -200,7 +241,7 @@ class TrajectoryState:
             elif record["kind"] == "action":
                 returns = tuple(ToolReturn(**r | {"status": ToolStatus(r["status"])}) for r in record["returns"])
                 turns[-1] = replace(turns[-1], returns=returns)
-        return Episode(str(self.tid), self.prompt, tuple(turns), self.end or EndReason.FAILURE)
+        return Episode(str(self.tid), self.prompt, tuple(turns), self.end or EndReason.FAILURE, decode(self.state))
 
     def trajectory(self, epoch: int) -> Trajectory:
         """All tokens and turns as the store keeps them, not graded yet."""

@@ -144,6 +144,18 @@ def test_a_tokenizer_that_rewrites_text_before_it_looks_for_its_tokens_forges_no
     assert len(chat.observation_ids(["7", "8"]))
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=10, deadline=None)
+@given(question=TEXT, said=TEXT, reply=TEXT)
+def test_a_user_who_answers_is_rendered_as_in_the_whole_conversation(formats, name, question, said, reply):
+    chat = formats[name]
+    user, answer = {"role": "user", "content": question}, {"role": "user", "content": reply}
+    generated = [*chat.tokenizer.encode(said, add_special_tokens=False), chat.end_of_turn_id]
+    ids = np.concatenate([chat.prompt_ids([user]), generated, chat.user_ids(reply)])
+    assert ids.tolist() == whole(chat, [user, {"role": "assistant", "content": said}, answer])
+    assert chat.user_ids(reply, ended=False).tolist() == [chat.end_of_turn_id, *chat.user_ids(reply).tolist()]
+
+
 def test_a_turn_that_did_not_end_itself_is_ended(formats):
     chat = formats["joined"]
     ended, cut = chat.observation_ids(["7"]), chat.observation_ids(["7"], ended=False)

@@ -17,7 +17,7 @@ from libra.types import (
     TrajectoryId,
     TurnOutput,
 )
-from libra.worker.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
+from libra.worker.trajectory_state import TrajectoryState, action_record, end_record, failure_record, generation_record
 
 PROMPT = Prompt("train-0", ({"role": "user", "content": "?"},), {"answer": 3})
 CALL = ToolCall("calculator", {"expression": "1 + 2"})
@@ -150,3 +150,49 @@ def test_the_last_failure_ends_it() -> None:
     t = state.trajectory(epoch=0)
     assert (state.phase, t.failure, t.retried, t.attempt) == (None, FailureClass.TIMEOUT, "engine,tool", 2)
     assert len(t.token_ids) == 0 and np.isnan(t.reward)
+
+
+# -------------------------------------------------------------------- environments that talk back, and states
+
+
+def stepped(turn: int, ids: list[int], state: bytes) -> dict:
+    returns = [ToolReturn("step", ToolStatus.OK, "higher", 0.25, 6)]
+    return action_record(turn, returns, np.array(ids, np.int32), state) | STAMP
+
+
+def begun(state: bytes, first: list[int]) -> dict:
+    return generation_record(0, np.array(first, np.int32), output([10]), "5", (), state) | STAMP
+
+
+def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it() -> None:
+    state = fresh(steps=True)
+    state.apply(begun(b"0", [1]))
+    assert (state.phase, state.answered, state.state) == (Phase.TOOL, True, b"0")
+    state.apply(stepped(0, [20], b"1"))
+    assert (state.phase, state.state, state.context_ids.tolist()) == (Phase.ROLLOUT, b"1", [1, 10, 20])
+    state.apply(generated(1, [11]))
+    state.apply(end_record(1, b"2") | STAMP)
+    assert (state.phase, state.end, state.failure, state.state) == (None, EndReason.ANSWERED, FailureClass.NONE, b"2")
+    episode = state.episode(lambda data: f"decoded {data!r}")
+    assert episode.state == "decoded b'2'"
+    assert [turn.returns[0].content if turn.returns else None for turn in episode.turns] == ["higher", None]
+    rows = state.trajectory(0).turns
+    assert [(row["tool"], row["status"]) for row in rows] == [("step", "ok"), ("", "")]
+
+
+def test_the_last_turn_is_answered_before_the_limit_of_turns_ends_it() -> None:
+    won, lost = fresh(steps=True, max_turns=1), fresh(steps=True, max_turns=1)
+    for state in (won, lost):
+        state.apply(begun(b"0", [1]))
+        assert state.phase is Phase.TOOL
+    won.apply(end_record(0, b"1") | STAMP)
+    lost.apply(stepped(0, [20], b"1"))
+    assert (won.end, lost.end, lost.failure) == (EndReason.ANSWERED, EndReason.MAX_TURNS, FailureClass.POLICY)
+
+
+def test_a_fresh_draw_begins_without_the_state_of_the_failed_one_and_a_repeated_turn_keeps_it() -> None:
+    for failure, kept in ((FailureClass.ENVIRONMENT, None), (FailureClass.ENGINE, b"1")):
+        state = fresh(steps=True, resample=1)
+        for record in (begun(b"0", [1]), stepped(0, [20], b"1"), failure_record(failure, "x") | STAMP):
+            state.apply(record)
+        assert (state.state, state.phase, state.answered) == (kept, Phase.ROLLOUT, False)

@@ -1,0 +1,174 @@
+"""The state of a trajectory: a value that travels with its records.
+
+Calls of one trajectory may run on several workers, and a lost one runs again. So the state is no live object: it is encoded into
+the record of each turn, and whoever runs the next one decodes it from there.
+
+Invariants
+----------
+1. The environment's code gets a copy of its own. What it changes there counts only if its call returned: after an error, a
+   time-out or a lost worker the next one begins with the state of the last record, so nothing acts on it twice.
+2. A state that differs after encoding and decoding is refused when the trajectory begins, and one above ``max_state_bytes`` at
+   any time; both are failures of the environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+
+from libra.envs.actions import run_bounded
+from libra.envs.environment import Environment
+from libra.envs.tool import MAX_PAYLOAD_CHARS
+from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
+from libra.types import Prompt
+from libra.untrusted import error_text, storable
+
+STATE_FORM = (
+    "None, bool, int, float, str, bytes, list and dict, or what the annotation of reset's return says (a dataclass, a "
+    "msgspec.Struct, tuples, sets)"
+)
+
+
+def has_state(environment: Environment) -> bool:
+    """Whether its trajectories have a state."""
+    return type(environment).reset is not Environment.reset
+
+
+def has_steps(environment: Environment) -> bool:
+    """Whether it answers turns without calls, as a text game does."""
+    return type(environment).step is not Environment.step
+
+
+def check_state(environment: Environment) -> Environment:
+    """``environment``; ConfigError if its tools take a state that it does not have, or the type of its state is unknown."""
+    for tool in environment.tools:
+        if tool.takes_state and not has_state(environment):
+            raise ConfigError(
+                f"tool {tool.name!r}: it takes trajectory_state, and {environment.name} has none; define "
+                "reset(self, prompt), which returns the state of a trajectory at its beginning"
+            )
+    if has_state(environment):
+        _decoder(type(environment))
+    if environment.max_state_bytes < 1 or not environment.step_timeout_s > 0:
+        raise ConfigError(
+            f"{environment.name}: max_state_bytes is {environment.max_state_bytes!r} and step_timeout_s "
+            f"{environment.step_timeout_s!r}; both must be above 0"
+        )
+    return environment
+
+
+def decode_state(environment: Environment, data: bytes | None) -> Any:
+    """A state of its own from the bytes of a record; None without any."""
+    return None if data is None else _decoder(type(environment)).decode(data)
+
+
+class StateCopy:
+    """The state of one trajectory while a turn's code runs: ``data`` are its bytes as of the last call that returned."""
+
+    def __init__(self, environment: Environment, data: bytes | None, where: str) -> None:
+        self._environment, self.data, self._where = environment, data, where
+
+    def value(self) -> Any:
+        """A copy for one call."""
+        return decode_state(self._environment, self.data)
+
+    def keep(self, value: Any) -> None:
+        """Make ``value``, as a call left it, the state; EnvironmentFault if it is too large, or of a kind that has no form."""
+        name, where = self._environment.name, self._where
+        try:
+            data = msgspec.msgpack.encode(value)
+        except Exception as error:  # the boundary to a user's values: __getstate__ and the like may raise anything
+            raise EnvironmentFault(
+                f"{name}: the state of {where} cannot be recorded: {error_text(error)}; allowed are {STATE_FORM}"
+            ) from error
+        most = self._environment.max_state_bytes
+        if len(data) > most:
+            raise EnvironmentFault(
+                f"{name}: the state of {where} has {len(data):,} bytes, and max_state_bytes is {most:,}; it is written with every "
+                "turn, so keep what can be computed or looked up out of it, or raise max_state_bytes of the environment"
+            )
+        self.data = data
+
+
+async def begin_state(environment: Environment, prompt: Prompt, where: str) -> bytes | None:
+    """The state with which a trajectory begins, as bytes; None: the environment has none.
+
+    Raises
+    ------
+    EnvironmentFault
+        ``reset`` raised, or its state has no form; ToolTimeout if it took longer than ``step_timeout_s``.
+    """
+    if not has_state(environment):
+        return None
+    state = await _called(environment, "reset", {"prompt": prompt}, where)
+    copy = StateCopy(environment, None, where)
+    copy.keep(state)
+    try:
+        same = bool(copy.value() == state)
+    except Exception as error:  # the boundary to a user's values
+        raise EnvironmentFault(
+            f"{environment.name}: the state of {where} cannot be read again: {error_text(error)}; allowed are {STATE_FORM}"
+        ) from error
+    if not same:
+        raise EnvironmentFault(
+            f"{environment.name}: the state of {where} is {state!r:.200}, and {copy.value()!r:.200} after it was recorded; allowed "
+            f"are {STATE_FORM}"
+        )
+    return copy.data
+
+
+async def run_step(environment: Environment, text: str, copy: StateCopy, where: str) -> str | None:
+    """The user's next turn after ``text``, storable and cut to `MAX_PAYLOAD_CHARS`; None: the trajectory ends.
+
+    EnvironmentFault if ``step`` raised or returned something else; ToolTimeout if it took too long.
+    """
+    state = copy.value()
+    reply = await _called(environment, "step", {"text": text, "state": state}, where)
+    if not (reply is None or isinstance(reply, str)):
+        raise EnvironmentFault(
+            f"{environment.name}: step returned a {type(reply).__name__} for {where}; it returns the user's next turn as text, or "
+            "None to end the trajectory"
+        )
+    if has_state(environment):
+        copy.keep(state)
+    if reply is None:
+        return None
+    dropped = len(reply) - MAX_PAYLOAD_CHARS
+    kept = storable(reply[:MAX_PAYLOAD_CHARS])
+    return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(reply)} characters dropped]"
+
+
+async def _called(environment: Environment, name: str, arguments: dict[str, Any], where: str) -> Any:
+    method = getattr(environment, name)
+    given = tuple(arguments.values())
+    outcome = await run_bounded(
+        lambda: method(*given),
+        {},
+        environment.step_timeout_s,
+        is_async=inspect.iscoroutinefunction(method),
+        name=f"{name} of {environment.name}",
+    )
+    if outcome is None:
+        raise ToolTimeout(
+            f"{environment.name}: {name} did not return within {environment.step_timeout_s:g} s ({where})"
+        )
+    value, error = outcome
+    if error is not None:
+        raise EnvironmentFault(f"{environment.name}: {name} raised {error_text(error)} ({where})") from error
+    return value
+
+
+@cache
+def _decoder(kind: type[Environment]) -> msgspec.msgpack.Decoder[Any]:
+    """Of the states of a class; ConfigError if their annotation cannot be used."""
+    try:
+        annotation = get_type_hints(kind.reset).get("return", Any)
+        return msgspec.msgpack.Decoder(annotation)
+    except (NameError, TypeError) as error:
+        raise ConfigError(
+            f"{kind.__name__}.reset: the annotation of its return cannot be used ({error}); define the type in the same module, "
+            "as a dataclass or msgspec.Struct, or leave the annotation out"
+        ) from error
