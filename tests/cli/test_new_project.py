@@ -1,0 +1,69 @@
+"""``libra init``: its project runs, its test passes, and it never overwrites a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from libra.cli.new_project import FILES, make_project
+from libra.errors import ConfigError
+
+
+def environment_of(repository: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.timeout(400)
+def test_its_run_and_its_test_pass(repository: Path, tmp_path: Path) -> None:
+    """``-P`` leaves the working directory out of the search for modules, as the command ``libra`` does."""
+    libra = [sys.executable, "-P", "-m", "libra"]
+    made = subprocess.run(
+        [*libra, "init", "first"],
+        cwd=tmp_path,
+        env=environment_of(repository),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "cd first && libra run config.yaml" in made.stdout
+    smaller = ["run.iterations=1", "run.name=one", "evaluation.prompts=0", "trainer.prompts=2", "trainer.group_size=2"]
+    for command in (
+        [*libra, "run", "config.yaml", "cluster.dashboard_port=0", *smaller],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+    ):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path / "first",
+            env=environment_of(repository),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert (tmp_path / "first" / "runs" / "one" / "trajectories.zarr").is_dir()
+
+
+def test_files_that_are_there_stay(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match=r"config.yaml is there already, and libra init never overwrites a file"):
+        make_project(tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_place_that_cannot_hold_a_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        make_project(tmp_path / "file" / "project")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_files_of_a_project_ship(repository: Path) -> None:
+    texts = {path.name for path in (repository / "libra" / "assets" / "starter").iterdir()}
+    assert texts == set(FILES.values())
