@@ -31,9 +31,8 @@ class GuessDigit(libra.Environment):
         return "higher" if state["guesses"][-1] < state["secret"] else "lower"
 
     def grade(self, episode):
-        return (
-            (6 - len(episode.state["guesses"])) / 5 if episode.state["guesses"][-1] == episode.state["secret"] else 0.0
-        )
+        guesses = episode.state["guesses"]
+        return (6 - len(guesses)) / 5 if guesses and guesses[-1] == episode.state["secret"] else 0.0
 
 
 if __name__ == "__main__":
