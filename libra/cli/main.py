@@ -17,7 +17,10 @@ from typing import Any
 import click
 
 from libra.cli.cluster_commands import cluster
+from libra.cli.inspect import inspect
 from libra.cli.new_project import init
+from libra.cli.report import report, trace
+from libra.cli.runs import runs
 from libra.cli.usage_error import show_usage_error
 from libra.errors import LibraError
 
@@ -41,6 +44,9 @@ def cli() -> None:
     Begin with:  libra run libra/quickstart
     """
 
+
+for _command in (inspect, report, runs, trace):
+    cli.add_command(_command)
 
 _CONFIG = click.argument("config", metavar="CONFIG")
 _OVERRIDES = click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
@@ -223,31 +229,6 @@ def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
 
     if not roles_command(run_dir, words, **choice):
         raise click.exceptions.Exit(1)
-
-
-@cli.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--index", type=int, help="Position in the store, from 0; negative counts from the end.")
-@click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out prompts.")
-@click.option("--iteration", type=int, help="Only this iteration; for held-out prompts, the weight version.")
-@click.option("--group", type=int, help="Only this group.")
-@click.option("--sample", type=int, help="Only this sample of each group.")
-@click.option("--failed", is_flag=True, help="Only trajectories with a failure class.")
-@click.option("--order", type=click.Choice(["best", "worst"]), help="Sort by reward, instead of as stored.")
-@click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Trajectories to print; 1 in a terminal steps through all of them.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one trajectory a line.")
-def inspect(run_dir: Path, **choice: Any) -> None:
-    """Step through the trajectories of RUN, a run directory: text, tool calls, reward, and why each ended."""
-    from libra.observe.inspect import inspect_run
-
-    inspect_run(run_dir, **choice)
 
 
 @cli.command()

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.text import Text
 
 from libra.errors import ModelError, RunDirectoryError
 from libra.observe.token_text import Decode, load_decode
@@ -85,6 +86,7 @@ def inspect_run(
     tokens: bool = False,
     limit: int = 1,
     as_json: bool = False,
+    html: Path | None = None,
     console: Console | None = None,
     read_key: Callable[[], str] | None = None,
     **selection: Any,
@@ -100,6 +102,8 @@ def inspect_run(
         Also every token with text, log-probability and versions.
     as_json : bool
         One JSON object per line instead of text.
+    html : Path or None
+        Write the first ``limit`` of them to this file instead, as one page.
     console : Console or None
         Where to print; None: standard output.
     read_key : callable or None
@@ -124,7 +128,16 @@ def inspect_run(
         console.print(text, highlight=False, markup=False)
         return
     viewer = _Viewer(store, rows, _decode_or_ids(run_dir, console, quiet=as_json), console)
-    if as_json:
+    if html is not None:
+        from libra.observe.inspect_page import write_page
+
+        write_page(html, store, rows[:limit].tolist(), viewer.decode, f"{run_dir.name}: {selected}")
+        console.print(
+            shown(f"{html}: {min(limit, len(rows))} of {len(rows)} selected trajectories"),
+            highlight=False,
+            markup=False,
+        )
+    elif as_json:
         viewer.print_json(limit, tokens)
     elif read_key is not None or (selected.index is None and limit == 1 and sys.stdin.isatty()):
         viewer.step(read_key or click.getchar, tokens)
@@ -145,11 +158,11 @@ class _Viewer:
         """Print one of them; ``place`` counts from 0 within the selection."""
         index = int(self.rows[place])
         where = f"{place + 1} of {len(self.rows)} selected, index {index} of {self.store.num_trajectories}"
-        page = render(
-            self.store.trajectory(index), self.store.row(index), place=where, decode=self.decode, tokens=tokens
-        )
+        trajectory, row = self.store.trajectory(index), self.store.row(index)
         self.console.rule()
-        self.console.print(page)
+        for part in render(trajectory, row, place=where, decode=self.decode, tokens=tokens):
+            # In a pipe the text has the lines that it has; only a terminal wraps it.
+            self.console.print(part, soft_wrap=isinstance(part, Text) and not self.console.is_terminal)
 
     def print_json(self, limit: int, tokens: bool) -> None:
         """Print the first ``limit`` of them, one JSON object per line."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +16,7 @@ from libra.observe.token_text import Decode
 from libra.types import NO_TOOL, FailureClass, ToolStatus, Trajectory
 from libra.untrusted import shown
 
+_WORDS = ("tool", "status", "stop", "worker")
 STYLES: Mapping[str, str] = {"prompt": "dim", "generated": "bold green", "observation": "yellow"}
 
 
@@ -41,8 +42,8 @@ def segments(trajectory: Trajectory) -> list[Segment]:
 
 def render(
     trajectory: Trajectory, row: Mapping[str, Any], *, place: str, decode: Decode | None, tokens: bool
-) -> RenderableType:
-    """The whole page of one trajectory.
+) -> list[RenderableType]:
+    """The parts of the page of one trajectory: facts, its text (a `Text`, to be wrapped only on a terminal), tables of 80 columns.
 
     Parameters
     ----------
@@ -60,7 +61,7 @@ def render(
         parts.append(_turns(trajectory))
     if tokens:
         parts.append(_tokens(trajectory, decode))
-    return Group(*parts)
+    return parts
 
 
 def as_json(
@@ -134,8 +135,10 @@ def _text(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
 
 
 def _turns(trajectory: Trajectory) -> RenderableType:
-    columns = "turn|tool|status|calls|context|generated|observed|stop|generate s|tool s|worker"
-    table = Table(*columns.split("|"), title="turns", title_justify="left")
+    table = Table(title="turns", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("turn", "tool", "status", "calls", "context", "made", "read", "stop", "gen. s", "tool s", "worker"):
+        narrow = name in ("tool", "worker")
+        table.add_column(name, overflow="fold", no_wrap=not narrow, justify="left" if name in _WORDS else "right")
     for turn in trajectory.turns:
         status = turn["status"]
         table.add_row(
@@ -152,8 +155,9 @@ def _turns(trajectory: Trajectory) -> RenderableType:
 
 
 def _tokens(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
-    names = ("position", "id", "text", "origin", "log-prob", "version", "kv version")
-    table = Table(*names, title="tokens", title_justify="left")
+    table = Table(title="tokens", title_justify="left")
+    for name in ("at", "id", "text", "origin", "log-prob", "ver.", "kv"):
+        table.add_column(name, overflow="fold", no_wrap=name != "text")
     for origin, start, stop in segments(trajectory):
         for i in range(start, stop):
             generated = origin == "generated"

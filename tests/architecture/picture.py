@@ -40,7 +40,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "transport": "authenticated connections and byte runs between processes",
         "store": "what is committed: journal, groups, batches, zarr, event log",
         "envs": "environments, tools, sandbox, rewards, tool-call formats",
-        "observe": "metrics, dashboard page, inspection",
+        "observe": "metrics, dashboard page, reports, traces, inspection",
         "cluster": "Dask workers: local, Slurm, settings, readiness",
         "models": "preparing pretrained models",
     },

@@ -42,6 +42,8 @@ class Page:
         self._socket = socket
         self._sent = 0
         self.exceptions: list[str] = []
+        self.complaints: list[str] = []  # of the console and the browser's log, warnings and errors
+        self.requests: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Result of one DevTools command; JavaScript exceptions met meanwhile are kept in ``exceptions``."""
@@ -53,13 +55,28 @@ class Page:
             answer = json.loads(raw)
             if answer.get("method") == "Runtime.exceptionThrown":
                 self.exceptions.append(json.dumps(answer["params"]["exceptionDetails"])[:600])
+            self._note(answer)
             if answer.get("id") == self._sent:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
 
+    def _note(self, message: dict[str, Any]) -> None:
+        """Keep what the page requests and complains of."""
+        match message.get("method"), message.get("params"):
+            case "Network.requestWillBeSent", {"request": {"url": url}}:
+                self.requests.append(url)
+            case "Runtime.consoleAPICalled", {"type": "error" | "warning" | "assert", "args": args}:
+                self.complaints.append(json.dumps(args)[:600])
+            case "Log.entryAdded", {"entry": {"level": "error" | "warning", "text": text}}:
+                self.complaints.append(text)
+
+    async def scheme(self, name: str) -> None:
+        """Prefer the colour scheme ``light`` or ``dark``."""
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
     async def open(self, url: str) -> None:
-        await self.call("Page.enable")
-        await self.call("Runtime.enable")
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            await self.call(f"{domain}.enable")
         await self.call("Page.addScriptToEvaluateOnNewDocument", source=DEEP_QUERY)
         await self.call("Page.navigate", url=url)
 
@@ -185,3 +202,25 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
         } | changes  # fmt: skip
 
     return make
+
+
+@pytest.fixture(scope="session")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, cluster_client: Any) -> Path:
+    """The directory of a short run that has finished: two iterations, held-out questions, tools. Read it only."""
+    from libra.config import config_from_dict
+    from libra.driver.session import run
+
+    directory = tmp_path_factory.mktemp("recorded")
+    config = config_from_dict(
+        {
+            "run": {"name": "recorded", "dir": str(directory), "iterations": 2},
+            "model": {"path": str(random_model)},
+            "environment": {"name": "libra.testing:FixedTurns"},
+            "rollout": {"max_new_tokens": 4, "max_turns": 3, "ignore_eos": True, "slots": 8},
+            "trainer": {"prompts": 2, "group_size": 2, "lr": 1e-3},
+            "evaluation": {"prompts": 4},
+            "cluster": {"threads": 1, "dashboard_port": 0},
+            "observe": {"progress": False, "tensorboard": False},
+        }
+    )
+    return run(config, client=cluster_client).directory

@@ -1,0 +1,210 @@
+"""What a report needs of an event log, read once: worker time, turns of the last iteration, forecasts, decisions, troubles.
+
+Memory does not grow with the number of quanta: of turns only the newest iteration's are kept, of forecasts a bounded number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from libra import events, keys
+from libra.errors import StoreError
+from libra.events import Event
+from libra.observe.worker_time import WorkerTimes
+from libra.store.event_log import EventReader
+from libra.types import Phase
+
+MAX_FORECASTS: Final = 4000
+MAX_DECISIONS: Final = 400
+MAX_TROUBLES: Final = 200
+DECISIONS: Final = (
+    events.LayoutPlanned, events.PlanConsidered, events.PlanAccepted, events.PlanBlocked, events.PlanRealised,
+    events.RoleChangeStarted, events.RoleChanged, events.RoleRestored, events.RoleChangeFailed, events.RoleChangeCancelled,
+    events.SlotsSet, events.BoundariesSet,
+)  # fmt: skip
+TROUBLES: Final = (
+    events.WorkerLost, events.WorkerSetupFailed, events.EngineQuarantined, events.StallDetected,
+    events.GangLost, events.RoleMemberFailed,
+)  # fmt: skip
+
+
+class TurnSpan(NamedTuple):
+    """One quantum of a trajectory: from the dispatch, or the previous quantum in its slot, to the report of its end."""
+
+    key: str
+    phase: str
+    worker: str
+    start_s: float
+    stop_s: float
+    tokens: int
+    tool: str
+
+
+class ForecastPair(NamedTuple):
+    """Tokens that a trajectory was forecast to generate in total, at first and half way, and those that it generated."""
+
+    first: float
+    half: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Live:
+    """A trajectory that has not ended."""
+
+    begun: tuple[float, str] | None = None
+    tokens: int = 0
+    forecasts: list[tuple[int, int]] = field(default_factory=list)  # generated so far, forecast remaining
+
+
+class Logged(NamedTuple):
+    """An event that is shown as it is, with its time over all starts of the run."""
+
+    t_s: float
+    event: Event
+
+
+class LogFacts:
+    """Facts of one event log; `read` fills them.
+
+    Attributes
+    ----------
+    times : WorkerTimes
+    starts : int
+        Starts of the run that are in the log.
+    num_events : int
+    turns : list of TurnSpan
+        Of the newest training iteration of which a trajectory ended, ``turns_of``.
+    forecasts : deque of ForecastPair
+        The latest of trajectories that ended by themselves.
+    decisions, troubles : deque of Logged
+    failures, lost_quanta : Counter, int
+        Attempts that failed, by class; quanta that ended without a record.
+    failure_details : Counter
+        Failed attempts by (class, detail), of the first different ones.
+    published_s : dict
+        When each version was published.
+    tokens, quanta : int, Counter
+        Generated tokens, and finished quanta by phase.
+    torn : bool
+        The last line was cut off.
+    """
+
+    def __init__(self, trainers: Sequence[str] = ()) -> None:
+        self.times = WorkerTimes(trainers)
+        self.starts = self.num_events = self.tokens = self.lost_quanta = 0
+        self.quanta: Counter[str] = Counter()
+        self.turns: list[TurnSpan] = []
+        self.turns_of = -1
+        self.forecasts: deque[ForecastPair] = deque(maxlen=MAX_FORECASTS)
+        self.decisions: deque[Logged] = deque(maxlen=MAX_DECISIONS)
+        self.troubles: deque[Logged] = deque(maxlen=MAX_TROUBLES)
+        self.failures: Counter[str] = Counter()
+        self.failure_details: Counter[tuple[str, str]] = Counter()
+        self.published_s: dict[int, float] = {}
+        self.torn = False
+        self._live: dict[str, _Live] = {}
+        self._turns: dict[int, list[TurnSpan]] = {}
+
+    def add(self, event: Event) -> None:
+        """Take the next event of the log."""
+        self.num_events += 1
+        self.times.add(event)
+        now_s = self.times.now_s
+        match event:
+            case events.RunStarted():
+                self.starts += 1
+                self._live.clear()
+            case events.QuantumDispatched() | events.QuantumContinued():
+                self._of(event.key).begun = now_s, event.worker
+            case events.QuantumFinished():
+                self._finished(event, now_s)
+            case events.BucketsPreferred() if event.left_tokens > 0:
+                live = self._of(event.key)
+                live.forecasts.append((live.tokens, event.left_tokens))
+            case events.TrajectoryEnded():
+                self._ended(event)
+            case events.QuantumLost():
+                self.lost_quanta += 1
+            case events.VersionPublished():
+                self.published_s[event.version] = now_s
+            case events.FailureClassified():
+                self.failures[event.failure] += 1
+                detail = event.failure, event.detail
+                if detail in self.failure_details or len(self.failure_details) < MAX_TROUBLES:
+                    self.failure_details[detail] += 1
+        if isinstance(event, TROUBLES):
+            self.troubles.append(Logged(now_s, event))
+        elif isinstance(event, DECISIONS):
+            self.decisions.append(Logged(now_s, event))
+
+    def _of(self, key: str) -> _Live:
+        live = self._live.get(key)
+        if live is None:
+            live = self._live[key] = _Live()
+        return live
+
+    def _finished(self, event: events.QuantumFinished, now_s: float) -> None:
+        live = self._of(event.key)
+        self.tokens += event.tokens
+        self.quanta[str(event.phase)] += 1
+        live.tokens += event.tokens
+        begun_s, worker = live.begun or (now_s - event.latency_s, event.worker)
+        live.begun = None
+        parsed = keys.parse(event.key)
+        if parsed is not None and parsed.split == "train" and len(parsed.indices) == 3:
+            tool = event.tool if event.phase == Phase.TOOL else ""
+            span = TurnSpan(event.key, str(event.phase), worker, begun_s, now_s, event.tokens, tool)
+            self._turns.setdefault(parsed.indices[0], []).append(span)
+
+    def _ended(self, event: events.TrajectoryEnded) -> None:
+        live, parsed = self._live.pop(event.key, None), keys.parse(event.key)
+        if parsed is not None and parsed.split == "train" and parsed.indices[0] > self.turns_of:
+            self.turns_of = parsed.indices[0]
+            for iteration in [iteration for iteration in self._turns if iteration < self.turns_of]:
+                del self._turns[iteration]
+        self.turns = self._turns.get(self.turns_of, [])
+        if live is None or not event.completed or not live.forecasts or not live.tokens:
+            return
+        totals = [(generated, generated + left) for generated, left in live.forecasts]
+        half = min(totals, key=lambda pair: abs(pair[0] - live.tokens / 2))
+        self.forecasts.append(ForecastPair(totals[0][1], half[1], live.tokens))
+
+
+def read_log(path: Path) -> Iterator[Event]:
+    """The events of a log, typed; StoreError with the line where one cannot be read. A torn last line is left out."""
+    reader = EventReader(path)
+    for line, values in reader:
+        try:
+            yield events.from_dict(values)
+        except StoreError as error:
+            raise StoreError(f"{path}, line {line}: {error}") from error
+
+
+def log_facts(path: Path, trainers: Sequence[str] = ()) -> tuple[LogFacts, str]:
+    """The facts of a log, and why they end before its end (empty: they do not). A damaged log is read up to the damage."""
+    facts = LogFacts(trainers)
+    if not path.is_file():
+        return facts, f"there is no event log ({path.name}): the run has observe.event_log=false, or has not begun"
+    try:
+        for event in read_log(path):
+            facts.add(event)
+    except StoreError as error:
+        return facts, str(error)
+    return facts, "" if facts.num_events else f"the event log ({path.name}) has no event yet"
+
+
+def trainers_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the training workers for `WorkerTimes`: those of a local cluster, or one without a name.
+
+    Several of a cluster that Libra did not start form a group, and the log names them.
+    """
+    cluster = config.get("cluster") or {}
+    number = int(cluster.get("train_workers") or 1)
+    if cluster.get("scheduler") is None:
+        return tuple(f"train-{rank}" for rank in range(number))
+    return ("trainer",) if number == 1 else ()

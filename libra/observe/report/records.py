@@ -1,0 +1,251 @@
+"""Sections of the report made of tables and texts: decisions, failures, samples, settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import yaml
+
+from libra import events
+from libra.errors import ModelError, StoreError
+from libra.observe.html import Html, duration, missing, named_number, number, percent, table, text
+from libra.observe.inspect_page import headline, trajectory_text
+from libra.observe.log_facts import Logged
+from libra.observe.report.reported_run import ReportedRun
+from libra.observe.report.section import Part, Section, for_each
+from libra.observe.token_text import Decode, load_decode
+from libra.untrusted import shown_line
+
+MAX_ROWS: Final = 60
+MAX_DETAILS: Final = 20
+MAX_SAMPLE_CHARS: Final = 6000
+
+# ---------------------------------------------------------------- decisions
+
+
+def decisions(runs: Sequence[ReportedRun]) -> Section:
+    """Plans, role changes and limits, with predicted and realised gain."""
+    what = "What planner, roles and limits decided in the run, with the gain of a step that was predicted and the one that came."
+    return Section("decisions", "Decisions", what, for_each(runs, _decisions_of))
+
+
+def _decisions_of(run: ReportedRun) -> list[Part]:
+    logged = list(run.facts.decisions)
+    if not logged:
+        why = (
+            run.log_error or "no layout was planned, no role changed and no limit was set (planner.replan, libra roles)"
+        )
+        return [missing(f"{run.name}: {why}.")]
+    rows = [_decision_row(each) for each in logged[-MAX_ROWS:]]
+    before = f" The {len(logged) - MAX_ROWS} before them are left out." if len(logged) > MAX_ROWS else ""
+    note = f'<p class="soft">{len(rows)} decisions.{before}</p>'
+    return [Html(note + table(("at", "decision", "predicted gain", "realised gain", "why"), rows, (0, 2, 3)).source)]
+
+
+def _decision_row(logged: Logged) -> tuple[str, str, str, str, str]:
+    what, predicted, realised, why = _decision_words(logged.event)
+    return duration(logged.t_s), what, predicted, realised, shown_line(why, 300)
+
+
+def _engines(engines: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(f"{count} x tp{tp}" for tp, count, *_ in engines) or "no engine"
+
+
+def _decision_words(event: events.Event) -> tuple[str, str, str, str]:
+    """Decision, predicted gain, realised gain, reason."""
+    none = "–"
+    match event:
+        case events.LayoutPlanned():
+            return f"start with {event.train_gpus} training, {_engines(event.engines)}", none, none, event.reason
+        case events.PlanConsidered():
+            gain = 1 - event.proposed_step_s / event.current_step_s if event.current_step_s > 0 else None
+            verdict = "accepted" if event.accepted else "not accepted"
+            plan = (
+                f"after iteration {event.iteration}: {event.train_gpus} training, {_engines(event.engines)}: {verdict}"
+            )
+            return plan, percent(gain), none, event.reason
+        case events.PlanAccepted():
+            carried = ", ".join(f"{name} {words}" for name, words in event.commands)
+            return f"carry out the plan of iteration {event.iteration}", none, none, carried
+        case events.PlanBlocked():
+            plan = f"plan of iteration {event.iteration} cannot be carried out"
+            return plan, percent(event.gain_frac), none, f"missing: {event.missing}"
+        case events.PlanRealised():
+            cost = f", cost {number(event.cost_s, ',.2f', ' s')}" if event.cost_s is not None else ""
+            what = f"result of the plan of iteration {event.iteration}, in iteration {event.realised_iteration}"
+            return (
+                what,
+                percent(event.predicted_gain_frac),
+                percent(event.realised_gain_frac),
+                f"change {event.generation}{cost}",
+            )
+        case events.RoleChangeStarted():
+            return f"change {event.generation} of {', '.join(event.assignments)}", none, none, event.reason
+        case events.RoleChanged():
+            roles = f"{event.worker}: {event.from_role} tp{event.from_tp} to {event.to_role} tp{event.to_tp}"
+            return roles, none, none, f"change {event.generation} took {number(event.seconds, ',.2f', ' s')}"
+        case events.RoleRestored():
+            return (
+                f"{event.worker}: {event.role} tp{event.tp} again",
+                none,
+                none,
+                f"change {event.generation} was undone",
+            )
+        case events.RoleChangeFailed():
+            return f"change {event.generation} failed", none, none, event.detail
+        case events.RoleChangeCancelled():
+            return f"change {event.generation} was cancelled", none, none, "on request"
+        case events.SlotsSet():
+            return f"{event.worker}: at most {event.slots} trajectories at once", none, none, event.reason
+        case events.BoundariesSet():
+            return (
+                f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}",
+                none,
+                none,
+                event.reason,
+            )
+    return event.name, none, none, ""
+
+
+# ---------------------------------------------------------------- failures
+
+
+def failures(runs: Sequence[ReportedRun]) -> Section:
+    """Trajectories that failed, attempts that were repeated, and what happened to workers."""
+    what = (
+        "Trajectories that ended as failures, by class (only `policy` is trained on), repeated attempts, and troubles."
+    )
+    return Section("failures", "Failures", what, for_each(runs, _failures_of))
+
+
+def _failures_of(run: ReportedRun) -> list[Part]:
+    parts: list[Part] = [_failure_table(run)]
+    if run.facts.failure_details:
+        counted = run.facts.failure_details.most_common(MAX_DETAILS)
+        found = [(f"{count:,}", failure, shown_line(detail, 300)) for (failure, detail), count in counted]
+        parts.append(table(("attempts", "class", "detail"), found, (0,)))
+    if run.facts.troubles:
+        rows = [_trouble_row(each) for each in list(run.facts.troubles)[-MAX_ROWS:]]
+        parts.append(table(("at", "what", "where", "detail"), rows, (0,)))
+    elif run.log_error:
+        parts.append(missing(f"Troubles of workers are not known: {run.log_error}."))
+    return parts
+
+
+def failure_counts(run: ReportedRun) -> dict[str, int] | None:
+    """Stored trajectories that ended as failures, by class; None without a store."""
+    if not run.columns:
+        return None
+    return {name: count for name, count in Counter(run.columns["failure"].tolist()).items() if name != "none"}
+
+
+def _failure_table(run: ReportedRun) -> Html:
+    ended = failure_counts(run)
+    if ended is None:
+        return missing(f"{run.name}: {run.store_error}.")
+    retried = Counter(cause for causes in run.columns["retried"].tolist() for cause in causes.split(",") if cause)
+    if not ended and not retried:
+        return missing(f"No failure among {len(run.columns['failure']):,} trajectories.")
+    names = sorted({*ended, *retried})
+    counts = [named_number(f"failure_{name}", run.name, f"{ended.get(name, 0):,}") for name in names]
+    rows = [(name, Html(count), f"{retried[name]:,}") for name, count in zip(names, counts, strict=True)]
+    return table(("class", "trajectories", "attempts tried again"), rows, (1, 2))
+
+
+def _trouble_row(logged: Logged) -> tuple[str, str, str, str]:
+    event = logged.event
+    match event:
+        case events.WorkerLost():
+            words = "worker lost", event.address, ""
+        case events.WorkerSetupFailed():
+            words = "setup failed", event.worker, event.detail
+        case events.EngineQuarantined():
+            words = "engine failed the version check", event.worker, event.detail
+        case events.StallDetected():
+            words = f"no progress for {duration(event.idle_s)}", event.worker or event.key, event.detail
+        case events.GangLost() | events.RoleMemberFailed():
+            words = event.name.replace("_", " "), event.worker, event.detail
+        case _:
+            words = event.name, "", ""
+    return duration(logged.t_s), *(shown_line(word, 300) for word in words)  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------- samples
+
+
+def samples(runs: Sequence[ReportedRun]) -> Section:
+    """Texts of trajectories: the best, the worst, and one that failed."""
+    what = "The best and the worst trajectory of the first and the last iteration, and the last failure. Read text is grey."
+    return Section("samples", "Samples", what, for_each(runs, lambda run: [_samples_of(run)]))
+
+
+def chosen_rows(columns: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """What is shown, and its row in the store; each row once."""
+    seen: set[int] = set()
+    train = np.flatnonzero(columns["split"] == "train")
+    if not len(train):
+        return
+    iteration, reward = columns["iteration"][train], columns["reward"][train]
+    for number_, name in ((int(iteration.min()), "first"), (int(iteration.max()), "last")):
+        graded = train[(iteration == number_) & np.isfinite(reward)]
+        for what, choose in (("best", np.argmax), ("worst", np.argmin)):
+            if len(graded):
+                row = int(graded[choose(columns["reward"][graded])])
+                if row not in seen:
+                    seen.add(row)
+                    yield f"{what} of the {name} iteration", row
+    failed = np.flatnonzero(columns["failure"] != "none")
+    if len(failed) and int(failed[-1]) not in seen:
+        yield "last failure", int(failed[-1])
+
+
+def _samples_of(run: ReportedRun) -> Html:
+    if run.store is None or not run.columns:
+        return missing(f"{run.name}: {run.store_error}.")
+    try:
+        decode: Decode | None = load_decode(run.directory)
+        note = ""
+    except ModelError as error:
+        decode, note = None, missing(f"Token ids are shown, not text: {error}").source
+    pieces = []
+    for what, row in chosen_rows(run.columns):
+        try:
+            trajectory = run.store.trajectory(row)
+        except StoreError as error:
+            pieces.append(missing(f"{what}: {error}").source)
+            continue
+        title = f"{what}: {headline(trajectory)}"
+        pieces.append(
+            f"<details open><summary>{text(title)}</summary>"
+            f"<pre>{trajectory_text(trajectory, decode, MAX_SAMPLE_CHARS)}</pre></details>"
+        )
+    return Html(note + "".join(pieces)) if pieces else missing(f"{run.name}: no training trajectory is stored yet.")
+
+
+# ---------------------------------------------------------------- settings
+
+
+def settings(runs: Sequence[ReportedRun]) -> Section:
+    """Settings of one run; of several, those that differ."""
+    if len(runs) == 1:
+        dump = yaml.safe_dump(runs[0].config, sort_keys=False, allow_unicode=True)
+        body = f"<details><summary>all settings</summary><pre>{text(dump)}</pre></details>"
+        part = Html(body) if runs[0].config else missing("The configuration cannot be read.")
+        return Section("settings", "Settings", "The run's resolved configuration.", [part])
+    flat = [dict(_flat(run.config)) for run in runs]
+    names = sorted({name for values in flat for name in values})
+    differ = [name for name in names if len({repr(values.get(name)) for values in flat}) > 1]
+    rows = [(name, *(shown_line(str(values.get(name, "–")), 80) for values in flat)) for name in differ]
+    part = table(("setting", *(run.name for run in runs)), rows) if rows else missing("All settings are equal.")
+    return Section("settings", "Settings that differ", "Of the resolved configurations.", [part])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,196 @@
+"""Sections of the report about worker time: its causes, its cost, and who did what when."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from bokeh.models import ColumnDataSource, HoverTool
+
+from libra.observe.html import Html, missing, number, percent, swatch, table, text
+from libra.observe.report.plots import PHASE_COLORS, STATE_COLORS, legend_only, plain, plot, spans
+from libra.observe.report.reported_run import ReportedRun
+from libra.observe.report.section import Part, Section, for_each
+from libra.observe.worker_time import STATES
+
+ALL: Final = "all engines and training workers"
+MAX_SPANS: Final = 4000
+"""Bars of one plot; what is shorter than a pixel of a wide screen is drawn with its neighbour."""
+MAX_ROWS: Final = 64
+"""Trajectories drawn of one iteration."""
+
+
+def worker_time(runs: Sequence[ReportedRun]) -> Section:
+    """Where worker time went, by cause, and what it cost."""
+    what = (
+        "Share of each worker's time by what it did, or by why it was idle. The first row is weighted by GPUs; workers that only "
+        "run tools need none, and do not count there."
+    )
+    return Section("time", "Where worker time went", what, for_each(runs, _time_of))
+
+
+def _time_of(run: ReportedRun) -> list[Part]:
+    if not run.time.shares:
+        return [missing(f"{run.name}: {run.log_error or 'no worker has been seen yet'}.")]
+    return [_shares_plot(run), _time_table(run)]
+
+
+def _shares_plot(run: ReportedRun) -> Any:
+    rows = [(ALL, run.time.shares), *((plain(worker.worker), worker.shares) for worker in run.time.workers)]
+    rows = [(name, shares) for name, shares in rows if shares][:MAX_ROWS]
+    states = [state for state in STATES if any(state in shares for _, shares in rows)]
+    names = [name for name, _ in rows]
+    made = plot(
+        "",
+        "share of time",
+        "",
+        height=90 + 30 * len(rows) + 22 * (len(states) // 4 + 1),
+        y_range=names[::-1],
+        x_range=(0, 1),
+    )
+    made.xaxis.axis_label = "share of time"
+    left = dict.fromkeys(names, 0.0)
+    for state in states:
+        widths = [shares.get(state, 0.0) for _, shares in rows]
+        starts = [left[name] for name in names]
+        left = {name: start + width for name, start, width in zip(names, starts, widths, strict=True)}
+        source = ColumnDataSource(
+            {"row": names, "left": starts, "right": list(left.values()), "share": [f"{100 * w:.1f} %" for w in widths]},
+            name=f"share_{state}",
+        )
+        drawn = made.hbar(
+            "row", left="left", right="right", height=0.7, source=source, color=STATE_COLORS[state], line_color=None,
+            legend_label=state,
+        )  # fmt: skip
+        made.add_tools(HoverTool(renderers=[drawn], tooltips=[("", "@row"), (state, "@share"), ("", STATES[state])]))
+    made.legend.ncols = 4
+    return made
+
+
+def _time_table(run: ReportedRun) -> Html:
+    cost, shares = run.cost, run.time.shares
+    head, numbers = ["", "share", "GPU-hours" if run.is_on_gpu else "worker-hours", "cause"], [1, 2]
+    if not isinstance(cost, str):
+        head, numbers = [*head[:3], cost.currency, "cause"], [1, 2, 3]
+    rows: list[list[object | Html]] = []
+    for state, share in shares.items():
+        marked = Html(f'<b data-libra="share_{state}" data-run="{text(run.name)}">{percent(share)}</b>')
+        row: list[object | Html] = [
+            swatch(STATE_COLORS[state], state),
+            marked,
+            number(run.time.gpu_s[state] / 3600, ",.4f"),
+        ]
+        rows.append(
+            [*row, *([number(cost.by_state[state], ",.4f")] if not isinstance(cost, str) else []), STATES[state]]
+        )
+    busy = Html(f'<b data-libra="busy_share" data-run="{text(run.name)}">{percent(run.time.busy_frac)}</b>')
+    total: list[object | Html] = ["busy, of all", busy, number(sum(run.time.gpu_s.values()) / 3600, ",.4f")]
+    rows.append([*total, *([number(cost.total, ",.4f")] if not isinstance(cost, str) else []), ""])
+    slots = [worker for worker in run.time.workers if worker.slots_used_frac is not None]
+    used = ", ".join(f"{worker.worker} {percent(worker.slots_used_frac)}" for worker in slots)
+    notes = f'<p class="soft">Slots in use on average: {text(used)}.</p>' if used else ""
+    if isinstance(cost, str):
+        notes += missing(f"No money: {cost}.").source
+    else:
+        each = f", {cost.units:g} cores for each worker" if cost.unit == "core" else ""
+        notes += (
+            f'<p class="soft">Money: {number(cost.price.price, ",.4f")} {text(cost.currency)} per {text(cost.unit)}-hour{each}; '
+            f"{text(cost.price.source)}, read {text(cost.price.date)}.</p>"
+        )
+    return Html(table(head, rows, numbers).source + notes)
+
+
+def gantt(runs: Sequence[ReportedRun]) -> Section:
+    """What each worker did when, and the turns of one iteration."""
+    what = (
+        "Left: the state of each worker over the run. Right: the turns of the newest iteration's trajectories, by end."
+    )
+    return Section("gantt", "Workers and turns over time", what, for_each(runs, _gantt_of))
+
+
+def _gantt_of(run: ReportedRun) -> list[Part]:
+    if not run.time.shares:
+        return [missing(f"{run.name}: {run.log_error or 'no worker has been seen yet'}.")]
+    return [_workers_plot(run), _turns_plot(run)]
+
+
+def _workers_plot(run: ReportedRun) -> Any:
+    by_worker = {name: found for name, found in run.facts.times.segments().items() if found}
+    bars = coarse(by_worker, MAX_SPANS)
+    states = [state for state in STATES if any(bar[3] == state for bar in bars)]
+    names = [plain(name) for name in by_worker]
+    made = plot(
+        "", "seconds since the start", "", height=110 + 34 * len(names) + 22 * (len(states) // 4), y_range=names[::-1],
+        x_range=(0, max(run.time.until_s, 1e-3)),
+    )  # fmt: skip
+    spans(made, [(plain(name), start, stop, STATE_COLORS[state], state) for name, start, stop, state in bars])
+    legend_only(made, [(state, STATE_COLORS[state]) for state in states])
+    made.legend.ncols = 4
+    return made
+
+
+def coarse(
+    by_worker: Mapping[str, Sequence[tuple[float, float, str]]], most: int
+) -> list[tuple[str, float, float, str]]:
+    """(worker, start, stop, state) of at most about ``most`` bars: where there are more, short ones give their time to the
+    state that has most of the same moment."""
+    total = sum(len(found) for found in by_worker.values())
+    end_s = max((found[-1][1] for found in by_worker.values() if found), default=0.0)
+    bars: list[tuple[str, float, float, str]] = []
+    for name, found in by_worker.items():
+        if total <= most:
+            bars += [(name, *each) for each in found]
+            continue
+        cells = max(1, most // len(by_worker))
+        width_s = end_s / cells
+        by_cell: dict[int, dict[str, float]] = {}
+        for start, stop, state in found:
+            at = start
+            while at < stop:
+                cell = int(at / width_s + 1e-9)
+                until = min(stop, max((cell + 1) * width_s, at + 1e-9 * end_s))
+                held = by_cell.setdefault(cell, {})
+                held[state] = held.get(state, 0.0) + until - at
+                at = until
+        for cell, held in sorted(by_cell.items()):
+            state, start = max(held, key=lambda each: held[each]), cell * width_s
+            if bars and bars[-1][0] == name and bars[-1][3] == state and bars[-1][2] >= start - 1e-9 * end_s:
+                bars[-1] = (name, bars[-1][1], start + width_s, state)
+            else:
+                bars.append((name, start, start + width_s, state))
+    return bars
+
+
+def _turns_plot(run: ReportedRun) -> Any:
+    ends: dict[str, float] = {}
+    for span in run.facts.turns:
+        ends[span.key] = max(span.stop_s, ends.get(span.key, 0.0))
+    if not ends:
+        return missing("No training trajectory has ended yet, so there are no turns to draw.")
+    shown = sorted(ends, key=lambda key: ends[key])
+    left_out = max(0, len(shown) - MAX_ROWS)
+    shown = shown[-MAX_ROWS:]
+    names = {key: _short(key) for key in shown}
+    rows = []
+    for span in run.facts.turns:
+        if span.key in names:
+            what = f"{plain(span.tool) or span.phase} on {plain(span.worker)}"
+            rows.append((names[span.key], span.start_s, span.stop_s, PHASE_COLORS[span.phase], what))
+    begin, end = min(row[1] for row in rows), max(row[2] for row in rows)
+    of = f", the last {len(shown)} to end" if left_out else ""
+    made = plot(
+        f"iteration {run.facts.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
+        y_range=list(names.values())[::-1], x_range=(begin, end if end > begin else begin + 1),
+    )  # fmt: skip
+    spans(made, rows)
+    legend_only(made, [("generates", PHASE_COLORS["ROLLOUT"]), ("runs tools", PHASE_COLORS["TOOL"])])
+    if len(shown) > 24:
+        made.yaxis.visible = False
+    return made
+
+
+def _short(key: str) -> str:
+    """``trajectory-train-3-0-7-e0-demo`` -> ``train-3-0-7``."""
+    found = re.match(r"trajectory-([a-z]+-[\d-]*\d)-e\d+-", key)
+    return found[1] if found else plain(key)

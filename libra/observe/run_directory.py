@@ -1,0 +1,178 @@
+"""What a run directory tells without its event log: configuration, state, metrics, evaluations. `libra runs` lists them.
+
+Reading never writes, and takes what is there: a run that is new, running, stopped or partly damaged has a summary too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
+
+from libra.errors import RunDirectoryError, StoreError
+from libra.store.line_log import LineReader
+
+State = Literal["running", "finished", "stopped", "new"]
+CONFIG_FILE: Final = "config.resolved.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummaryRow:
+    """One run in a list.
+
+    Attributes
+    ----------
+    state : str
+        ``running``: a driver has it. ``finished``: all its iterations ended. ``new``: none ended. Else ``stopped``.
+    iterations, of_iterations : int
+        Those that ended, and those of the configuration (0: not known).
+    reward, evaluation : float or None
+        Mean reward of the last iteration, and of the last evaluation on held-out questions.
+    changed_s : float
+        Unix time of the last change of its metrics, or of its start.
+    size_bytes : int
+    """
+
+    directory: Path
+    name: str
+    state: State
+    iterations: int
+    of_iterations: int
+    reward: float | None
+    evaluation: float | None
+    changed_s: float
+    size_bytes: int
+
+
+def check_run_directory(directory: Path, command: str) -> Path:
+    """``directory`` if it is one of a run; RunDirectoryError with what to type."""
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    found = sorted(path.parent for path in directory.glob(f"*/{CONFIG_FILE}")) if directory.is_dir() else []
+    what = f"holds no {CONFIG_FILE}" if directory.exists() else "does not exist"
+    hint = found[-1] if found else "RUN with a directory that `libra run` made; libra runs DIR lists them"
+    raise RunDirectoryError(f"{directory}: {what}, so it is not a run directory; type libra {command} {hint}")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The run's resolved configuration as plain values; empty if it cannot be read. Settings of an older Libra are kept."""
+    try:
+        values = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def setting(config: Mapping[str, Any], section: str, key: str, default: Any = None) -> Any:
+    """One setting of a configuration as plain values."""
+    values = config.get(section)
+    found = values.get(key) if isinstance(values, Mapping) else None
+    return default if found is None else found
+
+
+def metric_rows(directory: Path) -> list[dict[str, Any]]:
+    """The sound lines of a run's metrics up to the first damaged one; none where there are no metrics."""
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(StoreError):
+        rows.extend(row for _, row in LineReader(directory / "metrics.jsonl"))
+    return rows
+
+
+def iteration_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Metrics by iteration; of an iteration that was written twice, the last."""
+    return {int(row["step"]): row for row in rows if "reward" in row and isinstance(row.get("step"), int)}
+
+
+def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
+    """Outcomes of evaluations by version; damaged ones are left out."""
+    found = {}
+    for path in sorted((directory / "evaluations").glob("version-*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            found[int(values["version"])] = values
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def has_driver(directory: Path) -> bool:
+    """Whether a living driver has the run."""
+    try:
+        descriptor = os.open(directory / "driver.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def state_of(directory: Path, ended: int, total: int) -> State:
+    """The state of a run of which so many iterations ended."""
+    if has_driver(directory):
+        return "running"
+    return "finished" if total and ended >= total else "stopped" if ended else "new"
+
+
+def finite(value: Any) -> float | None:
+    """A finite number, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def summary_row(directory: Path) -> RunSummaryRow:
+    """The summary of one run."""
+    config, rows = read_config(directory), metric_rows(directory)
+    by_iteration, evaluated = iteration_rows(rows), evaluations(directory)
+    last = by_iteration[max(by_iteration)] if by_iteration else {}
+    total = int(setting(config, "run", "iterations", 0))
+    begun_s = (directory / CONFIG_FILE).stat().st_mtime
+    return RunSummaryRow(
+        directory=directory,
+        name=str(setting(config, "run", "name", directory.name)),
+        state=state_of(directory, len(by_iteration), total),
+        iterations=len(by_iteration),
+        of_iterations=total,
+        reward=finite(last.get("reward")),
+        evaluation=finite(evaluated[max(evaluated)].get("reward")) if evaluated else None,
+        changed_s=float(rows[-1].get("wall_time_s", begun_s)) if rows else begun_s,
+        size_bytes=_size_bytes(directory),
+    )
+
+
+def list_runs(directory: Path) -> list[RunSummaryRow]:
+    """The runs in ``directory``, or the one that it is, the newest first; RunDirectoryError if it does not exist."""
+    if not directory.is_dir():
+        raise RunDirectoryError(
+            f"{directory}: is not a directory; type libra runs DIR with the directory that has your runs"
+        )
+    places = (
+        [directory] if (directory / CONFIG_FILE).is_file() else [p.parent for p in directory.glob(f"*/{CONFIG_FILE}")]
+    )
+    return sorted((summary_row(place) for place in places), key=lambda row: (-row.changed_s, row.name))
+
+
+def _size_bytes(directory: Path) -> int:
+    return sum(_file_bytes(path) for path in _files(directory))
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(directory):
+        yield from (Path(parent) / name for name in names)
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:  # removed meanwhile
+        return 0

@@ -1,0 +1,221 @@
+"""`libra trace`: the event log as a trace for Perfetto (https://ui.perfetto.dev) and Chrome, in the Trace Event Format as JSON.
+
+Each worker is a process with one line for its state (`libra.observe.worker_time`), one for weight syncs, and one for each slot
+that was in use at the same time, with its quanta. The process ``run`` has steps, published versions, and counters: open
+trajectories, those that wait by phase and by level, and generated tokens per second.
+
+Times are microseconds since the run's first start; time between two starts is left out. Slices of one line never overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from libra import events, keys
+from libra.errors import ConfigError, StoreError, disk_refusal
+from libra.events import Event
+from libra.observe.worker_time import WorkerTimes
+from libra.types import Phase
+from libra.untrusted import shown_line
+
+RUN_PID: Final = 1
+STATE_TID, SYNC_TID, SLOT_TID = 1, 2, 10
+SAMPLE_S: Final = 0.05
+"""Least time between two samples of the counters."""
+MAX_LEVELS: Final = 12
+"""Levels with a counter of their own; deeper ones are counted together."""
+_LANES: Final = {Phase.ROLLOUT: 0, Phase.TOOL: 100_000}
+
+Line = dict[str, Any]
+
+
+class Tracer:
+    """Turns events into lines of a trace. `add` gives those of an event, `finish` the rest."""
+
+    def __init__(self, trainers: Sequence[str] = ()) -> None:
+        self.times = WorkerTimes(trainers)
+        self._pids: dict[str, int] = {}
+        self._lanes: dict[tuple[int, Phase], list[float]] = {}
+        self._begun: dict[str, float] = {}
+        self._level: dict[str, tuple[str, int]] = {}  # of waiting trajectories: phase and level
+        self._waiting: Counter[tuple[str, int]] = Counter()
+        self._open: set[str] = set()
+        self._tokens = self._sampled_tokens = 0
+        self._sampled_s = 0.0
+        self._names: dict[tuple[int, int], str] = {}
+
+    def add(self, event: Event) -> Iterator[Line]:
+        """The lines of one event."""
+        self.times.add(event)
+        now_s = self.times.now_s
+        match event:
+            case events.RunStarted():
+                self._level.clear()
+                self._waiting.clear()
+                self._open.clear()
+                yield _instant(RUN_PID, f"start {event.epoch}", now_s)
+            case events.TrajectoryParked():
+                self._open.add(event.key)
+                level = int(event.priority[1]) if len(event.priority) > 1 else 0
+                self._waits(event.key, (str(event.phase), level))
+            case events.QuantumDispatched() | events.QuantumContinued():
+                self._waits(event.key, None)
+                self._begun[event.key] = now_s
+            case events.QuantumFinished():
+                yield self._quantum(event, now_s)
+            case events.TrajectoryEnded():
+                self._waits(event.key, None)
+                self._open.discard(event.key)
+            case events.VersionServed():
+                yield self._slice(
+                    self._pid(event.worker), SYNC_TID, f"load version {event.version}", now_s - event.load_s, now_s
+                )
+            case events.StepFinished():
+                what = {"loss": event.loss}
+                yield self._slice(RUN_PID, STATE_TID, f"step {event.step}", now_s - event.train_s, now_s, what)
+            case events.VersionPublished():
+                yield _instant(RUN_PID, f"version {event.version}", now_s)
+            case events.BatchOpened() | events.GateOpened():
+                yield _instant(
+                    RUN_PID, f"{event.name} {getattr(event, 'batch', getattr(event, 'iteration', ''))}", now_s
+                )
+            case events.WorkerLost() | events.FailureClassified() | events.StallDetected():
+                yield _instant(RUN_PID, event.name, now_s)
+        if now_s - self._sampled_s >= SAMPLE_S:
+            yield from self._counters(now_s)
+
+    def finish(self) -> Iterator[Line]:
+        """The states of all workers, and the names of all lines."""
+        yield from self._counters(self.times.now_s)
+        for worker, found in self.times.segments().items():
+            pid = self._pid(worker)
+            for start_s, stop_s, state in found:
+                yield self._slice(pid, STATE_TID, state, start_s, stop_s)
+        yield _meta(RUN_PID, 0, "process_name", "run")
+        for worker, pid in self._pids.items():
+            yield _meta(pid, 0, "process_name", worker)
+        for (pid, tid), name in sorted(self._names.items()):
+            yield _meta(pid, tid, "thread_name", name)
+
+    def _quantum(self, event: events.QuantumFinished, now_s: float) -> Line:
+        phase, pid = Phase(event.phase), self._pid(event.worker)
+        begun_s = self._begun.pop(event.key, now_s - event.latency_s)
+        self._tokens += event.tokens
+        lanes = self._lanes.setdefault((pid, phase), [])
+        lane = next((index for index, free_s in enumerate(lanes) if free_s <= begun_s), len(lanes))
+        if lane == len(lanes):
+            lanes.append(now_s)
+        lanes[lane] = now_s
+        tid = SLOT_TID + _LANES[phase] + lane
+        self._names[pid, tid] = f"{phase} {lane}"
+        parsed = keys.parse(event.key)
+        subject = "-".join(map(str, (parsed.split, *parsed.indices))) if parsed is not None else event.key
+        what = {"tokens": event.tokens, "quantum": event.quantum, "version": event.version, "worker_s": event.latency_s}
+        texts = {"tool": shown_line(event.tool), "status": str(event.status), "end": event.end}
+        return self._slice(
+            pid, tid, subject, begun_s, now_s, what | {name: each for name, each in texts.items() if each}
+        )
+
+    def _slice(self, pid: int, tid: int, name: str, start_s: float, stop_s: float, what: Line | None = None) -> Line:
+        if tid in (STATE_TID, SYNC_TID):
+            self._names[pid, tid] = "steps" if pid == RUN_PID else "state" if tid == STATE_TID else "weights"
+        start_s = max(start_s, 0.0)
+        line = {
+            "ph": "X",
+            "pid": pid,
+            "tid": tid,
+            "name": shown_line(name),
+            "ts": _us(start_s),
+            "dur": _us(stop_s) - _us(start_s),
+        }
+        return line | ({"args": what} if what else {})
+
+    def _pid(self, worker: str) -> int:
+        return self._pids.setdefault(worker, RUN_PID + 1 + len(self._pids))
+
+    def _waits(self, key: str, where: tuple[str, int] | None) -> None:
+        before = self._level.pop(key, None)
+        if before is not None:
+            self._waiting[before] -= 1
+        if where is not None:
+            self._level[key] = where
+            self._waiting[where] += 1
+
+    def _counters(self, now_s: float) -> Iterator[Line]:
+        by_phase: Counter[str] = Counter()
+        by_level: Counter[str] = Counter()
+        for (phase, level), count in self._waiting.items():
+            by_phase[phase] += count
+            by_level[f"level {level:02d}" if level < MAX_LEVELS else f"level {MAX_LEVELS} and deeper"] += count
+        elapsed_s = now_s - self._sampled_s
+        rate = (self._tokens - self._sampled_tokens) / elapsed_s if elapsed_s > 0 else 0.0
+        self._sampled_s, self._sampled_tokens = now_s, self._tokens
+        yield _counter("open trajectories", now_s, {"open": len(self._open)})
+        yield _counter("waiting by phase", now_s, {str(phase): by_phase[phase] for phase in Phase})
+        yield _counter("waiting by level", now_s, dict(sorted(by_level.items())) or {"level 00": 0})
+        yield _counter("generated tokens per second", now_s, {"tokens/s": round(rate, 1)})
+
+
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)
+
+
+def _instant(pid: int, name: str, at_s: float) -> Line:
+    return {"ph": "i", "pid": pid, "tid": STATE_TID, "name": shown_line(name), "ts": _us(at_s), "s": "p"}
+
+
+def _counter(name: str, at_s: float, values: Line) -> Line:
+    return {"ph": "C", "pid": RUN_PID, "tid": 0, "name": name, "ts": _us(at_s), "args": values}
+
+
+def _meta(pid: int, tid: int, what: str, name: str) -> Line:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": shown_line(name)}}
+
+
+def trace_lines(log: Iterable[Event], trainers: Sequence[str] = ()) -> Iterator[Line]:
+    """The lines of a whole log."""
+    tracer = Tracer(trainers)
+    for event in log:
+        yield from tracer.add(event)
+    yield from tracer.finish()
+
+
+def write_trace(log: Iterable[Event], output: Path, trainers: Sequence[str] = ()) -> int:
+    """Write the trace of a log, compressed where ``output`` ends with ``.gz``; returns its number of lines.
+
+    Raises StoreError where the log is damaged, ConfigError if the file cannot be written; then nothing is left.
+    """
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with _opened(unfinished, packed=output.suffix == ".gz") as file:
+            count = _write_lines(file, trace_lines(log, trainers))
+        unfinished.replace(output)
+    except StoreError:
+        raise  # of the log: it is an OSError, too
+    except OSError as error:
+        raise ConfigError(f"-o {output}: {disk_refusal(output, error)}; name another file with -o FILE") from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    return count
+
+
+def _opened(path: Path, *, packed: bool) -> TextIO:
+    return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
+
+
+def _write_lines(file: TextIO, lines: Iterable[Line]) -> int:
+    count = 0
+    file.write('{"displayTimeUnit":"ms","traceEvents":[')
+    for count, line in enumerate(lines, 1):
+        file.write(("\n" if count == 1 else ",\n") + json.dumps(line, separators=(",", ":")))
+    file.write("\n]}\n")
+    return count

@@ -1,0 +1,575 @@
+"""Where worker time went: what each worker did at each moment of a run, and why it was idle, from the events of the log.
+
+`WorkerTimes` takes events one by one (the live page) or all at once (`worker_times`: the report), with the same result. It reads no
+clock.
+
+A worker is in one state at a time. Busy: ``generating`` (a trajectory of the run has a ROLLOUT slot there; tools that run within a
+generation are part of it), ``acting`` (a TOOL slot), ``training`` (an optimizer step), ``moving`` (weights: publishing on training
+workers; loading and checking on engines). Idle: the states of `IDLE`, each with its cause. On a worker that is shared by several
+runs, what it does for another run counts as idle.
+
+Invariants
+----------
+1. At each moment between the worker's first and last event it has exactly one state, unless it was away: the seconds by state add
+   up to its time, and its shares to 1.
+2. A trajectory has a slot of at most one worker. Slots in use are never negative.
+3. Folding old segments (``keep``) changes no worker's total.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+from libra import events
+from libra.events import Event
+from libra.types import Phase
+
+Kind = Literal["engine", "trainer", "tools"]
+
+BUSY: Final[Mapping[str, str]] = {
+    "generating": "generates",
+    "acting": "runs tools",
+    "training": "trains",
+    "moving": "publishes, loads or checks weights",
+}
+IDLE: Final[Mapping[str, str]] = {
+    "starting": "starts: process, model, first weights",
+    "version": "waits for the next weights: the staleness bound, or an evaluation that is due",
+    "trajectories": "training waits for the trajectories of its batch",
+    "grading": "the last trajectories of the batch are graded and committed",
+    "batch": "the batch is read and sent to the training workers",
+    "tail": "no trajectory waits; the last ones are on other engines",
+    "tools": "all open trajectories are in tools",
+    "dispatch": "a trajectory waits and is about to be sent, or needs KV memory or another worker",
+    "no_calls": "no tool call waits",
+    "evaluation": "training waits while held-out questions are answered",
+    "role": "changes its role",
+    "lost": "the training group lost a member and forms again",
+    "quarantined": "failed the version check",
+    "lent": "its GPU belongs to another worker's engine",
+    "nothing": "nothing was submitted: the driver prepares, or the run is about to end",
+}
+"""Idle states, and the cause in words."""
+STATES: Final[Mapping[str, str]] = {**BUSY, **IDLE}
+_NOT_TRAINING: Final = frozenset(STATES) - {"training"}
+_NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training"})
+AWAY: Final = ""
+"""State of a worker that is not there; that time counts nowhere."""
+
+
+class Segment(NamedTuple):
+    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong to it."""
+
+    start_s: float
+    state: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTime:
+    """One worker: seconds by state, GPU-seconds by state (of a CPU worker: worker-seconds), and its mean share of slots in use.
+
+    ``slots_used_frac`` is None of a worker without slots.
+    """
+
+    worker: str
+    kind: Kind
+    seconds: Mapping[str, float]
+    gpu_s: Mapping[str, float]
+    slots_used_frac: float | None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds in which it was there."""
+        return sum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of its time by state; they sum to 1. Empty if it was there for no time."""
+        total = self.total_s
+        return {state: value / total for state, value in self.seconds.items()} if total > 0 else {}
+
+    @property
+    def busy_frac(self) -> float:
+        """Share of its time in which it was busy."""
+        return sum(value for state, value in self.shares.items() if state in BUSY)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """All workers of a run, between ``since_s`` and ``until_s`` of the log."""
+
+    workers: tuple[WorkerTime, ...]
+    since_s: float
+    until_s: float
+
+    @property
+    def gpu_s(self) -> dict[str, float]:
+        """GPU-seconds by state of engines and training workers; workers that only run tools need no GPU, and do not count."""
+        total: Counter[str] = Counter()
+        for worker in self.workers:
+            if worker.kind != "tools":
+                total.update(worker.gpu_s)
+        return {state: total[state] for state in STATES if total[state] > 0}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of those by state; they sum to 1. Empty if there is no time yet."""
+        by_state = self.gpu_s
+        total = sum(by_state.values())
+        return {state: value / total for state, value in by_state.items()} if total > 0 else {}
+
+    @property
+    def busy_frac(self) -> float | None:
+        """Share of those in busy states; None if there is no time yet."""
+        shares = self.shares
+        return sum(value for state, value in shares.items() if state in BUSY) if shares else None
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The time of one worker. ``folded`` and ``folded_gpu`` have the totals of segments that were dropped."""
+
+    kind: Kind
+    segments: list[Segment] = field(default_factory=list)
+    folded: Counter[str] = field(default_factory=Counter)
+    folded_gpu: Counter[str] = field(default_factory=Counter)
+    gpus: int = 1
+    running: set[str] = field(default_factory=set)
+    acting: set[str] = field(default_factory=set)
+    num_slots: int = 0
+    slot_s: float = 0.0
+    room_s: float = 0.0
+    slot_at_s: float = 0.0
+    served: bool = False
+    away: bool = False
+    quarantined: bool = False
+    changing: bool = False
+    lent: bool = False
+
+    def enter(self, t_s: float, state: str) -> None:
+        """Be in ``state`` from ``t_s`` on."""
+        last = self.segments[-1] if self.segments else None
+        if last is not None and last.state == state and last.gpus == self.gpus:
+            return
+        if last is not None and last.start_s >= t_s:
+            t_s = last.start_s
+            self.segments.pop()
+        self.segments.append(Segment(t_s, state, self.gpus))
+
+    def relabel(self, start_s: float, stop_s: float, state: str, but: Collection[str]) -> None:
+        """It was in ``state`` between these times, except for those in the states ``but``, and those that were folded."""
+        if not self.segments or stop_s <= start_s:
+            return
+        first = len(self.segments) - 1
+        while first > 0 and self.segments[first].start_s > start_s:
+            first -= 1
+        tail, self.segments[first:] = self.segments[first:], []
+        for index, segment in enumerate(tail):
+            end_s = tail[index + 1].start_s if index + 1 < len(tail) else max(stop_s, segment.start_s)
+            begin, end = max(start_s, segment.start_s), min(stop_s, end_s)
+            if begin >= end or segment.state == AWAY or segment.state in but:
+                self._append(segment)
+                continue
+            if begin > segment.start_s:
+                self._append(segment)
+            self._append(Segment(begin, state, segment.gpus))
+            if end < end_s or index + 1 == len(tail):
+                self._append(segment._replace(start_s=end))
+
+    def _append(self, segment: Segment) -> None:
+        last = self.segments[-1] if self.segments else None
+        if last is None or (last.state, last.gpus) != (segment.state, segment.gpus):
+            self.segments.append(segment)
+
+    def count_slots(self, t_s: float) -> None:
+        """Add slot-seconds up to ``t_s``; call it before the number of running trajectories, or of slots, changes."""
+        self.slot_s, self.room_s = self._slot_time(t_s)
+        self.slot_at_s = max(t_s, self.slot_at_s)
+
+    def slots_used_frac(self, t_s: float) -> float | None:
+        """Mean share of slots in use up to ``t_s``; None without slots."""
+        used_s, room_s = self._slot_time(t_s)
+        return used_s / room_s if room_s > 0 else None
+
+    def _slot_time(self, t_s: float) -> tuple[float, float]:
+        elapsed = 0.0 if self.away else max(0.0, t_s - self.slot_at_s)
+        used = min(self.num_slots, len(self.acting if self.kind == "tools" else self.running))
+        return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
+
+    def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
+        """Seconds and GPU-seconds by state between two times; folded segments count where ``since_s`` is not positive."""
+        seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
+        for index, segment in enumerate(self.segments):
+            end_s = self.segments[index + 1].start_s if index + 1 < len(self.segments) else until_s
+            elapsed = min(end_s, until_s) - max(segment.start_s, since_s)
+            if elapsed > 0 and segment.state != AWAY:
+                seconds[segment.state] += elapsed  # type: ignore[assignment]
+                gpu_s[segment.state] += elapsed * segment.gpus  # type: ignore[assignment]
+        return seconds, gpu_s
+
+    def fold(self, keep: int) -> None:
+        """Keep the newest segments only; the totals stay."""
+        drop = len(self.segments) - keep
+        if drop > 0:
+            rest = self.segments[drop:]
+            self.segments = self.segments[: drop + 1]
+            seconds, gpu_s = self.totals(1e-300, rest[0].start_s)
+            self.folded.update(seconds)
+            self.folded_gpu.update(gpu_s)
+            self.segments = rest
+
+
+class WorkerTimes:
+    """The state of every worker of a run, event by event.
+
+    Parameters
+    ----------
+    trainers : sequence of str
+        Names of the training workers, for runs whose log does not name them: with one training worker no group forms.
+    keep : int or None
+        Segments kept per worker; older ones are only counted. None: all, e.g. to draw them.
+
+    Attributes
+    ----------
+    now_s : float
+        Time of the newest event, over all starts of the run: time between two starts is left out.
+    """
+
+    def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
+        self.now_s = self._base_s = 0.0
+        self._trainers, self._keep = tuple(trainers), keep
+        self._clocks: dict[str, _Clock] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """A start of the run: nothing runs, nothing is known of its workers."""
+        for clock in self._clocks.values():
+            clock.enter(self.now_s, AWAY)
+            clock.count_slots(self.now_s)
+            clock.away, clock.served, clock.quarantined, clock.changing, clock.lent = True, False, False, False, False
+            clock.running.clear()
+            clock.acting.clear()
+        self._place: dict[str, tuple[str, Phase]] = {}  # of running quanta: worker and phase
+        self._waiting: dict[str, Phase] = {}
+        self._num_waiting: Counter[Phase] = Counter()
+        self._open: set[str] = set()
+        self._gates: set[int] = set()
+        self._batches_parked: set[int] = set()
+        self._batches_opened: set[int] = set()
+        self._published, self._stepped = -1, -1
+        self._prepared_s = 0.0  # since when the batch now in training could have been trained on
+        self._group_lost = False
+        self._has_ended = False  # a trajectory, since the newest gate opened
+        self._num_generating = self._num_acting = 0
+        self._signature: tuple[Any, ...] = ()
+
+    # ---------------------------------------------------------------- reading
+
+    def times(self, until_s: float | None = None, since_s: float = 0.0) -> RunTime:
+        """The totals between two times (None: up to the newest event), those of folded segments only if ``since_s`` is 0."""
+        end_s = max(self.now_s, until_s or 0.0)
+        found = []
+        for name, clock in sorted(self._clocks.items()):
+            seconds, gpu_s = clock.totals(since_s, end_s)
+            found.append(WorkerTime(name, clock.kind, dict(seconds), dict(gpu_s), clock.slots_used_frac(end_s)))
+        return RunTime(tuple(found), since_s, end_s)
+
+    def segments(self) -> dict[str, list[tuple[float, float, str]]]:
+        """(start, stop, state) of each worker, those kept, without absences; in seconds of `now_s`."""
+        found: dict[str, list[tuple[float, float, str]]] = {}
+        for name, clock in sorted(self._clocks.items()):
+            stops = [*(each.start_s for each in clock.segments[1:]), self.now_s]
+            spans = zip(clock.segments, stops, strict=True)
+            found[name] = [(s.start_s, stop, s.state) for s, stop in spans if s.state != AWAY and stop > s.start_s]
+        return found
+
+    # ---------------------------------------------------------------- events
+
+    def add(self, event: Event) -> None:
+        """Take the next event of the log; kinds that say nothing about workers only advance the time."""
+        if isinstance(event, events.RunStarted):
+            self._base_s = self.now_s
+            self._begin()
+            for name in self._trainers:
+                self._clock(name, "trainer")
+        self.now_s = max(self.now_s, self._base_s + event.t_s)
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+            self._update_all()
+
+    def _clock(self, name: str, kind: Kind) -> _Clock:
+        clock = self._clocks.get(name)
+        if clock is None:
+            clock = self._clocks[name] = _Clock(kind, slot_at_s=self.now_s)
+        elif clock.away:
+            clock.count_slots(self.now_s)
+            clock.away = False
+        if kind == "engine" and clock.kind == "tools":
+            clock.kind = "engine"
+        self._update(clock)
+        return clock
+
+    def _update(self, clock: _Clock) -> None:
+        clock.enter(self.now_s, self._state(clock))
+        if self._keep is not None and len(clock.segments) > 2 * self._keep:
+            clock.fold(self._keep)
+
+    def _update_all(self) -> None:
+        """States of all workers, where what they have in common has changed."""
+        signature = (self._engine_idle(), self._trainer_state(), self._tool_idle())
+        if signature != self._signature:
+            self._signature = signature
+            for clock in self._clocks.values():
+                self._update(clock)
+
+    # ---------------------------------------------------------------- states
+
+    def _state(self, clock: _Clock) -> str:
+        if clock.away:
+            return AWAY
+        if clock.kind == "trainer":
+            return self._trainer_state()
+        if clock.running:
+            return "generating"
+        if clock.acting:
+            return "acting"
+        if clock.lent:
+            return "lent"
+        if clock.kind == "tools":
+            return self._tool_idle()
+        if clock.changing:
+            return "role"
+        if clock.quarantined:
+            return "quarantined"
+        return self._engine_idle() if clock.served else "starting"
+
+    def _engine_idle(self) -> str:
+        """Why an engine without a trajectory has none."""
+        if self._num_waiting[Phase.ROLLOUT]:
+            return "dispatch"
+        if self._open:
+            if self._num_generating:
+                return "tail"
+            return "tools" if self._num_acting or self._num_waiting[Phase.TOOL] else "dispatch"
+        if self._batches_parked and not self._trains and not self._gates:
+            return "grading" if self._has_ended else "dispatch"
+        return "version" if self._gates or self._trains else "nothing"
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self._batches_opened) or self._stepped >= self._published
+
+    def _trainer_state(self) -> str:
+        if self._published < 0:
+            return "starting"
+        if self._group_lost:
+            return "lost"
+        if self._stepped >= self._published:
+            return "moving"
+        if self._batches_opened:
+            return "training"
+        if self._batches_parked:
+            return "trajectories" if self._open or not self._has_ended else "grading"
+        return "evaluation" if self._open else "nothing"
+
+    def _tool_idle(self) -> str:
+        if self._published < 0:
+            return "starting"
+        return "dispatch" if self._num_waiting[Phase.TOOL] else "no_calls"
+
+    # ---------------------------------------------------------------- handlers: trajectories
+
+    def _parked(self, event: events.TrajectoryParked) -> None:
+        self._stopped(event.key)
+        self._waits(event.key, Phase(event.phase))
+        self._open.add(event.key)
+
+    def _waits(self, key: str, phase: Phase | None) -> None:
+        """The trajectory waits for a slot of a phase; None: it does not wait any more."""
+        if (before := self._waiting.pop(key, None)) is not None:
+            self._num_waiting[before] -= 1
+        if phase is not None:
+            self._waiting[key] = phase
+            self._num_waiting[phase] += 1
+
+    def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> None:
+        self._stopped(event.key)
+        self._waits(event.key, None)
+        phase = Phase(event.phase)
+        clock = self._clock(event.worker, "engine" if phase is Phase.ROLLOUT else "tools")
+        clock.count_slots(self.now_s)
+        if phase is Phase.ROLLOUT:
+            clock.running.add(event.key)
+            self._num_generating += 1
+        else:
+            clock.acting.add(event.key)
+            self._num_acting += 1
+        self._place[event.key] = event.worker, phase
+        self._open.add(event.key)
+        self._update(clock)
+
+    def _stopped(self, key: str) -> None:
+        """The trajectory has no slot any more."""
+        worker, phase = self._place.pop(key, ("", Phase.ROLLOUT))
+        clock = self._clocks.get(worker)
+        if clock is None:
+            return
+        clock.count_slots(self.now_s)
+        if phase is Phase.ROLLOUT and key in clock.running:
+            clock.running.discard(key)
+            self._num_generating -= 1
+        elif key in clock.acting:
+            clock.acting.discard(key)
+            self._num_acting -= 1
+        self._update(clock)
+
+    def _ended(self, event: events.TrajectoryEnded) -> None:
+        self._stopped(event.key)
+        self._waits(event.key, None)
+        self._open.discard(event.key)
+        self._has_ended = True
+
+    def _gate_opened(self, event: events.GateOpened) -> None:
+        self._gates.discard(event.iteration)
+        self._has_ended = False
+
+    # ---------------------------------------------------------------- handlers: training
+
+    def _batch_opened(self, event: events.BatchOpened) -> None:
+        self._batches_parked.discard(event.batch)
+        if not self._batches_opened:
+            self._prepared_s = self.now_s
+        self._batches_opened.add(event.batch)
+
+    def _step_finished(self, event: events.StepFinished) -> None:
+        self._batches_opened = {batch for batch in self._batches_opened if batch > event.step}
+        self._stepped = event.step
+        for clock in self._clocks.values():
+            if clock.kind == "trainer":
+                clock.relabel(self._prepared_s, self.now_s - event.train_s, "batch", _NOT_TRAINING)
+
+    def _version_published(self, event: events.VersionPublished) -> None:
+        self._published = max(self._published, event.version)
+        self._prepared_s = self.now_s
+
+    # ---------------------------------------------------------------- handlers: workers
+
+    def _capacity(self, event: events.WorkerCapacity) -> None:
+        if event.worker not in self._clocks and not (event.rollout_slots or event.tool_slots):
+            return
+        known = self._clocks.get(event.worker)
+        kind: Kind = "engine" if event.rollout_slots else "tools"
+        clock = self._clock(event.worker, known.kind if known is not None and not event.rollout_slots else kind)
+        clock.count_slots(self.now_s)
+        clock.num_slots = event.tool_slots if clock.kind == "tools" else event.rollout_slots
+
+    def _declared(self, event: events.EngineDeclared) -> None:
+        self._has_gpus(self._clock(event.worker, "engine"), event.tp)
+
+    def _served(self, event: events.VersionServed) -> None:
+        clock = self._clock(event.worker, "engine")
+        clock.served, clock.quarantined = True, False
+        self._has_gpus(clock, event.tp)
+        clock.relabel(self.now_s - event.load_s, self.now_s, "moving", _NOT_LOADING)
+
+    def _checked(self, event: events.VersionChecked) -> None:
+        clock = self._clock(event.worker, "engine")
+        clock.relabel(self.now_s - event.stopped_s, self.now_s, "moving", _NOT_LOADING)
+
+    def _has_gpus(self, clock: _Clock, tp: int) -> None:
+        clock.gpus = max(tp, 1)
+        self._update(clock)
+
+    def _quarantined(self, event: events.EngineQuarantined) -> None:
+        clock = self._clock(event.worker, "engine")
+        clock.quarantined = True
+        self._update(clock)
+
+    def _joined(self, event: events.WorkerJoined) -> None:
+        clock = self._clocks.get(event.worker)
+        if clock is not None and clock.kind != "trainer":
+            self._clock(event.worker, clock.kind).served = False
+            self._update(clock)
+
+    def _withdrawn(self, event: events.WorkerWithdrawn) -> None:
+        clock = self._clocks.get(event.worker)
+        if clock is not None and clock.kind != "trainer":
+            for key in [*clock.running, *clock.acting]:
+                self._stopped(key)
+            clock.count_slots(self.now_s)
+            clock.away, clock.served = True, False
+            self._update(clock)
+
+    def _gang_formed(self, event: events.GangFormed) -> None:
+        self._group_lost = False
+        for name in event.members:
+            clock = self._clock(name, "trainer")
+            if not clock.running and not clock.acting:
+                clock.kind = "trainer"
+                self._update(clock)
+
+    def _gang_lost(self, event: events.GangLost) -> None:
+        self._group_lost = True
+
+    def _role_change_started(self, event: events.RoleChangeStarted) -> None:
+        for name in event.assignments:
+            if (clock := self._clocks.get(name)) is not None:
+                clock.changing = True
+                self._update(clock)
+
+    def _role_changed(self, event: events.RoleChanged) -> None:
+        self._has_role(event.worker, event.to_role, event.to_tp)
+
+    def _role_restored(self, event: events.RoleRestored) -> None:
+        self._has_role(event.worker, event.role, event.tp)
+
+    def _has_role(self, name: str, role: str, tp: int) -> None:
+        clock = self._clock(name, "trainer" if role == "train" else "engine")
+        clock.changing, clock.lent = False, role == "lent"
+        clock.kind = "trainer" if role == "train" else "engine"
+        clock.gpus = 0 if clock.lent else max(tp, 1) if role == "rollout" else 1
+        clock.served = clock.served or role == "rollout"
+        self._update(clock)
+
+
+_HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
+    events.TrajectoryParked: WorkerTimes._parked,
+    events.QuantumDispatched: WorkerTimes._started,
+    events.QuantumContinued: WorkerTimes._started,
+    events.QuantumFinished: lambda self, event: self._stopped(event.key),
+    events.QuantumLost: lambda self, event: self._stopped(event.key),
+    events.QuantumGivenBack: lambda self, event: self._stopped(event.key),
+    events.TrajectoryFoundEnded: lambda self, event: self._stopped(event.key),
+    events.TrajectoryEnded: WorkerTimes._ended,
+    events.GateParked: lambda self, event: self._gates.add(event.iteration),
+    events.GateOpened: WorkerTimes._gate_opened,
+    events.BatchParked: lambda self, event: self._batches_parked.add(event.batch),
+    events.BatchOpened: WorkerTimes._batch_opened,
+    events.StepFinished: WorkerTimes._step_finished,
+    events.VersionPublished: WorkerTimes._version_published,
+    events.VersionServed: WorkerTimes._served,
+    events.VersionChecked: WorkerTimes._checked,
+    events.EngineDeclared: WorkerTimes._declared,
+    events.EngineQuarantined: WorkerTimes._quarantined,
+    events.WorkerCapacity: WorkerTimes._capacity,
+    events.WorkerJoined: WorkerTimes._joined,
+    events.WorkerWithdrawn: WorkerTimes._withdrawn,
+    events.GangFormed: WorkerTimes._gang_formed,
+    events.GangLost: WorkerTimes._gang_lost,
+    events.RoleChangeStarted: WorkerTimes._role_change_started,
+    events.RoleChanged: WorkerTimes._role_changed,
+    events.RoleRestored: WorkerTimes._role_restored,
+}
+
+
+def worker_times(log: Iterable[Event], trainers: Sequence[str] = ()) -> WorkerTimes:
+    """The states of all workers over a whole log."""
+    times = WorkerTimes(trainers)
+    for event in log:
+        times.add(event)
+    return times

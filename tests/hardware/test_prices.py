@@ -1,0 +1,57 @@
+"""Prices of hardware: the list that ships, and files of users."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import pytest
+
+from libra.errors import ConfigError
+from libra.hardware import known_gpus
+from libra.hardware.prices import load_prices
+
+GOOD = "currency: EUR\ngpu_hour:\n  H100-80G: {price: 2.5, source: invoice, date: 2026-01-31}\n"
+
+
+def test_the_shipped_prices_name_known_gpus_sources_and_dates():
+    prices = load_prices()
+    assert prices.currency == "USD"
+    assert set(prices.gpu_hour) <= set(known_gpus())
+    for price in (prices.core_hour, *prices.gpu_hour.values()):
+        assert price.price > 0
+        assert price.source
+        assert isinstance(price.date, date)
+
+
+def test_a_file_of_the_user_replaces_them(tmp_path):
+    path = tmp_path / "prices.yaml"
+    path.write_text(GOOD)
+    prices = load_prices(path)
+    assert (prices.currency, prices.core_hour) == ("EUR", None)
+    assert prices.of("h100_80g").price == 2.5
+    assert prices.of("A100-80G") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("- 1\n", "allowed are currency"),
+        ("gpu_hour: {}\n", "allowed are currency"),
+        ("currency: USD\nfoo: 1\n", "foo"),
+        ("currency: USD\ngpu_hour: 3\n", "gpu_hour: got 3"),
+        ("currency: USD\ncore_hour: 3\n", "core_hour: got 3"),
+        ("currency: USD\ncore_hour: {price: -1, source: a, date: 2026-01-31}\n", "core_hour.price: got -1"),
+        ("currency: USD\ncore_hour: {price: .nan, source: a, date: 2026-01-31}\n", "core_hour.price: got nan"),
+        ("currency: USD\ncore_hour: {price: 1, source: a, date: soon}\n", "core_hour.date: got 'soon'"),
+        ("currency: [\n", "cannot be read as YAML"),
+        (None, "cannot be read as YAML"),
+    ],
+)
+def test_a_bad_file_is_one_error_that_names_it(tmp_path, text, named):
+    path = tmp_path / "prices.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_prices(path)
+    assert str(path) in str(error.value)
+    assert named in str(error.value)

@@ -1,0 +1,103 @@
+"""`libra runs`, and the commands around a run directory: what they print and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from libra.cli.main import main
+from libra.observe.run_directory import list_runs
+from libra.store.committer_lock import CommitterLock
+
+
+@pytest.fixture
+def libra(capsys):
+    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            main(list(map(str, arguments)))
+        captured = capsys.readouterr()
+        return stopped.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A directory with a finished run, one that was stopped, and one that is new."""
+    for name, ended, wall_time_s in (("done", 3, 3000.0), ("stopped", 1, 2000.0), ("fresh", 0, 0.0)):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.resolved.yaml").write_text(f"run: {{name: {name}, iterations: 3}}\n")
+        rows = [{"step": k, "wall_time_s": wall_time_s + k, "reward": 0.25 * k} for k in range(ended)]
+        if rows:
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "done" / "evaluations").mkdir()
+    (tmp_path / "done" / "evaluations" / "version-000003.json").write_text('{"version": 3, "reward": 0.75}')
+    (tmp_path / "done" / "evaluations" / "version-000004.json").write_text("{broken")
+    (tmp_path / "not_a_run").mkdir()
+    return tmp_path
+
+
+def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
+    found = {row.name: (row.state, row.iterations, row.reward, row.evaluation) for row in list_runs(runs)}
+    assert found == {
+        "done": ("finished", 3, 0.5, 0.75), "stopped": ("stopped", 1, 0.0, None), "fresh": ("new", 0, None, None),
+    }  # fmt: skip
+    code, out, _ = libra("runs", runs)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].split()[:3] == ["run", "state", "iterations"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "fresh",
+        "done",
+        "stopped",
+    ]  # a new run has no metrics: its start
+    assert max(map(len, lines)) <= 80
+    code, out, _ = libra("runs", runs, "--json")
+    assert [json.loads(line)["state"] for line in out.splitlines()] == ["new", "finished", "stopped"]
+
+
+def test_a_run_with_a_living_driver_is_running(runs):
+    lock = CommitterLock(runs / "stopped" / "driver")
+    try:
+        assert {row.name: row.state for row in list_runs(runs)}["stopped"] == "running"
+    finally:
+        lock.release()
+    assert {row.name: row.state for row in list_runs(runs)}["stopped"] == "stopped"
+
+
+@pytest.mark.parametrize("command", ["report", "trace", "runs"])
+def test_a_directory_that_is_missing_is_named_with_what_to_type(command, tmp_path, libra):
+    code, out, err = libra(command, tmp_path / "missing")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert str(tmp_path / "missing") in err
+    assert "type libra" in err
+
+
+def test_a_directory_of_runs_is_answered_with_one_of_them(runs, libra):
+    code, _, err = libra("report", runs)
+    assert code == 2
+    assert f"type libra report {runs / 'stopped'}" in err
+    code, out, _ = libra("runs", runs / "not_a_run")
+    assert (code, out) == (0, f"{runs / 'not_a_run'}: no run here; libra run CONFIG makes one\n")
+
+
+def test_report_and_trace_of_a_run_are_written_into_it(recorded_run, tmp_path, libra):
+    run = shutil.copytree(recorded_run, tmp_path / "copied")
+    code, out, _ = libra("report", run)
+    assert code == 0
+    assert out.startswith(f"{run / 'report.html'}: ")
+    assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
+    code, out, _ = libra("trace", run)
+    assert code == 0
+    assert out.startswith(f"{run / 'trace.json'}: ")
+    code, out, _ = libra("inspect", run, "--html", tmp_path / "page.html", "--limit", "2")
+    assert code == 0
+    assert (tmp_path / "page.html").read_text().count("<section>") == 2
+    code, out, _ = libra("inspect", run, "--index", "0")
+    assert max(len(line) for line in out.splitlines() if line.startswith((" ", "turn"))) <= 80

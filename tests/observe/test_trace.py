@@ -1,0 +1,88 @@
+"""`libra trace`: the trace of a real run against its event log."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections import defaultdict
+
+import pytest
+
+from libra import events
+from libra.errors import ConfigError, StoreError
+from libra.observe.log_facts import read_log
+from libra.observe.trace import STATE_TID, trace_lines, write_trace
+from libra.observe.worker_time import worker_times
+
+TRAINERS = ("train-0",)
+
+
+@pytest.fixture
+def log(recorded_run):
+    return list(read_log(recorded_run / "events.jsonl"))
+
+
+def names_of(lines, what):
+    return {(line["pid"], line["tid"]): line["args"]["name"] for line in lines if line["name"] == what}
+
+
+def test_the_trace_has_every_quantum_step_sync_and_state(log):
+    lines = list(trace_lines(log, TRAINERS))
+    processes = {pid: name for (pid, _), name in names_of(lines, "process_name").items()}
+    assert sorted(processes.values()) == ["rollout-0", "run", "tool-0", "train-0"]
+    threads = names_of(lines, "thread_name")
+    slices = [line for line in lines if line["ph"] == "X"]
+    quanta = [line for line in slices if threads[line["pid"], line["tid"]].split()[0] in ("ROLLOUT", "TOOL")]
+    finished = [event for event in log if isinstance(event, events.QuantumFinished)]
+    assert len(quanta) == len(finished) > 0
+    assert sum(line["args"]["tokens"] for line in quanta) == sum(event.tokens for event in finished)
+    named = [line["name"] for line in slices]
+    assert {f"step {event.step}" for event in log if isinstance(event, events.StepFinished)} <= set(named)
+    assert {f"load version {event.version}" for event in log if isinstance(event, events.VersionServed)} <= set(named)
+    states = defaultdict(float)
+    for line in slices:
+        if line["tid"] == STATE_TID and processes[line["pid"]] != "run":
+            states[processes[line["pid"]], line["name"]] += line["dur"] / 1e6
+    expected = {
+        (w.worker, s): value for w in worker_times(log, TRAINERS).times().workers for s, value in w.seconds.items()
+    }
+    assert states == {key: pytest.approx(value, abs=1e-3) for key, value in expected.items()}
+
+
+def test_slices_of_a_line_do_not_overlap_and_counters_end_at_zero(log):
+    lines = list(trace_lines(log, TRAINERS))
+    by_line = defaultdict(list)
+    for line in lines:
+        if line["ph"] == "X":
+            assert line["ts"] >= 0
+            assert line["dur"] >= 0
+            by_line[line["pid"], line["tid"]].append((line["ts"], line["ts"] + line["dur"]))
+    for found in by_line.values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(found)))
+    counters = defaultdict(list)
+    for line in lines:
+        if line["ph"] == "C":
+            counters[line["name"]].append(line["args"])
+    assert max(values["open"] for values in counters["open trajectories"]) > 0
+    assert counters["open trajectories"][-1] == {"open": 0}
+    assert counters["waiting by phase"][-1] == {"ROLLOUT": 0, "TOOL": 0}
+    assert all(count >= 0 for values in counters["waiting by level"] for count in values.values())
+
+
+def test_the_file_is_json_compressed_on_request_and_absent_after_an_error(log, tmp_path):
+    for name in ("trace.json", "trace.json.gz"):
+        count = write_trace(log, tmp_path / name, TRAINERS)
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(tmp_path / name, "rt") as file:
+            assert len(json.load(file)["traceEvents"]) == count > 0
+
+    def damaged():
+        yield from log[:20]
+        raise StoreError("line 21: not JSON")
+
+    with pytest.raises(StoreError, match="line 21"):
+        write_trace(damaged(), tmp_path / "damaged.json")
+    with pytest.raises(ConfigError, match=r"-o .*x.json"):
+        write_trace(log, tmp_path / "trace.json" / "x.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.json.gz"]

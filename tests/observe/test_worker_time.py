@@ -1,0 +1,203 @@
+"""Where worker time went: states by cause from hand-made and arbitrary logs, at once and event by event."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra import events
+from libra.observe.worker_time import BUSY, IDLE, STATES, WorkerTimes, worker_times
+
+RUN = "demo"
+KEY = "trajectory-train-0-0-{}-e0-demo"
+CHECK = {
+    "method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": None, "layers": 1, "changed_layers": None,
+    "smallest_change": 0.0, "measured": False, "check_s": 0.5,
+}  # fmt: skip
+
+
+def capacity(t_s, worker, rollout=0, tool=0):
+    return events.WorkerCapacity(RUN, t_s, worker, "", rollout, tool, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def parked(t_s, key, phase="ROLLOUT"):
+    return events.TrajectoryParked(RUN, t_s, KEY.format(key), phase, 0, 0, (0, 0, 0), "")
+
+
+def dispatched(t_s, key, worker, phase="ROLLOUT"):
+    return events.QuantumDispatched(RUN, t_s, KEY.format(key), phase, 0, worker, (0, 0, 0), "", True)
+
+
+def finished(t_s, key, worker, phase="ROLLOUT", end=""):
+    return events.QuantumFinished(RUN, t_s, KEY.format(key), phase, 0, 5, "", "", 0, 0.1, worker, 0, end)
+
+
+def started(t_s=0.0, epoch=0):
+    return events.RunStarted(RUN, t_s, epoch, 0, 2, 1, "fifo", "")
+
+
+def an_iteration():
+    """One iteration of an engine, a tool worker and one training worker, with round numbers."""
+    return [
+        started(),
+        capacity(0.0, "rollout-0", rollout=2),
+        capacity(0.0, "tool-0", tool=1),
+        events.VersionPublished(RUN, 9.0, 0, "d", 1),
+        events.VersionServed(RUN, 10.0, 0, "rollout-0", 0.0),
+        events.GateParked(RUN, 10.0, 0),
+        events.GateOpened(RUN, 10.0, 0, ""),
+        events.BatchParked(RUN, 10.0, 0),
+        parked(10.0, 0),
+        dispatched(10.0, 0, "rollout-0"),
+        finished(14.0, 0, "rollout-0"),
+        parked(14.0, 0, "TOOL"),
+        dispatched(14.0, 0, "tool-0", "TOOL"),
+        finished(17.0, 0, "tool-0", "TOOL"),
+        parked(17.0, 0),
+        dispatched(18.0, 0, "rollout-0"),
+        finished(20.0, 0, "rollout-0", end="answered"),
+        events.TrajectoryEnded(RUN, 20.0, KEY.format(0), True),
+        events.BatchOpened(RUN, 21.0, 0, ((0, 0),), ""),
+        events.StepFinished(RUN, 29.0, 0, 0.5, 6.0),
+        events.VersionPublished(RUN, 30.0, 1, "e", 1),
+        events.VersionServed(RUN, 32.0, 1, "rollout-0", 1.0),
+        events.VersionChecked(RUN, 32.0, 1, "rollout-0", **CHECK, stopped_s=1.5),
+        events.IterationFinished(RUN, 40.0, 0, 0.5, 0.0),
+    ]
+
+
+def test_each_second_of_an_iteration_has_its_cause():
+    times = worker_times(an_iteration(), ("train-0",)).times()
+    seconds = {worker.worker: dict(worker.seconds) for worker in times.workers}
+    assert seconds["rollout-0"] == pytest.approx(
+        {
+            "starting": 10,
+            "generating": 6,
+            "tools": 3,
+            "dispatch": 1,
+            "grading": 1,
+            "version": 9,
+            "moving": 1.5,
+            "nothing": 8.5,
+        }
+    )
+    assert seconds["train-0"] == pytest.approx(
+        {"starting": 9, "nothing": 11, "trajectories": 10, "grading": 1, "batch": 2, "training": 6, "moving": 1}
+    )
+    assert seconds["tool-0"] == pytest.approx({"starting": 9, "acting": 3, "no_calls": 28})
+    assert times.busy_frac == pytest.approx((6 + 1.5 + 6 + 1) / 80)  # the tool worker does not count
+    used = {worker.worker: worker.slots_used_frac for worker in times.workers}
+    assert used["rollout-0"] == pytest.approx(6 / 80)
+    assert used["tool-0"] == pytest.approx(3 / 40)
+    assert used["train-0"] is None
+
+
+def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
+    log = [
+        started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1), events.VersionPublished(RUN, 0.0, 0, "", 1),
+        events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.VersionServed(RUN, 0.0, 0, "b", 0.0),
+        parked(0.0, 0), dispatched(0.0, 0, "a"), finished(8.0, 0, "a", end="answered"),
+        events.TrajectoryEnded(RUN, 8.0, KEY.format(0), True),
+    ]  # fmt: skip
+    by_name = {worker.worker: worker.seconds for worker in worker_times(log).times().workers}
+    assert by_name["a"] == pytest.approx({"generating": 8})
+    assert by_name["b"] == pytest.approx({"tail": 8})
+
+
+def test_time_of_absence_and_between_two_starts_counts_nowhere():
+    log = [
+        *an_iteration(), events.WorkerWithdrawn(RUN, 41.0, "rollout-0"), capacity(47.0, "rollout-0", rollout=2),
+        started(0.0, epoch=1), capacity(5.0, "rollout-0", rollout=2), events.VersionPublished(RUN, 6.0, 1, "", 1),
+    ]  # fmt: skip
+    times = worker_times(log, ("train-0",))
+    by_name = {worker.worker: worker for worker in times.times().workers}
+    assert times.now_s == pytest.approx(53.0)
+    assert by_name["rollout-0"].total_s == pytest.approx(41 + 1)  # away from 41 to 47, and until it is there again
+    assert by_name["train-0"].total_s == pytest.approx(53.0)
+
+
+def test_a_lent_worker_needs_no_gpu_of_its_own():
+    log = [
+        started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1),
+        events.RoleChanged(RUN, 10.0, "b", 1, "rollout", "lent", 1, 1, {}, 1.0),
+        events.RoleChanged(RUN, 10.0, "a", 1, "rollout", "rollout", 1, 2, {}, 1.0),
+        events.VersionPublished(RUN, 20.0, 0, "", 1),
+    ]  # fmt: skip
+    times = worker_times(log).times()
+    by_name = {worker.worker: worker for worker in times.workers}
+    assert by_name["b"].seconds["lent"] == pytest.approx(10)
+    assert sum(by_name["b"].gpu_s.values()) == pytest.approx(10)
+    assert sum(by_name["a"].gpu_s.values()) == pytest.approx(10 + 2 * 10)
+
+
+def test_every_state_has_a_cause_in_words_and_is_busy_or_idle():
+    assert not BUSY.keys() & IDLE.keys()
+    assert all(STATES.values())
+
+
+# ---------------------------------------------------------------- any log
+
+WORKERS = st.sampled_from(["a", "b", "c"])
+KEYS = st.integers(0, 3)
+PHASES = st.sampled_from(["ROLLOUT", "TOOL"])
+NUMBERS = st.integers(0, 3)
+SECONDS = st.floats(0, 5)
+STEPS = st.one_of(
+    st.builds(lambda k, p: lambda t: parked(t, k, p), KEYS, PHASES),
+    st.builds(lambda k, w, p: lambda t: dispatched(t, k, w, p), KEYS, WORKERS, PHASES),
+    st.builds(lambda k, w, p: lambda t: finished(t, k, w, p), KEYS, WORKERS, PHASES),
+    st.builds(lambda k: lambda t: events.TrajectoryEnded(RUN, t, KEY.format(k), True), KEYS),
+    st.builds(lambda w, r, n: lambda t: capacity(t, w, r, n), WORKERS, NUMBERS, NUMBERS),
+    st.builds(lambda w: lambda t: events.WorkerWithdrawn(RUN, t, w), WORKERS),
+    st.builds(lambda w: lambda t: events.WorkerJoined(RUN, t, w, "tcp://h:1"), WORKERS),
+    st.builds(lambda n: lambda t: events.VersionPublished(RUN, t, n, "", 1), NUMBERS),
+    st.builds(lambda w, n, s: lambda t: events.VersionServed(RUN, t, n, w, s), WORKERS, NUMBERS, SECONDS),
+    st.builds(lambda w, s: lambda t: events.VersionChecked(RUN, t, 0, w, **CHECK, stopped_s=s), WORKERS, SECONDS),
+    st.builds(lambda n: lambda t: events.GateParked(RUN, t, n), NUMBERS),
+    st.builds(lambda n: lambda t: events.GateOpened(RUN, t, n, ""), NUMBERS),
+    st.builds(lambda n: lambda t: events.BatchParked(RUN, t, n), NUMBERS),
+    st.builds(lambda n: lambda t: events.BatchOpened(RUN, t, n, (), ""), NUMBERS),
+    st.builds(lambda n, s: lambda t: events.StepFinished(RUN, t, n, 0.0, s), NUMBERS, SECONDS),
+    st.builds(lambda w: lambda t: events.GangFormed(RUN, t, 1, (w,), 0), WORKERS),
+    st.builds(lambda w: lambda t: events.GangLost(RUN, t, 1, w, ""), WORKERS),
+    st.builds(lambda w: lambda t: events.RoleChangeStarted(RUN, t, 1, {w: {}}, "", None), WORKERS),
+    st.builds(
+        lambda w, r, n: lambda t: events.RoleChanged(RUN, t, w, 1, "rollout", r, 1, n + 1, {}, 1.0),
+        WORKERS, st.sampled_from(["rollout", "train", "lent"]), NUMBERS,
+    ),
+    st.builds(lambda: lambda t: started(t)),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), STEPS), max_size=60))
+def test_shares_sum_to_one_and_folding_or_stopping_midway_changes_nothing(steps):
+    log, t_s = [started()], 0.0
+    for elapsed, make in steps:
+        event = make(t_s + elapsed)
+        t_s = 0.0 if isinstance(event, events.RunStarted) else t_s + elapsed
+        log.append(event if t_s else started())
+    whole, folded = worker_times(log, ("c",)), WorkerTimes(("c",), keep=2)
+    for event in log:
+        folded.add(event)
+    for worker, other in zip(whole.times().workers, folded.times().workers, strict=True):
+        if worker.total_s > 0:
+            assert sum(worker.shares.values()) == pytest.approx(1.0)
+            assert set(worker.shares) <= STATES.keys()
+        assert all(value >= 0 for value in (*worker.seconds.values(), *worker.gpu_s.values()))
+        assert worker.slots_used_frac is None or 0 <= worker.slots_used_frac <= 1
+        assert other.total_s == pytest.approx(worker.total_s)
+        assert other.slots_used_frac == worker.slots_used_frac
+    for name, found in whole.segments().items():
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(found)), name
+        assert all(0 <= start < stop <= whole.now_s + 1e-9 for start, stop, _ in found)
+    shares = whole.times().shares
+    assert not shares or sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_the_page_about_it_has_every_state(repository):
+    page = (repository / "docs" / "observe.md").read_text()
+    for state, why in STATES.items():
+        assert f"| `{state}` | {'busy' if state in BUSY else 'idle'} | {why} |" in page
