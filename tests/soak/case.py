@@ -1,58 +1,118 @@
-"""One soak case: a small run on real processes, one of which is killed; resumed until it is done; then looked at from outside.
+"""Soak cases: small runs on real processes, struck at seeded moments, resumed until they are done, and looked at from outside.
 
-``python tests/soak/case.py SEED [SEED ...]`` runs cases by hand. A case is (stage, moment, nth, victim), all from its seed.
+``python tests/soak/case.py SEED [SEED ...]`` runs a case for each seed, which is struck once; with ``--together`` the moments of
+all seeds come in one run, one after another. A moment is a stage (before it or after it, the nth time) and what happens then:
+
+* SIGKILL of the driver, of the scheduler, of a training, rollout or tool worker, or of a nanny that is a process of its own;
+* ``disk``: the run's file system is full; there is space again when `libra` has ended;
+* ``stop``: SIGSTOP of driver, scheduler or a worker, and SIGCONT some seconds later.
+
+Every start has another PYTHONHASHSEED. A driver that ended before the run did is followed by ``libra resume``; everything else has
+to go on by itself. Then each (iteration, group, sample) is stored once and consumed by one batch, each quantum was reported once,
+no file is damaged, and (even seeds, and ``--together``) undisturbed replicas that replay the committed batches come to the same
+gradient norms and versions.
+
+Clusters serve case after case, as a shared one does; one that a case killed, or failed on, is replaced.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 import zarr
+from processes import Cluster, place_of_a_run, why_no_small_disk
+from replaying import Replayer, check_published
 
-from faults import STAGES, VICTIMS
+from faults import STAGES, STRUCK, WORKERS
 from libra.driver import damage
 from libra.store.event_log import read_events
 
 ITERATIONS, PROMPTS, GROUP_SIZE, TURNS = 4, 2, 2, 3
-STARTS = 4
-"""Starts allowed: the first, one after the kill, and two to spare."""
-LIMIT_S = 150.0
-REPOSITORY = Path(__file__).resolve().parents[2]
+KINDS = ("driver", "scheduler", "train-0", "rollout-0", "tool-0", "nanny", "disk", "stop")
+STOP_S = 6
+"""At most so many seconds is a process stopped."""
+OFTEN = {"generation": 24, "action": 16, "group": 6, "batch": 3, "step": 3, "checkpoint": 3, "publish": 4}
+"""The highest ``nth`` of each stage in a run of `ITERATIONS`."""
+SPARE_STARTS = 3
+LIMIT_S = 300.0
+"""For the first moment of a run; for each other a quarter of it."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is killed, and when."""
+class Moment:
+    """When something happens, and what; ``stop_s``: seconds until SIGCONT, 0: SIGKILL."""
 
-    seed: int
     stage: str
     moment: str
     nth: int
     victim: str
+    stop_s: int
+
+    @classmethod
+    def of(cls, seed: int, rng: random.Random) -> Moment:
+        """Stages and kinds in turn, so that 56 seeds have every pair; the rest at random."""
+        stage, victim, stop_s = STAGES[seed % len(STAGES)], KINDS[seed % len(KINDS)], 0
+        moment, nth = rng.choice(("before", "after")), rng.randint(1, OFTEN[stage])
+        if victim == "nanny":
+            victim = f"nanny of {rng.choice(WORKERS)}"
+        if victim == "stop":
+            victim, stop_s = rng.choice(("driver", "scheduler", *WORKERS)), rng.randint(1, STOP_S)
+        return cls(stage, moment, nth, victim, stop_s)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and what happens to it; everything follows from the seed."""
+
+    seed: int
+    moments: tuple[Moment, ...]
     eta: int
+    apart: bool
+    """Whether nannies are processes of their own."""
+    iterations: int = ITERATIONS
+    replayed: bool = True
 
     @classmethod
     def of_seed(cls, seed: int) -> Case:
-        """The stages and victims in turn, so that 35 seeds have every pair; the rest at random."""
+        """Struck once."""
         rng = random.Random(seed)
-        stage, victim = STAGES[seed % len(STAGES)], VICTIMS[seed % len(VICTIMS)]
-        often = {"generation": 24, "action": 16, "group": 6, "batch": 3, "step": 3, "checkpoint": 3, "publish": 4}[
-            stage
-        ]
-        return cls(seed, stage, rng.choice(("before", "after")), rng.randint(1, often), victim, rng.randint(0, 1))
+        moment = Moment.of(seed, rng)
+        return cls(seed, (moment,), rng.randint(0, 1), _apart([moment]) or rng.random() < 0.5, replayed=seed % 2 == 0)
+
+    @classmethod
+    def together(cls, seeds: list[int]) -> Case:
+        """One run with the moments of all ``seeds``; each comes within two iterations, so that the run is short."""
+        cases = [cls.of_seed(seed) for seed in seeds]
+        moments = [replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN[m.stage] // 4)) for c in cases for m in c.moments]
+        return cls(seeds[0], tuple(moments), cases[0].eta, _apart(moments), iterations=4 + 2 * len(moments))
+
+    @property
+    def small_disk(self) -> bool:
+        """Whether it needs a file system that can be filled."""
+        return any(moment.victim == "disk" for moment in self.moments)
+
+    def __str__(self) -> str:
+        struck = "; ".join(
+            f"{m.victim} {f'stopped {m.stop_s} s' if m.stop_s else ''} {m.moment} {m.stage} {m.nth}"
+            for m in self.moments
+        )
+        return f"{self.seed}: {' '.join(struck.split())} (eta {self.eta}{', nannies apart' if self.apart else ''})"
+
+
+def _apart(moments: list[Moment]) -> bool:
+    return any(moment.victim.startswith("nanny") for moment in moments)
 
 
 def write_config(case: Case, directory: Path) -> Path:
@@ -64,7 +124,7 @@ def write_config(case: Case, directory: Path) -> Path:
                 "run": {
                     "dir": str(directory),
                     "name": "run",
-                    "iterations": ITERATIONS,
+                    "iterations": case.iterations,
                     "eta": case.eta,
                     "seed": case.seed,
                 },
@@ -80,92 +140,84 @@ def write_config(case: Case, directory: Path) -> Path:
     return path
 
 
-class Processes:
-    """The cluster's process and the driver's, started again as often as needed."""
+class Soak:
+    """What several cases share, started when the first of them needs it; a context manager.
 
-    def __init__(self, case: Case, directory: Path, config: Path) -> None:
-        self.directory, self.config = directory, config
-        plan = {**asdict(case), "directory": str(directory)}
-        python_path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        self.environment = {**os.environ, "PYTHONPATH": python_path, "LIBRA_SOAK": json.dumps(plan)}
-        self.environment["DASK_DISTRIBUTED__WORKER__PRELOAD"] = str(REPOSITORY / "tests" / "soak" / "faults.py")
-        self.cluster: subprocess.Popen[str] | None = None
-        self.address = ""
-        self.log = (directory / "processes.log").open("w")
+    Parameters
+    ----------
+    keep : Path or None
+        Where the directory of a case that failed is copied to.
+    """
 
-    def ensure_cluster(self) -> None:
-        """Start scheduler and workers where they are not running."""
-        if self.cluster is not None and self.cluster.poll() is None:
-            return
-        command = [sys.executable, str(REPOSITORY / "tests" / "soak" / "cluster.py"), str(self.config)]
-        self.cluster = subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True
-        )
-        (self.directory / "scheduler.pid").write_text(str(self.cluster.pid))
-        assert self.cluster.stdout is not None
-        self.address = self.cluster.stdout.readline().strip()
-        assert self.address, "the cluster did not start: " + (self.directory / "processes.log").read_text()[-2000:]
+    def __init__(self, keep: Path | None = None) -> None:
+        self._clusters: dict[bool, Cluster] = {}
+        self._replayer: Replayer | None = None
+        self._keep = keep
 
-    def drive(self, resume: bool, limit_s: float) -> int:
-        """Run or resume; the exit code of ``libra``."""
-        what = ["resume", str(self.directory / "run")] if resume else ["run", str(self.config)]
-        command = [sys.executable, "-c", "from libra.cli.main import main; main()", *what, "--scheduler", self.address]
-        driver = subprocess.Popen(
-            command, env=self.environment, stdout=self.log, stderr=self.log, start_new_session=True
-        )
-        (self.directory / "driver.pid").write_text(str(driver.pid))
-        try:
-            return driver.wait(limit_s)
-        finally:
-            if driver.poll() is None:
-                driver.kill()
-                driver.wait()
+    def __enter__(self) -> Soak:
+        return self
 
-    def stop(self) -> None:
-        """End the cluster, workers included."""
-        if self.cluster is not None and self.cluster.poll() is None:
-            os.killpg(self.cluster.pid, signal.SIGKILL)
-            self.cluster.wait()
-        self.log.close()
+    def __exit__(self, *error: Any) -> None:
+        for cluster in self._clusters.values():
+            cluster.stop()
+        if self._replayer is not None:
+            self._replayer.__exit__()
 
+    def run(self, case: Case) -> dict[str, Any]:
+        """Run, strike, resume until done; what the checks found. AssertionError where something went wrong."""
+        with place_of_a_run(case.small_disk) as directory:
+            config = write_config(case, directory)
+            cluster = self._clusters.get(case.apart)
+            if cluster is None:
+                cluster = self._clusters[case.apart] = Cluster(config, case.apart, random.Random(case.seed))
+            try:
+                return self._run(case, cluster, directory, config)
+            except BaseException:
+                if self._keep is not None:
+                    shutil.copytree(directory, self._keep / f"case-{case.seed}", symlinks=True)
+                    shutil.copy(cluster.log, self._keep / f"case-{case.seed}")
+                self._clusters.pop(case.apart).stop()
+                raise
 
-def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """Run, kill, resume until done; returns what `check_run` found."""
-    config = write_config(case, directory)
-    processes = Processes(case, directory, config)
-    codes: list[int] = []
-    began_s = time.monotonic()
-    try:
+    def _run(self, case: Case, cluster: Cluster, directory: Path, config: Path) -> dict[str, Any]:
+        codes: list[int] = []
+        limit_s = LIMIT_S * (1 + (len(case.moments) - 1) / 4)
+        began_s = time.monotonic()
+        cluster.plan(directory, [asdict(moment) for moment in case.moments])
         while not codes or codes[-1] != 0:
-            left_s = LIMIT_S - (time.monotonic() - began_s)
-            assert len(codes) < STARTS and left_s > 0, f"{case}: not done after starts {codes}: {_tail(directory)}"
-            processes.ensure_cluster()
-            codes.append(processes.drive(resume=(directory / "run" / "epochs").is_dir(), limit_s=left_s))
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"{case}: hangs after starts {codes}: {_tail(directory)}") from error
-    finally:
-        processes.stop()
-    assert (directory / "killed").exists(), f"{case}: the moment never came, so nothing was tried"
-    return {"starts": len(codes), **check_run(directory / "run")}
+            left_s = limit_s - (time.monotonic() - began_s)
+            assert len(codes) <= len(case.moments) + SPARE_STARTS, f"not done after starts {codes}: {_tail(cluster)}"
+            cluster.ensure()
+            try:
+                codes.append(cluster.drive(directory, config, case.replayed, left_s))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"hangs after starts {codes}: {_tail(cluster)}") from None
+        struck = len(list((directory / STRUCK).iterdir()))
+        assert struck == len(case.moments), f"moments from {case.moments[struck]} on never came"
+        found = {"starts": len(codes), **check_run(case, directory / "run")}
+        if case.replayed:
+            self._replayer = self._replayer or Replayer(1)
+            found |= check_published(directory / "run", self._replayer.steps(directory / "run"))
+        return found
 
 
-def check_run(directory: Path) -> dict[str, Any]:
+def check_run(case: Case, directory: Path) -> dict[str, Any]:
     """What plain zarr and the logs say of a finished run; AssertionError where something was lost or done twice."""
-    group = zarr.open_group(directory / "trajectories.zarr", mode="r")
+    group: Any = zarr.open_group(directory / "trajectories.zarr", mode="r")
     committed = group.attrs["committed"]["trajectories"]
     columns = {name: array[:committed] for name, array in group["trajectory"].arrays()}
     ids = list(zip(columns["iteration"].tolist(), columns["group"].tolist(), columns["sample"].tolist(), strict=True))
-    expected = {(k, g, s) for k in range(ITERATIONS) for g in range(PROMPTS) for s in range(GROUP_SIZE)}
+    expected = {(k, g, s) for k in range(case.iterations) for g in range(PROMPTS) for s in range(GROUP_SIZE)}
     assert len(ids) == len(set(ids)), f"stored twice: {[i for i, n in Counter(ids).items() if n > 1]}"
     consumed = {i for i, batch in zip(ids, columns["batch"].tolist(), strict=True) if batch >= 0}
     assert consumed == expected, f"lost: {sorted(expected - consumed)}, unknown: {sorted(consumed - expected)}"
-    assert Counter(columns["batch"].tolist()) == dict.fromkeys(range(ITERATIONS), PROMPTS * GROUP_SIZE)
+    assert Counter(columns["batch"].tolist()) == dict.fromkeys(range(case.iterations), PROMPTS * GROUP_SIZE)
     assert (columns["length"] > 0).all() and np.isfinite(columns["reward"]).all()
     assert (columns["num_turns"] == TURNS).all()
 
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "reward" in row]
-    assert steps == list(range(ITERATIONS)), f"the reward curve has steps {steps}"
+    assert steps == list(range(case.iterations)), f"the reward curve has steps {steps}"
     quanta = Counter(
         (event["key"].split("-e")[0], event["quantum"])
         for event in read_events(directory / "events.jsonl").events
@@ -174,31 +226,42 @@ def check_run(directory: Path) -> dict[str, Any]:
     twice = [quantum for quantum, count in quanta.items() if count > 1]
     assert not twice, f"done twice: {twice}"
     damages = damage.check_run(directory).damages
-    assert not damages, f"a death left damaged files: {damages}"
+    assert not damages, f"files are damaged: {damages}"
     checkpoint = sorted((directory / "checkpoints").glob("step-*"))[-1]
-    assert checkpoint.name == f"step-{ITERATIONS:06d}"
+    assert checkpoint.name == f"step-{case.iterations:06d}"
     return {"epochs": len(list((directory / "epochs").iterdir())), "trajectories": len(ids)}
 
 
-def _tail(directory: Path) -> str:
-    return (directory / "processes.log").read_text()[-3000:]
+def _tail(cluster: Cluster) -> str:
+    return cluster.log.read_text()[-4000:]
 
 
-def main(seeds: list[int]) -> int:
-    """Run cases one after the other, a line each; the number of those that failed."""
-    failed = 0
-    for seed in seeds:
-        case, began_s = Case.of_seed(seed), time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="soak-") as name:
+def main() -> int:
+    """Run the cases one after the other, a line each; the number of those that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("--together", action="store_true", help="the moments of all seeds in one run")
+    parser.add_argument("--keep", type=Path, help="where the directories of cases that fail are copied to")
+    asked = parser.parse_args()
+    cases = [Case.together(asked.seeds)] if asked.together else [Case.of_seed(seed) for seed in asked.seeds]
+    lacking = why_no_small_disk() if any(case.small_disk for case in cases) else ""
+    if lacking:
+        print(f"full disks are left out: a file system cannot be mounted: {lacking}", flush=True)
+        cases = [replace(c, moments=tuple(m for m in c.moments if m.victim != "disk")) for c in cases]
+        cases = [case for case in cases if case.moments]
+    failed: list[int] = []
+    with Soak(asked.keep) as soak:
+        for case in cases:
+            began_s = time.monotonic()
             try:
-                found: Any = run_case(case, Path(name))
+                found: Any = soak.run(case)
             except AssertionError as error:
-                failed += 1
+                failed.append(case.seed)
                 found = f"FAILED: {error}"
-        print(f"{case}: {found}, {time.monotonic() - began_s:.0f} s", flush=True)
-    print(f"{len(seeds) - failed} of {len(seeds)} cases passed", flush=True)
-    return failed
+            print(f"{case}: {found}, {time.monotonic() - began_s:.0f} s", flush=True)
+    print(f"{len(cases) - len(failed)} of {len(cases)} cases passed, failed: {failed}", flush=True)
+    return len(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main([int(number) for number in sys.argv[1:]]) else 0)
+    sys.exit(1 if main() else 0)

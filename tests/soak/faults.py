@@ -1,7 +1,8 @@
-"""Loaded into every Dask worker of a soak case: kills one process for real, at one stage, once.
+"""Loaded into every Dask worker of a soak: strikes one process, or the disk, at one moment after another.
 
-The plan comes as JSON in LIBRA_SOAK: {"stage", "moment", "nth", "victim", "directory"}. ``directory`` holds the process id of
-each possible victim and the marker that says the kill has happened.
+LIBRA_SOAK names the directory of a cluster. It holds the process id of each possible victim, and ``plan.json`` with the moments of
+the run that is under way: {"directory": of the run, "moments": [{"stage", "moment", "nth", "victim", "stop_s"}, ...]}. A moment is
+armed when the one before it has come and a batch has been committed since. ``directory/struck`` gets a file when one has come.
 """
 
 from __future__ import annotations
@@ -10,38 +11,90 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 STAGES = ("generation", "action", "group", "batch", "step", "checkpoint", "publish")
-VICTIMS = ("driver", "scheduler", "train-0", "rollout-0", "tool-0")
+WORKERS = ("train-0", "rollout-0", "tool-0")
+STRUCK, FILLER = "struck", "filler"
+
+
+def fill(directory: Path) -> None:
+    """A file that takes every byte that is left on a file system."""
+    with (directory / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
 
 
 class Plan:
-    """When to kill whom."""
+    """Which moment is armed, and how often this process has seen it."""
 
-    def __init__(self, text: str) -> None:
-        values = json.loads(text)
-        self.stage, self.moment, self.victim = values["stage"], values["moment"], values["victim"]
-        self.directory, self.nth = Path(values["directory"]), values["nth"]
-        self.seen = 0
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.lock = threading.Lock()
+        self.read_at_ns = self.seen = 0
+        self.seen_of = -1
+        self.values: dict[str, Any] = {"moments": []}
 
     def reached(self, stage: str, moment: str) -> None:
-        """A stage is reached in this process; kills at the nth time."""
-        if (stage, moment) != (self.stage, self.moment):
-            return
+        """A stage is reached in this process."""
         with self.lock:
-            self.seen += 1
-            if self.seen != self.nth:
+            self._read()
+            armed = self._armed()
+            if armed is None:
+                return
+            number, run, what = armed
+            if (stage, moment) != (what["stage"], what["moment"]):
+                return
+            self.seen = self.seen + 1 if self.seen_of == number else 1
+            self.seen_of = number
+            if self.seen < what["nth"]:
                 return
             try:
-                os.close(os.open(self.directory / "killed", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
+                handle = os.open(run / STRUCK / f"{number:03d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except (FileExistsError, FileNotFoundError):  # another process was faster, or the case is over
                 return
-            os.kill(int((self.directory / f"{self.victim}.pid").read_text()), signal.SIGKILL)
+            os.write(handle, str(_batches(run)).encode())
+            os.close(handle)
+            self._strike(what, run)
+
+    def _read(self) -> None:
+        path = self.directory / "plan.json"
+        try:
+            changed_ns = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if changed_ns != self.read_at_ns:
+            self.read_at_ns, self.seen_of = changed_ns, -1
+            self.values = json.loads(path.read_text())
+
+    def _armed(self) -> tuple[int, Path, dict[str, Any]] | None:
+        moments = self.values["moments"]
+        if not moments:
+            return None
+        run = Path(self.values["directory"])
+        struck = sorted((run / STRUCK).glob("*"))
+        if len(struck) == len(moments) or (struck and _batches(run) <= int(struck[-1].read_text() or 1 << 30)):
+            return None
+        return len(struck), run, moments[len(struck)]
+
+    def _strike(self, what: dict[str, Any], run: Path) -> None:
+        victim = what["victim"]
+        if victim == "disk":
+            fill(run)
+            return
+        process = int((self.directory / f"{victim}.pid").read_text())
+        if what["stop_s"]:
+            later = f"sleep {what['stop_s']}; kill -CONT {process}"
+            subprocess.Popen(["sh", "-c", later], start_new_session=True)
+        os.kill(process, signal.SIGSTOP if what["stop_s"] else signal.SIGKILL)
 
     def around(self, owner: Any, name: str, stage: str | Callable[..., str]) -> None:
         """Wrap ``owner.name`` so that the plan hears of it before and after."""
@@ -58,13 +111,19 @@ class Plan:
         setattr(owner, name, wrapped)
 
 
+def _batches(run: Path) -> int:
+    """How many batches the run under ``run`` has committed."""
+    return len(list((run / "run" / "batches").glob("batch-*.json")))
+
+
 def dask_setup(worker: Any) -> None:
     """Called by Dask in each worker process, when it starts."""
     text = os.environ.get("LIBRA_SOAK")
     if text is None:
         return
-    plan = Plan(text)
+    plan = Plan(Path(text))
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
+    (plan.directory / f"nanny of {worker.name}.pid").write_text(str(os.getppid()))
     from libra.graph import batch_nodes, rollout_nodes
     from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint

@@ -35,7 +35,7 @@ import deaths
 import numpy as np
 import zarr
 from distributed import Client
-from replaying import SAID, Replayer
+from replaying import SAID, Replayer, check_published
 
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, load_config
@@ -281,22 +281,6 @@ def run_case(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
         run = found.pop("directory")
         return {**found, **check_store(run), **check_published(run, stage.replayer(1).steps(run))}
     return run_killed(kill, stage, directory)
-
-
-def check_published(directory: Path, again: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a run with one training worker: every version that is still kept has the digest of the undisturbed step."""
-    from libra.weights import WeightStore
-
-    store = WeightStore(directory / "weights")
-    kept = [number for number in store.numbers() if number > 0]
-    assert kept and max(kept) == len(again)
-    for number in kept:
-        assert store.get(number).digest == again[number - 1]["digest"], f"version {number} is another"
-    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    rows = {row["step"]: row for row in metrics if "reward" in row}
-    for number, step in enumerate(again):
-        assert rows[number]["grad_norm"] == step["grad_norm"], f"step {number}: another gradient"
-    return {"steps": len(again), "versions": kept}
 
 
 def left_out(kills: list[Kill]) -> str:

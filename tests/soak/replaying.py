@@ -75,6 +75,22 @@ class Replayer:
         return found
 
 
+def check_published(directory: Path, again: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a run with one training worker: every version that is still kept has the digest of the undisturbed step."""
+    from libra.weights import WeightStore
+
+    store = WeightStore(directory / "weights")
+    kept = [number for number in store.numbers() if number > 0]
+    assert kept and max(kept) == len(again)
+    for number in kept:
+        assert store.get(number).digest == again[number - 1]["digest"], f"version {number} is another"
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = {row["step"]: row for row in metrics if "reward" in row}
+    for number, step in enumerate(again):
+        assert rows[number]["grad_norm"] == step["grad_norm"], f"step {number}: another gradient"
+    return {"steps": len(again), "versions": kept}
+
+
 def main(rank: int, size: int, port: int) -> None:
     """Answer until the standard input ends."""
     import torch

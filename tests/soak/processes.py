@@ -1,0 +1,150 @@
+"""The processes of a soak: clusters, which serve case after case until one is killed, and the driver of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from faults import FILLER, STRUCK
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+LIBRA = "from libra.cli.main import main; main()"
+KEEPING = f"from libra.driver import run_checkpoints; run_checkpoints.prune_groups = lambda spec, first, before: before; {LIBRA}"
+"""`libra` that keeps every record of a group: they are what is replayed."""
+DISK_MIB = 64
+
+
+class Cluster:
+    """Scheduler and workers; started when they are needed, and again where the scheduler was killed.
+
+    Parameters
+    ----------
+    config : Path
+        A run's, of which section ``cluster`` counts.
+    apart : bool
+        Whether nannies are processes of their own.
+    hash_seeds : random.Random
+        Where the hash seed of each start comes from.
+    """
+
+    def __init__(self, config: Path, apart: bool, hash_seeds: random.Random) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="soak-cluster-"))
+        self.config, self.apart, self.hash_seeds = self.directory / "cluster.yaml", apart, hash_seeds
+        shutil.copy(config, self.config)
+        self.log = self.directory / "processes.log"
+        self._process: subprocess.Popen[str] | None = None
+        self.contact = ""
+
+    def environment(self) -> dict[str, str]:
+        """Of a process, with another hash seed each time."""
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONHASHSEED": str(self.hash_seeds.randint(1, 1 << 31)),
+            "LIBRA_SOAK": str(self.directory),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def ensure(self) -> None:
+        """Start it where it is not running."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._kill()  # workers whose scheduler is gone
+        command = [sys.executable, str(HERE / "cluster.py"), str(self.config), str(self.directory)]
+        environment = {**self.environment(), "DASK_DISTRIBUTED__WORKER__PRELOAD": str(HERE / "faults.py")}
+        with self.log.open("a") as log:
+            self._process = subprocess.Popen(
+                [*command, *(["apart"] if self.apart else [])],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        (self.directory / "scheduler.pid").write_text(str(self._process.pid))
+        assert self._process.stdout is not None
+        self.contact = self._process.stdout.readline().strip()
+        assert self.contact, "the cluster did not start: " + self.log.read_text()[-3000:]
+
+    def plan(self, directory: Path, moments: list[dict[str, Any]]) -> None:
+        """Tell the workers, those of now and later, what is struck in the run under ``directory``."""
+        (directory / STRUCK).mkdir()
+        unfinished = self.directory / ".plan.json"
+        unfinished.write_text(json.dumps({"directory": str(directory), "moments": moments}))
+        unfinished.replace(self.directory / "plan.json")
+
+    def drive(self, directory: Path, config: Path, keeping: bool, limit_s: float) -> int:
+        """Run ``config``, or resume it where it has begun, and make space again; the exit code of ``libra``."""
+        run = directory / "run"
+        what = ["resume", str(run)] if (run / "epochs").is_dir() else ["run", str(config)]
+        command = [sys.executable, "-c", KEEPING if keeping else LIBRA, *what, "--scheduler", self.contact]
+        with self.log.open("a") as log:
+            log.write(f"libra {' '.join(what)}\n")
+            log.flush()
+            driver = subprocess.Popen(
+                command, env=self.environment(), stdout=log, stderr=log, start_new_session=True, cwd=directory
+            )
+        (self.directory / "driver.pid").write_text(str(driver.pid))
+        try:
+            return driver.wait(limit_s)
+        finally:
+            if driver.poll() is None:
+                driver.kill()
+                driver.wait()
+            (directory / FILLER).unlink(missing_ok=True)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def stop(self) -> None:
+        """End it, workers included."""
+        self._kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def why_no_small_disk() -> str:
+    """Why this user cannot mount a small file system; empty where that is possible."""
+    with tempfile.TemporaryDirectory() as name, contextlib.suppress(FileNotFoundError):
+        done = _mount(Path(name))
+        if not done.returncode:
+            _unmount(Path(name))
+        return done.stderr.strip()
+    return "there is no mount command"
+
+
+def _mount(place: Path) -> subprocess.CompletedProcess[str]:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _unmount(place: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@contextlib.contextmanager
+def place_of_a_run(small: bool) -> Iterator[Path]:
+    """A directory, on a small file system of its own where ``small``."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        place = Path(name)
+        if small:
+            done = _mount(place)
+            assert not done.returncode, done.stderr
+        try:
+            yield place
+        finally:
+            if small:
+                _unmount(place)
