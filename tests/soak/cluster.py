@@ -1,7 +1,8 @@
 """The process that has the scheduler of a soak; prints the path of its cluster.json and waits to be killed.
 
-``python tests/soak/cluster.py CONFIG DIRECTORY [apart]``: with ``apart``, each nanny is a process of its own, a ``dask worker`` as
-a user starts one by hand; without, the nannies are in this process, as they are in `libra run`'s.
+``python tests/soak/cluster.py CONFIG DIRECTORY [NAME ...]``: the nanny of each named worker is a process of its own, a ``dask
+worker`` as a user starts one by hand; the others are in this process, as they are in `libra run`'s, and their workers are forked
+from a process that has the large modules, because a soak starts many.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dask
+from distributed import Nanny
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
+from distributed.utils import get_mp_context
 
 from libra.cluster import local
 from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, shown_by, write_private
@@ -27,11 +31,21 @@ from libra.config import load_config
 FAULTS = Path(__file__).with_name("faults.py")
 
 
+PRELOADED = (
+    "libra.driver.session",
+    "libra.rollout.transformers_engine",
+    "libra.train.replica",
+    "libra.worker.host",
+    "transformers.models.qwen3.modeling_qwen3",
+    "zarr",
+)
+
+
 class NannyProcess(ProcessInterface):
     """One ``dask worker``; where it ends, `LocalWorkers` starts another, as it does with a nanny in its own process."""
 
     def __init__(self, scheduler: str, name: str, **options: Any) -> None:
-        super().__init__(scheduler, name)
+        super().__init__(scheduler=scheduler, name=name)
         self.scheduler, self.name, self.options = scheduler, name, options
 
     async def start(self) -> None:
@@ -70,10 +84,13 @@ def write_keys(directory: Path, security: Any) -> tuple[Path, Path]:
 
 def main() -> None:
     """Start scheduler and workers."""
-    config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), "apart" in sys.argv[3:]
+    config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     local.WORKER_ENVIRONMENT["PYTHONHASHSEED"] = os.environ["PYTHONHASHSEED"]
-    if apart:
-        local.Nanny = NannyProcess  # type: ignore[misc, assignment]
+    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+    get_mp_context().set_forkserver_preload([*PRELOADED])
+    local.Nanny = lambda scheduler, name, **options: (NannyProcess if name in apart else Nanny)(
+        scheduler, name=name, **options
+    )
     with local.local_cluster(config) as cluster:
         certificate, key = write_keys(directory, cluster.security)
         address, process, path = cluster.scheduler_address, os.getpid(), directory / "cluster.json"

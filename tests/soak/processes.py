@@ -32,13 +32,13 @@ class Cluster:
     ----------
     config : Path
         A run's, of which section ``cluster`` counts.
-    apart : bool
-        Whether nannies are processes of their own.
+    apart : tuple of str
+        Workers whose nannies are processes of their own.
     hash_seeds : random.Random
         Where the hash seed of each start comes from.
     """
 
-    def __init__(self, config: Path, apart: bool, hash_seeds: random.Random) -> None:
+    def __init__(self, config: Path, apart: tuple[str, ...], hash_seeds: random.Random) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="soak-cluster-"))
         self.config, self.apart, self.hash_seeds = self.directory / "cluster.yaml", apart, hash_seeds
         shutil.copy(config, self.config)
@@ -65,7 +65,7 @@ class Cluster:
         environment = {**self.environment(), "DASK_DISTRIBUTED__WORKER__PRELOAD": str(HERE / "faults.py")}
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [*command, *(["apart"] if self.apart else [])],
+                [*command, *self.apart],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=log,
