@@ -1,8 +1,8 @@
 """The process that has the scheduler of a soak; prints the path of its cluster.json and waits to be killed.
 
-``python tests/soak/cluster.py CONFIG DIRECTORY [NAME ...]``: the nanny of each named worker is a process of its own, a ``dask
-worker`` as a user starts one by hand; the others are in this process, as they are in `libra run`'s, and their workers are forked
-from a process that has the large modules, because a soak starts many.
+``python tests/soak/cluster.py CONFIG DIRECTORY [NAME ...]``: the nanny of each named worker is a process of its own, as that of a
+``dask worker`` is; the others are in this process, as they are in `libra run`'s. Nannies and workers are forked from a process that
+has loaded the large modules, because a soak starts many.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ from distributed.utils import get_mp_context
 from libra.cluster import local
 from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, shown_by, write_private
 from libra.cluster.scheduler_address import Contact
-from libra.cluster.settings import settings_yaml
 from libra.config import load_config
-
-FAULTS = Path(__file__).with_name("faults.py")
-
 
 PRELOADED = (
     "libra.driver.session",
@@ -42,44 +38,37 @@ PRELOADED = (
 
 
 class NannyProcess(ProcessInterface):
-    """One ``dask worker``; where it ends, `LocalWorkers` starts another, as it does with a nanny in its own process."""
+    """A nanny in a process of its own; where it ends, `LocalWorkers` starts another, as it does with one in its own process."""
 
     def __init__(self, scheduler: str, name: str, **options: Any) -> None:
         super().__init__(scheduler=scheduler, name=name)
-        self.scheduler, self.name, self.options = scheduler, name, options
+        self.name, settings = name, dask.config.config
+        self.process = get_mp_context().Process(target=serve_nanny, args=(scheduler, name, options, settings))
 
     async def start(self) -> None:
-        directory = Path(sys.argv[2])
-        certificate, key = write_keys(directory, self.options["security"])
-        settings = directory / "dask.yaml"
-        write_private(settings, settings_yaml(certificate, key))
-        resources = ",".join(f"{name}={number}" for name, number in self.options["resources"].items())
-        command = [sys.executable, "-m", "distributed.cli.dask_worker", self.scheduler, "--name", str(self.name)]
-        command += ["--host", local.LOOPBACK, "--nthreads", str(self.options["nthreads"]), "--resources", resources]
-        command += ["--memory-limit", "0", "--no-dashboard"]
-        for module in self.options["preload"]:
-            command += ["--preload", module]
-        environment = {**os.environ, **local.WORKER_ENVIRONMENT, "DASK_CONFIG": str(settings), "OMP_NUM_THREADS": "1"}
-        self.process = await asyncio.create_subprocess_exec(*command, env=environment)
+        await asyncio.to_thread(self.process.start)
+        (Path(sys.argv[2]) / f"nanny of {self.name}.pid").write_text(str(self.process.pid))
         self.watcher = asyncio.create_task(self._watch())
         await super().start()
 
     async def _watch(self) -> None:
-        await self.process.wait()
+        await asyncio.to_thread(self.process.join)
         self.status = Status.closed
 
     async def close(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
+        self.process.kill()
         await super().close()
 
 
-def write_keys(directory: Path, security: Any) -> tuple[Path, Path]:
-    """Certificate and key of a cluster as files."""
-    certificate, key = directory / CERTIFICATE_FILE, directory / KEY_FILE
-    for file, text in zip((certificate, key), shown_by(security), strict=False):
-        write_private(file, text)
-    return certificate, key
+def serve_nanny(scheduler: str, name: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Keep a worker alive; the body of such a process."""
+
+    async def serve() -> None:
+        async with Nanny(scheduler, name=name, **options) as nanny:
+            await nanny.finished()
+
+    dask.config.set(settings)
+    asyncio.run(serve())
 
 
 def main() -> None:
@@ -92,7 +81,9 @@ def main() -> None:
         scheduler, name=name, **options
     )
     with local.local_cluster(config) as cluster:
-        certificate, key = write_keys(directory, cluster.security)
+        certificate, key = directory / CERTIFICATE_FILE, directory / KEY_FILE
+        for file, text in zip((certificate, key), shown_by(cluster.security), strict=False):
+            write_private(file, text)
         address, process, path = cluster.scheduler_address, os.getpid(), directory / "cluster.json"
         Contact(address, "", str(certificate), str(key), socket.gethostname(), process, time.time()).write(path)
         cluster.wait_for_workers(len(cluster.worker_spec))

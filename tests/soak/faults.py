@@ -123,7 +123,6 @@ def dask_setup(worker: Any) -> None:
         return
     plan = Plan(Path(text))
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
-    (plan.directory / f"nanny of {worker.name}.pid").write_text(str(os.getppid()))
     from libra.graph import batch_nodes, rollout_nodes
     from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint
