@@ -27,6 +27,7 @@ from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, shown_by, wri
 from libra.cluster.scheduler_address import Contact
 from libra.config import load_config
 
+METHOD = "distributed.worker.multiprocessing-method"
 PRELOADED = (
     "libra.driver.session",
     "libra.rollout.transformers_engine",
@@ -67,7 +68,7 @@ def serve_nanny(scheduler: str, name: str, options: dict[str, Any], settings: di
         async with Nanny(scheduler, name=name, **options) as nanny:
             await nanny.finished()
 
-    dask.config.set(settings)
+    dask.config.set({**settings, METHOD: "fork"})
     asyncio.run(serve())
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     """Start scheduler and workers."""
     config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     local.WORKER_ENVIRONMENT["PYTHONHASHSEED"] = os.environ["PYTHONHASHSEED"]
-    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+    dask.config.set({METHOD: "forkserver"})
     get_mp_context().set_forkserver_preload([*PRELOADED])
     local.Nanny = lambda scheduler, name, **options: (NannyProcess if name in apart else Nanny)(
         scheduler, name=name, **options
