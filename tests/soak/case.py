@@ -1,7 +1,7 @@
 """Soak cases: small runs on real processes, struck at seeded moments, resumed until they are done, and looked at from outside.
 
-``python tests/soak/case.py SEED [SEED ...]`` runs a case for each seed, which is struck once; with ``--together`` the moments of
-all seeds come in one run, one after another. A moment is a stage (before it or after it, the nth time) and what happens then:
+``python tests/soak/case.py SEED [SEED ...]`` runs a case for each seed, which is struck once; with ``--together N`` the moments of
+N seeds come in one run, one after another. A moment is a stage (before it or after it, the nth time) and what happens then:
 
 * SIGKILL of the driver, of the scheduler, of a training, rollout or tool worker, or of a nanny that is a process of its own;
 * ``disk``: the run's file system is full; there is space again when `libra` has ended;
@@ -93,10 +93,13 @@ class Case:
 
     @classmethod
     def together(cls, seeds: list[int]) -> Case:
-        """One run with the moments of all ``seeds``; each comes within two iterations, so that the run is short."""
+        """One run with the moments of all ``seeds``; each of several comes within two iterations, so that the run is short."""
+        if len(seeds) == 1:
+            return cls.of_seed(seeds[0])
         cases = [cls.of_seed(seed) for seed in seeds]
         moments = [replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN[m.stage] // 4)) for c in cases for m in c.moments]
-        return cls(seeds[0], tuple(moments), cases[0].eta, _apart(moments), iterations=4 + 2 * len(moments))
+        eta = (seeds[0] // len(seeds) + 1) % 2
+        return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations=4 + 2 * len(moments))
 
     @property
     def small_disk(self) -> bool:
@@ -240,10 +243,10 @@ def main() -> int:
     """Run the cases one after the other, a line each; the number of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--together", action="store_true", help="the moments of all seeds in one run")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="the moments of so many seeds in one run")
     parser.add_argument("--keep", type=Path, help="where the directories of cases that fail are copied to")
     asked = parser.parse_args()
-    cases = [Case.together(asked.seeds)] if asked.together else [Case.of_seed(seed) for seed in asked.seeds]
+    cases = [Case.together(asked.seeds[i : i + asked.together]) for i in range(0, len(asked.seeds), asked.together)]
     lacking = why_no_small_disk() if any(case.small_disk for case in cases) else ""
     if lacking:
         print(f"full disks are left out: a file system cannot be mounted: {lacking}", flush=True)
