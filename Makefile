@@ -69,13 +69,13 @@ test-slurm: setup ## run the quick start through a real Slurm on this machine (r
 	@PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -c 'import sys; sys.path.insert(0, "tests/slurm"); from single_node import missing; sys.exit("test-slurm: " + missing() if missing() else 0)'
 	PATH="$$PATH:/usr/sbin:/sbin" OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
-# Which cases of the soak; each kills one process of a small run for real (tests/soak/case.py).
-SOAK_SEEDS ?= $(shell seq 0 49)
+# Moments of the soak: a process is killed or stopped, or the disk is full, twenty of them in each small run (tests/soak/case.py).
+SOAK_SEEDS ?= $(shell seq 0 199)
 # Iterations of the long run whose memory is measured (tests/soak/long_run.py).
 SOAK_ITERATIONS ?= 2000
 
-soak: setup ## kill a run at 50 moments and resume it, then measure the memory of a long one (SOAK_SEEDS="0 1 2" SOAK_ITERATIONS=2000; an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py $(SOAK_SEEDS)
+soak: setup ## strike runs at 200 moments and resume them, then measure the memory of a long one (SOAK_SEEDS="0 1 2" SOAK_ITERATIONS=2000; XX hours)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py --together 20 $(SOAK_SEEDS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/long_run.py --iterations $(SOAK_ITERATIONS)
 
 kills: setup ## kill what trains, generates and fetches, 20 times: no wrong update, nothing consumed twice (ten minutes)
