@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import yaml
 import zarr
-from processes import Cluster, place_of_a_run, why_no_small_disk
+from processes import Cluster, may_mount, place_of_a_run, why_no_small_disk
 from replaying import Replayer, check_published
 
 from faults import STAGES, STRUCK, WORKERS
@@ -247,7 +247,10 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="where the directories of cases that fail are copied to")
     asked = parser.parse_args()
     cases = [Case.together(asked.seeds[i : i + asked.together]) for i in range(0, len(asked.seeds), asked.together)]
-    lacking = why_no_small_disk() if any(case.small_disk for case in cases) else ""
+    lacking = ""
+    if any(case.small_disk for case in cases):
+        may_mount()
+        lacking = why_no_small_disk()
     if lacking:
         print(f"full disks are left out: a file system cannot be mounted: {lacking}", flush=True)
         cases = [replace(c, moments=tuple(m for m in c.moments if m.victim != "disk")) for c in cases]
