@@ -93,13 +93,13 @@ class Case:
 
     @classmethod
     def together(cls, seeds: list[int]) -> Case:
-        """One run with the moments of all ``seeds``; each of several comes within two iterations, so that the run is short."""
+        """One run with the moments of all ``seeds``; each of several comes within about one iteration, so that it is short."""
         if len(seeds) == 1:
             return cls.of_seed(seeds[0])
         cases = [cls.of_seed(seed) for seed in seeds]
         moments = [replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN[m.stage] // 4)) for c in cases for m in c.moments]
         eta = (seeds[0] // len(seeds) + 1) % 2
-        return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations=4 + 2 * len(moments))
+        return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations=4 + 3 * len(moments) // 2)
 
     @property
     def small_disk(self) -> bool:
