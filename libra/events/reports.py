@@ -58,7 +58,7 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
 
 
 class FoundEndedReport(TrajectoryReport, frozen=True, tag="ended"):
-    """The journal shows that the trajectory ended before, after ``quanta`` quanta."""
+    """The journal, or its group's record, shows that the trajectory ended before, after ``quanta`` records, or that many turns."""
 
     quanta: int
     end: str

@@ -113,7 +113,10 @@ class QuantumContinued(Event, frozen=True):
 
 
 class TrajectoryFoundEnded(Event, frozen=True):
-    """A dispatched trajectory had all its ``quanta`` records: its result had been lost, or the run was resumed."""
+    """A dispatched trajectory had ended before: its result had been lost, or the run was resumed.
+
+    ``quanta``: its records; if they are gone because its group is committed, the number of its turns.
+    """
 
     key: str
     quanta: int

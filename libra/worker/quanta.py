@@ -9,6 +9,8 @@ Invariants
 4. What the model writes and what its tools do ends at most its own trajectory. It is made storable before it goes into a record
    (`libra.untrusted`); a record that cannot be stored all the same becomes a failure record, which a resume finds.
 5. A trajectory keeps its slot from one generation to the next only while the plugin reports that no trajectory waits for one.
+6. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed when the store has it, and its
+   result may be lost with a worker after that.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from libra.envs import StateCopy, begin_state, has_steps, run_action, run_step
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
+from libra.store.group_records import group_path, read_group
 from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnRequest
 from libra.untrusted import error_text, storable, storable_calls
 from libra.worker.context import WorkerContext
@@ -116,6 +119,8 @@ class QuantumRunner:
         once: each quantum has its record and its report, without a decision in between.
         """
         state = self._ended.get(tid) or self.state(tid, prompt)
+        if state.phase is not None:
+            self._end_with_group(state)
         if state.phase is None:
             self._release(state)
             self.context.report(FoundEndedReport(key, state.quanta, str(state.end)))
@@ -141,6 +146,16 @@ class QuantumRunner:
         if state.phase is None:
             self._release(state)
         return state
+
+    def _end_with_group(self, state: TrajectoryState) -> None:
+        """End a trajectory whose group has its record; the records of its own may be gone, all or the last."""
+        tid = state.tid
+        path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
+        if not path.exists():
+            return
+        (member,) = (member for member in read_group(path) if member.trajectory_id == tid)
+        state.end, state.failure, state.detail = member.end_reason, member.failure, member.failure_detail
+        state.quanta = max(state.quanta, len(member.turns))
 
     def _release(self, state: TrajectoryState) -> None:
         """Drop the records of a trajectory that has ended, for its group is built from the journal, often on another worker.

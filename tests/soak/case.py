@@ -38,6 +38,7 @@ from replaying import Replayer, check_published
 from faults import STAGES, STRUCK, WORKERS
 from libra.driver import damage
 from libra.store.event_log import read_events
+from libra.store.trajectory_journal import Journal
 
 ITERATIONS, PROMPTS, GROUP_SIZE, TURNS = 4, 2, 2, 3
 KINDS = ("driver", "scheduler", "train-0", "rollout-0", "tool-0", "nanny", "disk", "stop")
@@ -228,6 +229,8 @@ def check_run(case: Case, directory: Path) -> dict[str, Any]:
     )
     twice = [quantum for quantum, count in quanta.items() if count > 1]
     assert not twice, f"done twice: {twice}"
+    left = Journal(directory / "journal").trajectories()
+    assert not left, f"records of quanta that nothing will remove: {left}"
     damages = damage.check_run(directory).damages
     assert not damages, f"files are damaged: {damages}"
     checkpoint = sorted((directory / "checkpoints").glob("step-*"))[-1]

@@ -13,7 +13,9 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.errors import Unstorable
+from libra.events.reports import FoundEndedReport
 from libra.rollout.chat_format import load_chat_format
+from libra.store.group_records import write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnOutput
@@ -51,7 +53,7 @@ def make_runner(
     environment = FixedTurns()
 
     def make() -> tuple[QuantumRunner, Serving]:
-        spec = SimpleNamespace(config=config, epoch=0, turn_seed=lambda tid, turn, draw: 0)
+        spec = SimpleNamespace(config=config, epoch=0, turn_seed=lambda tid, turn, draw: 0, groups_dir=tmp_path)
         context: Any = SimpleNamespace(
             environment=environment,
             spec=spec,
@@ -140,3 +142,27 @@ def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest
     with pytest.raises(StoreError, match="disk full") as caught:
         run(runner)
     assert not isinstance(caught.value, Unstorable)
+
+
+def test_a_trajectory_of_a_committed_group_is_not_run_again_by_a_worker_that_does_not_know_it(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, _), (second, _), (third, _) = make_runner(), make_runner(), make_runner()
+    assert run(second).phase == "TOOL"  # has seen its first quantum
+    while (state := run(first)).phase is not None:
+        pass
+    whole = first.state(TID, FixedTurns().prompt("train", 0))
+    write_group(first.context.spec.groups_dir, 0, 0, [whole.trajectory(epoch=0)])
+    first.context.journal.remove(str(TID))  # the store has it
+
+    async def refuse(self: Serving, request: Any) -> TurnOutput:
+        raise AssertionError("generated again")
+
+    monkeypatch.setattr(Serving, "generate", refuse)
+    for runner in (second, third):
+        reports: list[Any] = []
+        runner.context.report = reports.append
+        found = run(runner)
+        assert (found.end, found.failure, found.detail) == (state.end, state.failure, state.detail)
+        assert reports == [FoundEndedReport("key", 3, str(state.end))]
+    assert not first.context.journal.trajectories()

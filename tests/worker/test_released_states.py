@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +26,16 @@ RECORD = {
 
 
 def test_an_ended_trajectory_leaves_no_tokens_and_is_still_known_without_its_journal(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(quanta, "KEPT_STATES", 3)
     journal: dict[str, list[dict[str, Any]]] = {}
     reports: list[FoundEndedReport] = []
     read = lambda tid, start: journal.get(tid, [])[start:]  # noqa: E731
     context: Any = SimpleNamespace(
-        spec=SimpleNamespace(config=CONFIG), journal=SimpleNamespace(read=read), report=reports.append
+        spec=SimpleNamespace(config=CONFIG, groups_dir=tmp_path),
+        journal=SimpleNamespace(read=read),
+        report=reports.append,
     )
     runner = QuantumRunner(context, engine=None)
     tids = [TrajectoryId(0, 0, sample) for sample in range(5)]
