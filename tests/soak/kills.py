@@ -38,6 +38,7 @@ from distributed import Client
 from replaying import SAID, Replayer, check_published
 
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.driver import run_checkpoints
 from libra.driver.session import Session
@@ -170,7 +171,7 @@ def run_killed(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
 
 def arm(kill: Kill, client: Client, run: str, marker: Path) -> None:
     """Have the victim die at its moment; of engines and fetches whichever comes to it first."""
-    workers = {str(w["name"]): address for address, w in client.scheduler_info(n_workers=-1)["workers"].items()}
+    workers = {str(w["name"]): address for address, w in present_workers(client).items()}
     engines = [workers["rollout-0"], workers["rollout-1"]]
     told: dict[str, Any] = {"run": run, "marker": str(marker)}
     if kill.kind == "core":

@@ -28,6 +28,7 @@ import numpy as np
 from distributed import Client
 
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.store.event_log import EventReader
@@ -133,18 +134,23 @@ def growth(samples: list[dict[str, Any]], warm: int) -> dict[str, dict[str, floa
 
 
 def long_run(directory: Path, iterations: int, every: int, warm: int, trace: bool, out: Path | None) -> dict[str, Any]:
-    """Run and sample; returns the report."""
+    """Run, or go on with the run that is there, and sample; returns the report. ``warm`` counts from where it begins."""
     config = make_config(directory, iterations)
     samples: list[dict[str, Any]] = []
-    began_s = time.monotonic()
-    with local_cluster(config) as cluster, Client(cluster) as client, Session(config, client=client) as session:
+    began_s, resume = time.monotonic(), (directory / "run").is_dir()
+    with (
+        local_cluster(config) as cluster,
+        Client(cluster) as client,
+        Session(config, client=client, resume=resume) as session,
+    ):
+        began_after_s, warm = time.monotonic() - began_s, warm + session.first
         for values in session.iterations():
             done = values["iteration"] + 1
             if done % every:
                 continue
             look = (out is not None, trace and done >= warm)
             workers = client.run(census, *look)
-            names = {address: str(w["name"]) for address, w in client.scheduler_info(n_workers=-1)["workers"].items()}
+            names = {address: str(worker["name"]) for address, worker in present_workers(client).items()}
             processes = {"driver": census(*look)} | {names[address]: found for address, found in workers.items()}
             at_s = round(time.monotonic() - began_s, 1)
             sample = {"iteration": done, "at_s": at_s, "processes": processes, "containers": containers(client)}
@@ -161,6 +167,8 @@ def long_run(directory: Path, iterations: int, every: int, warm: int, trace: boo
     return {
         "iterations": iterations,
         "trajectories": trajectories,
+        "began_with": session.first,
+        "began_after_s": round(began_after_s, 1),
         "wall_s": round(time.monotonic() - began_s, 1),
         "growth": growth(samples, warm),
         "containers": samples[-1]["containers"] if samples else {},
@@ -180,7 +188,9 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=350, help="iterations before the first sample that counts")
     parser.add_argument("--trace", action="store_true", help="say which lines of code allocated what was kept")
     parser.add_argument("--samples", type=Path, help="a file to which the samples are added, a line each")
-    parser.add_argument("--keep", type=Path, help="a directory for the run; otherwise it is removed")
+    parser.add_argument(
+        "--keep", type=Path, help="a directory for the run, which goes on if there is one; otherwise it is removed"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="long-run-") as name:
         directory = asked.keep or Path(name)
