@@ -43,6 +43,7 @@ from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
 from libra.store.batch_membership import read_batch_facts
 from libra.worker.batch_rows import members_of
+from libra.worker.step_records import step_numbers
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -193,7 +194,9 @@ class Session:
             if batch not in written:
                 with on(keys.GRADE):
                     facts = node(batch_numbers, spec.key("numbers", batch), spec.run, batch)
-                self._write_metrics(batch, {**self.graphs.compute(facts), **steps.get(batch, {})})
+                self._write_metrics(
+                    batch, {**self.graphs.compute(facts), **(steps.get(batch) or step_numbers(spec, batch))}
+                )
         made = (read_evaluation(spec, version) for version in range(self.first + 1))
         self.evaluations = [result for result in made if result is not None]
 

@@ -2,7 +2,8 @@
 
 Dask recomputes a step when a result that depends on it is lost with a worker. The ranks of a group may have taken later
 steps by then, and so may a replica that was restarted and given the next step first. Rank 0 writes the record before its
-task ends, so every earlier step has one.
+task ends, so every earlier step has one. A resumed run takes from it the metrics of a step that is in the checkpoint and not in
+``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -35,3 +36,12 @@ def read_step_record(spec: RunSpec, step: int) -> dict[str, Any]:
         raise TrainError(
             f"step {step}: training has passed it and {path} cannot be read: {fault}; resume the run"
         ) from fault
+
+
+def step_numbers(spec: RunSpec, step: int) -> dict[str, int | float]:
+    """Metrics of a step, from its record; empty if it has none, as steps of an older Libra."""
+    try:
+        record = read_step_record(spec, step)
+    except TrainError:
+        return {}
+    return {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("rank", "step")}

@@ -296,6 +296,20 @@ def test_a_stopped_run_goes_on_without_losing_or_repeating_anything(
     assert {json.loads(record)["epoch"] for record in after.values()} == {0, 1}
 
 
+def test_metrics_of_a_step_that_died_between_its_checkpoint_and_its_line_are_written_by_the_next_start(
+    make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(run={"iterations": 2}, checkpoint={"every": 2})
+    path = run(config, client=cluster_client).directory / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    (whole,) = (json.loads(line) for line in lines if '"step": 1,' in line and '"reward"' in line)
+    path.write_text("".join(line for line in lines if '"step": 1,' not in line))
+    run(config, client=cluster_client, resume=True)
+    (row,) = (row for row in read_metrics(path.parent) if row["step"] == 1 and "reward" in row)
+    for name in ("reward", "loss", "grad_norm", "train_s"):
+        assert row[name] == whole[name], name
+
+
 def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config: Config, cluster_client: Client) -> None:
     config = make_config(run={"iterations": 4})
     directory = stopped(config, cluster_client, 2)

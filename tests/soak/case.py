@@ -23,6 +23,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -178,8 +179,10 @@ class Soak:
                 return self._run(case, cluster, directory, config)
             except BaseException:
                 if self._keep is not None:
-                    shutil.copytree(directory, self._keep / f"case-{case.seed}", symlinks=True)
-                    shutil.copy(cluster.log, self._keep / f"case-{case.seed}")
+                    self._keep.mkdir(exist_ok=True)
+                    kept = tempfile.mkdtemp(prefix=f"case-{case.seed}-", dir=self._keep)
+                    shutil.copytree(directory, kept, symlinks=True, dirs_exist_ok=True)
+                    shutil.copy(cluster.log, kept)
                 self._clusters.pop(case.apart).stop()
                 raise
 
