@@ -19,208 +19,42 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 from libra import events
 from libra.events import Event
+from libra.observe.worker_states import (
+    AWAY,
+)
+from libra.observe.worker_states import (
+    BUSY,
+)
+from libra.observe.worker_states import (
+    IDLE,
+)
+from libra.observe.worker_states import (
+    STATES,
+)
+from libra.observe.worker_states import (
+    Kind,
+)
+from libra.observe.worker_states import (
+    RunTime,
+)
+from libra.observe.worker_states import (
+    Segment,
+)
+from libra.observe.worker_states import (
+    WorkerClock,
+)
+from libra.observe.worker_states import (
+    WorkerTime,
+)
 from libra.types import Phase
 
-Kind = Literal["engine", "trainer", "tools"]
-
-BUSY: Final[Mapping[str, str]] = {
-    "generating": "generates",
-    "acting": "runs tools",
-    "training": "trains",
-    "moving": "publishes, loads or checks weights",
-}
-IDLE: Final[Mapping[str, str]] = {
-    "starting": "starts: process, model, first weights",
-    "version": "waits for the next weights: the staleness bound, or an evaluation that is due",
-    "trajectories": "training waits for the trajectories of its batch",
-    "grading": "the last trajectories of the batch are graded and committed",
-    "batch": "the batch is read and sent to the training workers",
-    "tail": "no trajectory waits; the last ones are on other engines",
-    "tools": "all open trajectories are in tools",
-    "dispatch": "a trajectory waits and is about to be sent, or needs KV memory or another worker",
-    "no_calls": "no tool call waits",
-    "evaluation": "training waits while held-out questions are answered",
-    "role": "changes its role",
-    "lost": "the training group lost a member and forms again",
-    "quarantined": "failed the version check",
-    "lent": "its GPU belongs to another worker's engine",
-    "nothing": "nothing was submitted: the driver prepares, or the run is about to end",
-}
-"""Idle states, and the cause in words."""
-STATES: Final[Mapping[str, str]] = {**BUSY, **IDLE}
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}
 _NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training"})
-AWAY: Final = ""
-"""State of a worker that is not there; that time counts nowhere."""
-
-
-class Segment(NamedTuple):
-    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong to it."""
-
-    start_s: float
-    state: str
-    gpus: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTime:
-    """One worker: seconds by state, GPU-seconds by state (of a CPU worker: worker-seconds), and its mean share of slots in use.
-
-    ``slots_used_frac`` is None of a worker without slots.
-    """
-
-    worker: str
-    kind: Kind
-    seconds: Mapping[str, float]
-    gpu_s: Mapping[str, float]
-    slots_used_frac: float | None
-
-    @property
-    def total_s(self) -> float:
-        """Seconds in which it was there."""
-        return sum(self.seconds.values())
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of its time by state; they sum to 1. Empty if it was there for no time."""
-        total = self.total_s
-        return {state: value / total for state, value in self.seconds.items()} if total > 0 else {}
-
-    @property
-    def busy_frac(self) -> float:
-        """Share of its time in which it was busy."""
-        return sum(value for state, value in self.shares.items() if state in BUSY)
-
-
-@dataclass(frozen=True, slots=True)
-class RunTime:
-    """All workers of a run, between ``since_s`` and ``until_s`` of the log."""
-
-    workers: tuple[WorkerTime, ...]
-    since_s: float
-    until_s: float
-
-    @property
-    def gpu_s(self) -> dict[str, float]:
-        """GPU-seconds by state of engines and training workers; workers that only run tools need no GPU, and do not count."""
-        total: Counter[str] = Counter()
-        for worker in self.workers:
-            if worker.kind != "tools":
-                total.update(worker.gpu_s)
-        return {state: total[state] for state in STATES if total[state] > 0}
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of those by state; they sum to 1. Empty if there is no time yet."""
-        by_state = self.gpu_s
-        total = sum(by_state.values())
-        return {state: value / total for state, value in by_state.items()} if total > 0 else {}
-
-    @property
-    def busy_frac(self) -> float | None:
-        """Share of those in busy states; None if there is no time yet."""
-        shares = self.shares
-        return sum(value for state, value in shares.items() if state in BUSY) if shares else None
-
-
-@dataclass(slots=True)
-class _Clock:
-    """The time of one worker. ``folded`` and ``folded_gpu`` have the totals of segments that were dropped."""
-
-    kind: Kind
-    segments: list[Segment] = field(default_factory=list)
-    folded: Counter[str] = field(default_factory=Counter)
-    folded_gpu: Counter[str] = field(default_factory=Counter)
-    gpus: int = 1
-    running: set[str] = field(default_factory=set)
-    acting: set[str] = field(default_factory=set)
-    num_slots: int = 0
-    slot_s: float = 0.0
-    room_s: float = 0.0
-    slot_at_s: float = 0.0
-    served: bool = False
-    away: bool = False
-    quarantined: bool = False
-    changing: bool = False
-    lent: bool = False
-
-    def enter(self, t_s: float, state: str) -> None:
-        """Be in ``state`` from ``t_s`` on."""
-        last = self.segments[-1] if self.segments else None
-        if last is not None and last.state == state and last.gpus == self.gpus:
-            return
-        if last is not None and last.start_s >= t_s:
-            t_s = last.start_s
-            self.segments.pop()
-        self.segments.append(Segment(t_s, state, self.gpus))
-
-    def relabel(self, start_s: float, stop_s: float, state: str, but: Collection[str]) -> None:
-        """It was in ``state`` between these times, except for those in the states ``but``, and those that were folded."""
-        if not self.segments or stop_s <= start_s:
-            return
-        first = len(self.segments) - 1
-        while first > 0 and self.segments[first].start_s > start_s:
-            first -= 1
-        tail, self.segments[first:] = self.segments[first:], []
-        for index, segment in enumerate(tail):
-            end_s = tail[index + 1].start_s if index + 1 < len(tail) else max(stop_s, segment.start_s)
-            begin, end = max(start_s, segment.start_s), min(stop_s, end_s)
-            if begin >= end or segment.state == AWAY or segment.state in but:
-                self._append(segment)
-                continue
-            if begin > segment.start_s:
-                self._append(segment)
-            self._append(Segment(begin, state, segment.gpus))
-            if end < end_s or index + 1 == len(tail):
-                self._append(segment._replace(start_s=end))
-
-    def _append(self, segment: Segment) -> None:
-        last = self.segments[-1] if self.segments else None
-        if last is None or (last.state, last.gpus) != (segment.state, segment.gpus):
-            self.segments.append(segment)
-
-    def count_slots(self, t_s: float) -> None:
-        """Add slot-seconds up to ``t_s``; call it before the number of running trajectories, or of slots, changes."""
-        self.slot_s, self.room_s = self._slot_time(t_s)
-        self.slot_at_s = max(t_s, self.slot_at_s)
-
-    def slots_used_frac(self, t_s: float) -> float | None:
-        """Mean share of slots in use up to ``t_s``; None without slots."""
-        used_s, room_s = self._slot_time(t_s)
-        return used_s / room_s if room_s > 0 else None
-
-    def _slot_time(self, t_s: float) -> tuple[float, float]:
-        elapsed = 0.0 if self.away else max(0.0, t_s - self.slot_at_s)
-        used = min(self.num_slots, len(self.acting if self.kind == "tools" else self.running))
-        return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
-
-    def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
-        """Seconds and GPU-seconds by state between two times; folded segments count where ``since_s`` is not positive."""
-        seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
-        for index, segment in enumerate(self.segments):
-            end_s = self.segments[index + 1].start_s if index + 1 < len(self.segments) else until_s
-            elapsed = min(end_s, until_s) - max(segment.start_s, since_s)
-            if elapsed > 0 and segment.state != AWAY:
-                seconds[segment.state] += elapsed  # type: ignore[assignment]
-                gpu_s[segment.state] += elapsed * segment.gpus  # type: ignore[assignment]
-        return seconds, gpu_s
-
-    def fold(self, keep: int) -> None:
-        """Keep the newest segments only; the totals stay."""
-        drop = len(self.segments) - keep
-        if drop > 0:
-            rest = self.segments[drop:]
-            self.segments = self.segments[: drop + 1]
-            seconds, gpu_s = self.totals(1e-300, rest[0].start_s)
-            self.folded.update(seconds)
-            self.folded_gpu.update(gpu_s)
-            self.segments = rest
 
 
 class WorkerTimes:
@@ -242,7 +76,7 @@ class WorkerTimes:
     def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
         self.now_s = self._base_s = 0.0
         self._trainers, self._keep = tuple(trainers), keep
-        self._clocks: dict[str, _Clock] = {}
+        self._clocks: dict[str, WorkerClock] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -302,10 +136,10 @@ class WorkerTimes:
             handler(self, event)
             self._update_all()
 
-    def _clock(self, name: str, kind: Kind) -> _Clock:
+    def _clock(self, name: str, kind: Kind) -> WorkerClock:
         clock = self._clocks.get(name)
         if clock is None:
-            clock = self._clocks[name] = _Clock(kind, slot_at_s=self.now_s)
+            clock = self._clocks[name] = WorkerClock(kind, slot_at_s=self.now_s)
         elif clock.away:
             clock.count_slots(self.now_s)
             clock.away = False
@@ -314,7 +148,7 @@ class WorkerTimes:
         self._update(clock)
         return clock
 
-    def _update(self, clock: _Clock) -> None:
+    def _update(self, clock: WorkerClock) -> None:
         clock.enter(self.now_s, self._state(clock))
         if self._keep is not None and len(clock.segments) > 2 * self._keep:
             clock.fold(self._keep)
@@ -329,7 +163,7 @@ class WorkerTimes:
 
     # ---------------------------------------------------------------- states
 
-    def _state(self, clock: _Clock) -> str:
+    def _state(self, clock: WorkerClock) -> str:
         if clock.away:
             return AWAY
         if clock.kind == "trainer":
@@ -481,7 +315,7 @@ class WorkerTimes:
         clock = self._clock(event.worker, "engine")
         clock.relabel(self.now_s - event.stopped_s, self.now_s, "moving", _NOT_LOADING)
 
-    def _has_gpus(self, clock: _Clock, tp: int) -> None:
+    def _has_gpus(self, clock: WorkerClock, tp: int) -> None:
         clock.gpus = max(tp, 1)
         self._update(clock)
 
