@@ -24,33 +24,7 @@ from typing import Any, Final
 
 from libra import events
 from libra.events import Event
-from libra.observe.worker_states import (
-    AWAY,
-)
-from libra.observe.worker_states import (
-    BUSY,
-)
-from libra.observe.worker_states import (
-    IDLE,
-)
-from libra.observe.worker_states import (
-    STATES,
-)
-from libra.observe.worker_states import (
-    Kind,
-)
-from libra.observe.worker_states import (
-    RunTime,
-)
-from libra.observe.worker_states import (
-    Segment,
-)
-from libra.observe.worker_states import (
-    WorkerClock,
-)
-from libra.observe.worker_states import (
-    WorkerTime,
-)
+from libra.observe.worker_states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
 from libra.types import Phase
 
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}

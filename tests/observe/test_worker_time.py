@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra import events
-from libra.observe.worker_time import BUSY, IDLE, STATES, WorkerTimes, worker_times
+from libra.observe.worker_states import BUSY, IDLE, STATES
+from libra.observe.worker_time import WorkerTimes, worker_times
 
 RUN = "demo"
 KEY = "trajectory-train-0-0-{}-e0-demo"

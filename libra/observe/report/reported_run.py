@@ -24,7 +24,7 @@ from libra.observe.run_directory import (
     setting,
     state_of,
 )
-from libra.observe.worker_time import RunTime
+from libra.observe.worker_states import RunTime
 from libra.store.trajectories import TrajectoryStore
 
 HOUR_S: Final = 3600.0

@@ -12,7 +12,7 @@ from libra.observe.html import Html, missing, number, percent, swatch, table, te
 from libra.observe.report.plots import PHASE_COLORS, STATE_COLORS, legend_only, plain, plot, spans
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
-from libra.observe.worker_time import STATES
+from libra.observe.worker_states import STATES
 
 ALL: Final = "all engines and training workers"
 MAX_SPANS: Final = 4000
