@@ -6,8 +6,8 @@ it is used. So they follow the template's treatment of tool messages (Qwen joins
 
 If the template omits tools (SmolLM2's), the system message explains them to the model.
 
-Invariant: no special token comes from a tool's text (`libra.rollout.special_tokens`); prompts are the user's, and are taken as
-they are.
+Invariant: no special token comes from the text of a tool or of an environment's turn (`libra.rollout.special_tokens`); prompts are
+the user's, and are taken as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Special tokens that a text spells: a tokenizer reads ``<|im_end|>`` as the token that ends a turn, whoever wrote it.
 
-A tool that returned such text would write the next speaker's turn. So the spelling is broken where the text of a tool goes into a
-conversation: its first character becomes U+FFFD, which the model sees, as it does for control characters (`libra.untrusted`).
+A tool that returned such text would write the next speaker's turn. So the spelling is broken where the text of a tool, or of an
+environment's own turn, goes into a conversation: its first character becomes U+FFFD, which the model sees, as it does for control
+characters (`libra.untrusted`).
 
 Invariants
 ----------

@@ -109,6 +109,8 @@ def test_a_tool_cannot_spell_a_special_token(formats, name, contents):
     tokens = chat.tokenizer.convert_tokens_to_ids([OPEN, CLOSE, "<|end|>"])
     ids, harmless = chat.observation_ids(contents), chat.observation_ids(["7"] * len(contents))
     assert [i for i in ids if i in tokens] == [i for i in harmless if i in tokens]
+    ids, harmless = chat.user_ids(contents[0]), chat.user_ids("7")  # of an environment's own turn
+    assert [i for i in ids if i in tokens] == [i for i in harmless if i in tokens]
 
 
 def test_a_special_token_that_a_tool_spells_is_broken_where_the_model_can_see_it(formats):
