@@ -194,7 +194,9 @@ def test_inspect_passes_every_option_on(libra: Libra, monkeypatch: pytest.Monkey
     )
     assert libra("inspect", "runs/x", *options.split())[0] == 0
     choice = {"index": 3, "split": "eval", "iteration": 1, "group": 2, "sample": 4, "failed": True}
-    assert seen == [(Path("runs/x"), choice | {"order": "best", "tokens": True, "limit": 5, "as_json": True})]
+    assert seen == [
+        (Path("runs/x"), choice | {"order": "best", "tokens": True, "limit": 5, "as_json": True, "html": None})
+    ]
 
 
 def test_inspect_of_no_run_is_a_clear_error(libra: Libra, tmp_path: Path) -> None:
