@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,17 +22,11 @@ def log_with_traceback(name: str, text: str) -> None:
         logging.getLogger(name).exception(text)
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Standard error, with a handler there as Dask installs one."""
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
-    return stream
-
-
-def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(tmp_path: Path, terminal: io.StringIO) -> None:
+def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dask = logging.getLogger("distributed.core")
-    handler, propagate = logging.StreamHandler(terminal), dask.propagate
+    handler, propagate = logging.StreamHandler(sys.stderr), dask.propagate
     dask.addHandler(handler)
     try:
         with RunLogs(tmp_path) as logs:
@@ -50,14 +44,14 @@ def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(tmp_pat
     text = logs.path.read_text()
     assert text.count("Traceback") == 1 + len(FOREIGN)
     assert text.index("before the directory") < text.index("a page was closed")
-    assert terminal.getvalue().count("Traceback") == 1, "only what was logged after the run"
+    assert capsys.readouterr().err.count("Traceback") == 1, "only what was logged after the run"
 
 
 def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_file(
-    tmp_path: Path, terminal: io.StringIO
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     libra = logging.getLogger("libra")
-    handler = logging.StreamHandler(terminal)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ShownFormatter("%(message)s", brief=True))
     libra.addHandler(handler)
     try:
@@ -66,7 +60,7 @@ def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_
             log_with_traceback("libra.driver", "worker train-0 is lost; type this")
     finally:
         libra.removeHandler(handler)
-    assert terminal.getvalue() == "worker train-0 is lost; type this\n"
+    assert capsys.readouterr().err == "worker train-0 is lost; type this\n"
     assert "ConnectionError: a browser left" in logs.path.read_text()
 
 
