@@ -31,7 +31,7 @@ from benchmarks.report import QUICKSTART, Figure, command_parser, emit
 from libra.errors import LibraError
 
 LIMIT_S = 600.0
-NAME = "start"
+NAME = "quick"
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def log_size(run: Path) -> tuple[int, int]:
 
 def stages_of(text: str) -> dict[str, float]:
     """Seconds by stage, from what the start wrote on a terminal."""
-    line = re.search(r"start: (.*)", text)
+    line = re.search(r"^start: (.*)", text, re.MULTILINE)
     return {name: float(s) for name, s in re.findall(r"(\w+) ([\d.]+) s", line[1])} if line else {}
 
 
