@@ -177,6 +177,7 @@ class Session:
             self.planning = Planning(start.spec, self.calls, start.upcoming_prompts(), self.metrics.write, gpu)
             self.planning.begin(self.first)
         self._stages.end()
+        self._interruption.finished(self.first, start.config.run.iterations)
 
     def _recover(self) -> None:
         """Bring weights, store and metrics to what is committed; publishes the version to begin with."""
@@ -241,7 +242,6 @@ class Session:
 
     def _iterations(self) -> Iterator[dict[str, Any]]:
         total, eta = self.config.run.iterations, self.config.run.eta
-        self._interruption.finished(self.first, total)
         submitted, ended_s, without_signal = self.first, time.time(), 0
         self._evaluated_s = 0.0
         for k in range(max(0, self.first - eta - 1), self.first):
