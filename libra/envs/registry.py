@@ -79,7 +79,7 @@ def _check_arguments(name: str, parameters: Mapping[str, inspect.Parameter], arg
             and key not in arguments
         ):
             raise ConfigError(
-                f"environment.args: {name!r} cannot be made with {sorted(arguments)}: missing is {key!r}; type "
+                f"environment.args: {name!r} cannot be made with {sorted(arguments)}: missing a required argument: {key!r}; type "
                 f"environment.args.{key}=VALUE"
             )
 

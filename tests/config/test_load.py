@@ -90,7 +90,7 @@ def test_an_unknown_key_names_itself_its_place_and_the_nearest(tmp_path: Path) -
         ("seed=1", "run.seed"),
         ("trainer.seed=1", "run.seed"),
         ("rollout.max-turns=3", "rollout.max_turns"),
-        ("train.lr=1", "trainer"),
+        ("train.lr=1", "trainer.lr"),
         ("evaluation.promts=3", "evaluation.prompts"),
         ("run.staleness=3", "run.eta"),
     ],

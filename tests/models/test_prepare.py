@@ -182,7 +182,7 @@ def test_no_index_and_no_package_say_what_to_type(source: Path, monkeypatch: pyt
 
 
 def test_a_missing_extra_and_an_unknown_name_are_told(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="there are smollm2-135m"):
+    with pytest.raises(ModelError, match="type libra model prepare smollm2-135m"):
         prepare_model("smollm3")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"gguf and accelerate not installed; type pip install 'libra-rl\[model\]'"):
