@@ -20,7 +20,7 @@ import click
 @click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
 @click.option(
     "--limit",
-    type=int,
+    type=click.IntRange(1),
     default=1,
     show_default=True,
     help="Trajectories to print; 1 in a terminal steps through all of them.",

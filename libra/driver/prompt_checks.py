@@ -1,4 +1,4 @@
-"""Checks of a run's prompts and tools in the driver: their form, their length with the chat template, and how many there are.
+"""Checks of a run's prompts in the driver: their form, their length with the chat template, and how many there are.
 
 An environment may need what only its workers have. So what it cannot give here is refused only where the workers are started
 on this machine, and never for an environment that has a ``setup`` of its own, which has not run yet.
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from libra.config import RunConfig
 from libra.driver.chat_template import ChatTemplate
 from libra.envs import Environment
-from libra.envs.tool import Tool
 from libra.errors import ConfigError, LibraError
 from libra.graph.batch_nodes import question_chars
 from libra.types import Prompt
@@ -25,16 +24,6 @@ MAX_READ = 20_000
 """Prompts of an environment with a known number of them that are read here."""
 LONGEST = 8
 """Prompts whose tokens are counted: those with the most characters."""
-
-
-def check_tools(environment: Environment) -> None:
-    """ConfigError if something among its tools is none."""
-    for index, tool in enumerate(environment.tools):
-        if not isinstance(tool, Tool):
-            raise ConfigError(
-                f"environment: tools[{index}] of {environment.name} is {str(tool)[:60]!r} ({type(tool).__name__}), not a tool; "
-                "type libra.envs.tool(FUNCTION)"
-            )
 
 
 def check_evaluation(config: RunConfig, environment: Environment) -> None:

@@ -24,7 +24,7 @@ from libra.driver.given_objects import check_environment, check_score
 from libra.driver.launch_layout import laid_out
 from libra.driver.main_script import check_main
 from libra.driver.model_checks import ModelFiles, check_positions, checked_model
-from libra.driver.prompt_checks import check_evaluation, check_prompts, check_tools
+from libra.driver.prompt_checks import check_evaluation, check_prompts
 from libra.driver.resume import check_resumable, read_point
 from libra.driver.run_directory import check_free, make_directory
 from libra.driver.run_lock import lock_run, refuse_running
@@ -154,7 +154,6 @@ def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
 def _check_data(config: RunConfig, environment: Environment, model: ModelFiles, *, started_here: bool) -> None:
     """Check that model, prompts and evaluation fit each other and section ``rollout``."""
     check_positions(model, config.rollout.max_context_tokens)
-    check_tools(environment)
     check_evaluation(config, environment)
     check_prompts(config, environment, ChatTemplate(model), started_here=started_here)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
-from libra.envs.tool import MAX_PAYLOAD_CHARS
+from libra.envs.tool import MAX_PAYLOAD_CHARS, Tool
 from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
 from libra.types import Prompt
 from libra.untrusted import error_text, storable
@@ -43,8 +43,14 @@ def has_steps(environment: Environment) -> bool:
 
 
 def check_state(environment: Environment) -> Environment:
-    """``environment``; ConfigError if its tools take a state that it does not have, or the type of its state is unknown."""
-    for tool in environment.tools:
+    """``environment``; ConfigError if something among its tools is none, if they take a state that it does not have, or if the type
+    of its state is unknown."""
+    for index, tool in enumerate(environment.tools):
+        if not isinstance(tool, Tool):
+            raise ConfigError(
+                f"environment: tools[{index}] of {environment.name} is {str(tool)[:60]!r} ({type(tool).__name__}), not a tool; "
+                "type libra.envs.tool(FUNCTION)"
+            )
         if tool.takes_state and not has_state(environment):
             raise ConfigError(
                 f"tool {tool.name!r}: it takes trajectory_state, and {environment.name} has none; define "
