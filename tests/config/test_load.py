@@ -209,7 +209,7 @@ def test_a_run_name_has_to_fit_a_key(name: str) -> None:
         ("=3", "an override is section.key=value"),
         ("trainer..lr=3", "an override is section.key=value"),
         ("trainer=3", "trainer is a section; type one of its keys, e.g. trainer.algorithm=dapo"),
-        ("trainer.lr=", "is not one value"),
+        ("trainer.lr=", "it has no value; type e.g. trainer.lr=0.0001"),
         ("run.name=#1", "is not one value"),
         ("run.name=a #1", "is not one value"),
         ("trainer.betas=[1, 2", "not valid YAML"),

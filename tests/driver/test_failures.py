@@ -67,7 +67,7 @@ def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Confi
     assert set(columns["failure"][bad]) == {"reward"} and np.isnan(columns["reward"][bad]).all()
     assert (columns["advantage"][bad] == 0).all() and np.isfinite(columns["reward"][~bad]).all()
     assert all("nan" in detail for detail in columns["failure_detail"][bad])
-    assert summary.iterations[0]["failures"] == summary.iterations[0]["failures/reward"] == 2
+    assert summary.iterations[0]["left_out"] == summary.iterations[0]["failures/reward"] == 2
     assert set(columns["retried"][bad]) == {"reward"} and set(columns["attempt"][~bad]) == {0}  # asked again, in vain
     for group in (0, 1):  # the others of a group are compared with each other only
         rows = (columns["group"] == group) & ~bad
@@ -158,7 +158,7 @@ def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
     with Session(make_config(**ONE_ITERATION), client=cluster_client) as session:
         cluster_client.run(break_engine, "demo", workers=[address_of(cluster_client, "rollout-0")])
         (values,) = session.iterations()
-    assert values["failures"] == 2
+    assert values["left_out"] == 2
     columns = zarr.open_group(session.directory / "trajectories.zarr", mode="r")["trajectory"]
     bad = columns["failure"][:] == "engine"
     assert set(columns["sample"][:][bad]) == {3} and all(
@@ -295,7 +295,7 @@ def test_a_fatal_tool_failure_is_sampled_again_with_other_random_numbers(
     assert set(columns["retried"][~again]) == {""} and set(columns["attempt"][~again]) == {0}
     assert set(columns["num_turns"]) == {3}, "turns of the attempt that failed were kept"
     values = summary.iterations[0]
-    assert values["resampled"] == values[f"resampled/{failure}"] == 2 and values["failures"] == 0
+    assert values["resampled"] == values[f"resampled/{failure}"] == 2 and values["left_out"] == 0
     calm = run(
         make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
         client=cluster_client,
@@ -325,7 +325,7 @@ def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config: C
     assert set(columns["failure"][bad]) == {"tool"} and np.isnan(columns["reward"][bad]).all()
     assert set(columns["retried"][bad]) == {"tool,tool"} and set(columns["attempt"][bad]) == {2}
     assert (columns["advantage"] == 0).all(), "one member has nobody to be compared with"
-    assert (values["failures"], values["failures/tool"], values["resampled"], values["groups_without_signal"]) == (
+    assert (values["left_out"], values["failures/tool"], values["resampled"], values["groups_without_signal"]) == (
         2,
         2,
         4,
@@ -395,7 +395,7 @@ def test_an_engine_that_failed_once_goes_on_from_what_was_committed(
     whole = zarr.open_group(calm.directory / "trajectories.zarr", mode="r")
     assert np.array_equal(broken["token_ids"][:], whole["token_ids"][:])
     assert set(broken["trajectory/retried"][:]) == {"engine"} and set(broken["trajectory/failure"][:]) == {"policy"}
-    assert values["resampled/engine"] == 8 and values["failures"] == 0
+    assert values["resampled/engine"] == 8 and values["left_out"] == 0
     journal = Journal(session.directory / "journal").read("train-0-0-0")
     assert [record["kind"] for record in journal] == ["generation", "action"] * 2 + ["failure", "generation"]
 
@@ -417,7 +417,7 @@ def test_a_grader_that_failed_once_is_asked_again_about_the_same_answer(
     summary = run(make_config(**ONE_ITERATION), environment=Flaky(), client=cluster_client)
     columns = stored(summary)
     assert np.isfinite(columns["reward"]).all() and set(columns["retried"]) == {"reward"}
-    assert summary.iterations[0]["resampled/reward"] == 8 and summary.iterations[0]["failures"] == 0
+    assert summary.iterations[0]["resampled/reward"] == 8 and summary.iterations[0]["left_out"] == 0
 
 
 def test_text_that_the_environment_cannot_read_is_its_failure(make_config: Config, cluster_client: Client) -> None:

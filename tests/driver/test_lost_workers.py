@@ -208,7 +208,7 @@ def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
         kills.result()
 
     assert killed == [f"train-0-0-0/{turn}/0" for turn in range(KILLS)]
-    assert values["failures"] == 0 and values["resampled"] == 0
+    assert values["left_out"] == 0 and values["resampled"] == 0
     records = Journal(session.directory / "journal").read("train-0-0-0")
     assert [record["kind"] for record in records] == ["generation", "action"] * KILLS + ["generation"]
     events = read_events(session.directory / "events.jsonl").events
