@@ -53,7 +53,7 @@ def test_every_key_has_its_line() -> None:
         ("a:\n  b: 1\n  b: 2\n", "here:3: the key a.b is repeated"),
         ("1: x\n", "here:1: the key 1 is not text"),
         ("a: 1\n  b: 2\n", "here:2: not valid YAML"),
-        ("- a\n", "here:1: a configuration is a mapping"),
+        ("- a\n", "here:1: got a list ([a]); a configuration is a mapping"),
         ("a: &x [*x]\n", "an alias that contains itself"),
         ("a: *gone\n", "here:1: not valid YAML"),
         ("a: !!python/object:os.system x\n", "here:1: not valid YAML"),
