@@ -74,7 +74,7 @@ SOAK_SEEDS ?= $(shell seq 0 199)
 # Iterations of the long run whose memory is measured (tests/soak/long_run.py).
 SOAK_ITERATIONS ?= 2000
 
-soak: setup ## strike runs at 200 moments and resume them, then measure the memory of a long one (SOAK_SEEDS="0 1 2" SOAK_ITERATIONS=2000; XX hours)
+soak: setup ## strike runs at 200 moments and resume them, then measure the memory of a long one (SOAK_SEEDS="0 1 2" SOAK_ITERATIONS=2000; three hours on two busy cores)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py --together 20 $(SOAK_SEEDS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/long_run.py --iterations $(SOAK_ITERATIONS)
 

@@ -1,8 +1,7 @@
 """The process that has the scheduler of a soak; prints the path of its cluster.json and waits to be killed.
 
 ``python tests/soak/cluster.py CONFIG DIRECTORY [NAME ...]``: the nanny of each named worker is a process of its own, as that of a
-``dask worker`` is; the others are in this process, as they are in `libra run`'s. Nannies and workers are forked from a process that
-has loaded the large modules, because a soak starts many.
+``dask worker`` is; the others are in this process, as they are in `libra run`'s.
 """
 
 from __future__ import annotations
@@ -28,14 +27,6 @@ from libra.cluster.scheduler_address import Contact
 from libra.config import load_config
 
 METHOD = "distributed.worker.multiprocessing-method"
-PRELOADED = (
-    "libra.driver.session",
-    "libra.rollout.transformers_engine",
-    "libra.train.replica",
-    "libra.worker.host",
-    "transformers.models.qwen3.modeling_qwen3",
-    "zarr",
-)
 
 
 class NannyProcess(ProcessInterface):
@@ -43,12 +34,13 @@ class NannyProcess(ProcessInterface):
 
     def __init__(self, scheduler: str, name: str, **options: Any) -> None:
         super().__init__(scheduler=scheduler, name=name)
-        self.name, settings = name, dask.config.config
+        self.name, self.pid, settings = name, 0, dask.config.config
         self.process = get_mp_context().Process(target=serve_nanny, args=(scheduler, name, options, settings))
 
     async def start(self) -> None:
         await asyncio.to_thread(self.process.start)
-        (Path(sys.argv[2]) / f"nanny of {self.name}.pid").write_text(str(self.process.pid))
+        self.pid = self.process.pid or 0
+        (Path(sys.argv[2]) / f"nanny of {self.name}.pid").write_text(str(self.pid))
         self.watcher = asyncio.create_task(self._watch())
         await super().start()
 
@@ -75,9 +67,6 @@ def serve_nanny(scheduler: str, name: str, options: dict[str, Any], settings: di
 def main() -> None:
     """Start scheduler and workers."""
     config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    local.WORKER_ENVIRONMENT["PYTHONHASHSEED"] = os.environ["PYTHONHASHSEED"]
-    dask.config.set({METHOD: "forkserver"})
-    get_mp_context().set_forkserver_preload([*PRELOADED])
     local.Nanny = lambda scheduler, name, **options: (NannyProcess if name in apart else Nanny)(
         scheduler, name=name, **options
     )
