@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from libra.events.reports import FoundEndedReport
+from libra.testing import FixedTurns
 from libra.types import Prompt, TrajectoryId
 from libra.worker import quanta
 from libra.worker.quanta import QuantumRunner
@@ -33,6 +34,7 @@ def test_an_ended_trajectory_leaves_no_tokens_and_is_still_known_without_its_jou
     reports: list[FoundEndedReport] = []
     read = lambda tid, start: journal.get(tid, [])[start:]  # noqa: E731
     context: Any = SimpleNamespace(
+        environment=FixedTurns(),
         spec=SimpleNamespace(config=CONFIG, groups_dir=tmp_path),
         journal=SimpleNamespace(read=read),
         report=reports.append,
