@@ -64,7 +64,7 @@ def test_the_size_of_a_log_has_its_segments(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_of_a_terminal_reaches_the_command(tmp_path: Path) -> None:
-    code = "import sys, time\nprint('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(7)"
+    code = "import sys, time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(7)"
     with Terminal([sys.executable, "-c", code], tmp_path) as process:
         process.wait_for(lambda: "ready\r\n" in process.text, 60.0)
         assert process.first_s is not None and process.first_s > 0
