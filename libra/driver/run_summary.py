@@ -42,7 +42,7 @@ class RunSummary:
             rows.append(("training reward", f"{trained[0]:.3f} in the first iteration, {trained[-1]:.3f} in the last"))
             tokens = sum(int(values.get("generated_tokens", 0)) for values in self.iterations)
             rows.append(("tokens generated", f"{tokens:,}"))
-            if failures := sum(int(values.get("failures", 0)) for values in self.iterations):
+            if failures := sum(int(values.get("left_out", 0)) for values in self.iterations):
                 rows.append(("left out", f"{failures:,} trajectories that failed; libra inspect RUN --failed"))
         rows.append(("directory", str(self.directory)))
         rows += [(name, str(path)) for name, path in (("model", self.checkpoint), ("best model", self.best)) if path]

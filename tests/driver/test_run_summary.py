@@ -10,8 +10,8 @@ from libra.driver.run_summary import RunSummary
 def summary(**changes: object) -> RunSummary:
     values = {
         "iterations": [
-            {"reward": 0.125, "generated_tokens": 1000, "failures": 0},
-            {"reward": 0.5, "generated_tokens": 2500, "failures": 2},
+            {"reward": 0.125, "generated_tokens": 1000, "left_out": 0},
+            {"reward": 0.5, "generated_tokens": 2500, "left_out": 2},
         ],
         "evaluations": [{"reward": 0.25, "num": 64}, {"reward": 0.75, "num": 64}],
         "checkpoint": Path("runs/demo/checkpoints/2"),
