@@ -19,7 +19,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _mismatch,
-        _schedules, _planner, _layout_auto, _as_planned,
+        _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -193,6 +193,22 @@ def _mismatch(config: RunSections) -> Iterator[str]:
         yield (
             f"trainer.mismatch_action: {trainer.mismatch_action} needs an alarm, and trainer.mismatch_alarm=null; type "
             "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn"
+        )
+
+
+def _lora(config: RunSections) -> Iterator[str]:
+    trainer, cluster = config.trainer, config.cluster
+    if trainer.lora_rank is None:
+        return
+    if trainer.layout == "fsdp2":
+        yield (
+            f"trainer.lora_rank: {trainer.lora_rank} with trainer.layout=fsdp2, whose shards have no adapters; type "
+            "trainer.layout=ddp, or trainer.lora_rank=null"
+        )
+    if cluster.hybrid_workers:
+        yield (
+            f"trainer.lora_rank: {trainer.lora_rank} with cluster.hybrid_workers={cluster.hybrid_workers}, which have no "
+            "adapters to compute gradients of; type cluster.hybrid_workers=0, or trainer.lora_rank=null"
         )
 
 

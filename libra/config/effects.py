@@ -143,6 +143,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("vllm", "kv_cache_gib eager", _run(_VLLM)),
     ("vllm", "gpu_memory_frac", _run(_VLLM, GPU)),
     ("trainer", "algorithm resample lr advantage drop_uniform_groups drop_truncated loss aggregation", _run()),
+    ("trainer", "lora_rank", _run()),
+    ("trainer", "lora_alpha lora_targets", _run(given("trainer.lora_rank"))),
     ("trainer", "share_prompts mismatch_alarm dispatch no_signal", _run()),
     ("trainer", "no_signal_batches", _run(is_("trainer.no_signal", "stop"))),
     ("trainer", "prompts group_size", _of("run", "plan", "simulate")),

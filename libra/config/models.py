@@ -160,6 +160,13 @@ class TrainerSection(Section):
     lr_schedule: Annotated[str, OwnOr(("constant",))] = "constant"
     """Factor of the learning rate at each step, which the warm-up multiplies too. constant: 1. Your own:
     `libra.train.own_parts.LRSchedule`."""
+    lora_rank: AtLeastOne | None = None
+    """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the merged model, and
+    CHECKPOINT/adapter the adapters in the format of peft. Needs `layout` ddp and no `cluster.hybrid_workers`. None: all weights."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters: their product is multiplied by `lora_alpha` / `lora_rank`."""
+    lora_targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Linear layers with adapters, by the last part of their name, e.g. [q_proj, v_proj]. Empty: all but the output head."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which the gradient is clipped."""
     advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"

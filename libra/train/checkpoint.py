@@ -38,6 +38,8 @@ from libra.errors import CheckpointError, disk_refusal
 from libra.seals import sealed_text, unseal
 from libra.tensor_files import FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN, altered_files, small_files
 from libra.tensors import digest
+from libra.train.adapter_files import ADAPTER_DIR, adapter_config, write_adapter
+from libra.train.low_rank import LowRankWeights
 from libra.train.model_layout import laid_out, whole
 from libra.train.replica_state import ReplicaState
 from libra.train.step_report import StepReport
@@ -87,6 +89,8 @@ class ReplicaSnapshot:
         The content of ``trainer.json`` but for the digests.
     tokenizer_dir : Path
         Directory whose tokenizer files are copied.
+    adapter : str
+        Configuration of the adapters among ``optimizer``, as JSON; empty: there are none.
     """
 
     model: Any
@@ -94,6 +98,7 @@ class ReplicaSnapshot:
     optimizer: dict[str, Tensor]
     facts: dict[str, Any]
     tokenizer_dir: Path
+    adapter: str = ""
 
     @classmethod
     def of(cls, replica: ReplicaState, *, copy: bool = True) -> ReplicaSnapshot:
@@ -122,7 +127,10 @@ class ReplicaSnapshot:
             "last_report": replica.last_report.as_dict() if replica.last_report else None,
         }
         weights = {name: kept(tensor) for name, tensor in replica.weights().items()}
-        return cls(replica.model, weights, optimizer, facts, replica.base_dir)
+        master, adapter = replica.master, ""
+        if isinstance(master, LowRankWeights):
+            adapter = adapter_config(master, str(replica.base_dir))
+        return cls(replica.model, weights, optimizer, facts, replica.base_dir, adapter)
 
     @property
     def steps_done(self) -> int:
@@ -154,6 +162,10 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
                 if source.is_file():
                     shutil.copy2(source, temporary / source.name)
         save_file(snapshot.optimizer, temporary / OPTIMIZER_FILE)
+        if snapshot.adapter:
+            ending = f".{MASTER}"
+            own = {n.removesuffix(ending): t for n, t in snapshot.optimizer.items() if n.endswith(ending)}
+            write_adapter(temporary / ADAPTER_DIR, snapshot.adapter, own)
         facts = snapshot.facts | content | {"files": small_files(temporary)}
         (temporary / FACTS_FILE).write_text(sealed_text(facts, indent=2) + "\n", encoding="utf-8")
         for path in temporary.iterdir():

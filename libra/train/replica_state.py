@@ -3,6 +3,7 @@
 Invariants
 ----------
 1. With a ``master_dtype`` the optimizer's weights are `libra.train.master_weights.MasterWeights`; the model's are those, rounded.
+   With ``lora_rank`` they are `libra.train.low_rank.LowRankWeights`; the model's are the merged ones.
 2. Weights change only in `ReplicaState.apply_gradient`, `take_weights`, `restore` and `libra.train.checkpoint`; each of
    them marks the hybrids' weights as outdated.
 """
@@ -25,6 +26,7 @@ from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import untied
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
+from libra.train.low_rank import LowRankWeights
 from libra.train.master_weights import MasterWeights
 from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, shard, whole
 from libra.train.replica_group import TrainGroup
@@ -84,8 +86,19 @@ class ReplicaState:
             checkpoint_activations(model)
         if self.is_sharded:
             shard(model, group, offload=settings.offload)
-        self.master: MasterWeights | None = None
-        if master_dtype is not None and master_dtype.itemsize > self.dtype.itemsize:
+        self.master: MasterWeights | LowRankWeights | None = None
+        if settings.lora_rank is not None:
+            if self.is_sharded:
+                raise TrainError("trainer.lora_rank: shards have no adapters; type trainer.layout=ddp")
+            self.master = LowRankWeights(
+                model,
+                rank=settings.lora_rank,
+                alpha=settings.lora_alpha,
+                targets=settings.lora_targets,
+                dtype=master_dtype or self.dtype,
+                seed=seed,
+            )
+        elif master_dtype is not None and master_dtype.itemsize > self.dtype.itemsize:
             self.master = MasterWeights(self.parameters(), master_dtype)
         self.optimizer = torch.optim.AdamW(
             self.optimized().values(),

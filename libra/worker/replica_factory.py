@@ -31,6 +31,6 @@ def make_replica(spec: RunSpec, model_dir: Path, group: TrainGroup | None) -> Re
         base_dir=model_dir,
         group=group,
     )
-    if start is not None and has_optimizer(start):
+    if start is not None and has_optimizer(start) and config.trainer.lora_rank is None:  # merged: new adapters begin
         replica.continue_optimizer(start)
     return replica

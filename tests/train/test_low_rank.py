@@ -1,0 +1,148 @@
+"""Adapters: their gradient is that of B A, only they change, and the model that is published is the merged one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from libra.config import config_from_dict
+from libra.errors import ConfigError, TrainError
+from libra.train import Replica, TrainSettings
+from libra.train.low_rank import LowRankWeights
+from libra.train.model_loading import load_model
+from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
+
+LORA = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj"), "lr": 1e-2}
+
+
+def trajectories(seed: int = 0) -> list[Trajectory]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for sample in range(4):
+        length, action = 12, np.arange(12) >= 4
+        made.append(
+            Trajectory(
+                TrajectoryId(0, 0, sample),
+                Prompt("p", ()),
+                rng.integers(0, 200, length).astype(np.int32),
+                action,
+                np.where(action, -5.0, 0).astype(np.float32),
+                np.where(action, 0, -1).astype(np.int32),
+                np.where(action, 0, -1).astype(np.int32),
+                [],
+                EndReason.ANSWERED,
+                advantage=(-1.0) ** sample,
+            )
+        )
+    return made
+
+
+def replica(model: Path, **changes: object) -> Replica:
+    return Replica(model, TrainSettings(**{**LORA, **changes}), master_dtype="float32", threads=1)
+
+
+def test_gradients_are_those_of_the_product(random_model: Path) -> None:
+    model = load_model(random_model, torch.float32)
+    adapters = LowRankWeights(model, rank=3, alpha=6.0, targets=(), dtype=torch.float32, seed=1)
+    for tensor in adapters.tensors.values():
+        torch.nn.init.normal_(tensor, std=0.05)
+    adapters.round_into_model()
+    ids = torch.arange(10)[None]
+    model(ids).logits.square().mean().backward()
+    name = "model.layers.1.self_attn.q_proj"
+    a, b = adapters.tensors[f"{name}.weight.lora_A"], adapters.tensors[f"{name}.weight.lora_B"]
+    layer = model.get_submodule(name)
+    assert layer.weight.grad is None
+
+    base = load_model(random_model, torch.float32).get_submodule(name).weight.detach()
+    free_a, free_b = a.detach().clone().requires_grad_(), b.detach().clone().requires_grad_()
+    merged = base + 2.0 * (free_b @ free_a)
+    out = torch.func.functional_call(model, {f"{name}.weight": merged}, (ids,)).logits.square().mean()
+    expected = torch.autograd.grad(out, (free_a, free_b))
+    assert torch.allclose(a.grad, expected[0], atol=1e-6)
+    assert torch.allclose(b.grad, expected[1], atol=1e-6)
+
+
+def test_a_step_changes_the_adapted_layers_alone_and_by_the_rank(random_model: Path) -> None:
+    trained, base = replica(random_model), load_model(random_model, torch.float32).state_dict()
+    before = {name: tensor.clone() for name, tensor in trained.weights().items()}
+    assert all(torch.equal(before[name], base[name]) for name in before), "version 0 is the model itself"
+    trained.step(trajectories(), 0)
+    trained.step(trajectories(1), 1)
+    for name, tensor in trained.weights().items():
+        change = tensor - before[name]
+        if "q_proj" in name or "down_proj" in name:
+            assert 1 <= int(torch.linalg.matrix_rank(change, rtol=1e-4)) <= 2, name
+        else:
+            assert not change.any(), name
+    assert set(trained.optimized()) == {
+        f"model.layers.{layer}.{part}.weight.lora_{ab}"
+        for layer in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj") for ab in "AB"
+    }  # fmt: skip
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_has_the_adapters_as_peft_reads_them(
+    random_model: Path, tmp_path: Path
+) -> None:
+    first = replica(random_model)
+    first.step(trajectories(), 0)
+    first.save(tmp_path / "step-000001")
+    again = replica(random_model)
+    again.load(tmp_path / "step-000001")
+    for each in (first, again):
+        each.step(trajectories(1), 1)
+    own, other = first.weights(), again.weights()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+
+    saved = load_file(tmp_path / "step-000001" / "adapter" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    product = 4.0 * (saved[f"{prefix}.lora_B.weight"] @ saved[f"{prefix}.lora_A.weight"])
+    merged = load_file(tmp_path / "step-000001" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    base = load_model(random_model, torch.float32).state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.allclose(merged, base + product, atol=1e-7)
+    assert not torch.equal(merged, base)
+
+
+def test_peft_merges_the_saved_adapters_to_the_same_model(random_model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trained = replica(random_model)
+    trained.step(trajectories(), 0)
+    trained.save(tmp_path / "step-000001")
+    adapted = peft.PeftModel.from_pretrained(
+        load_model(random_model, torch.float32), tmp_path / "step-000001" / "adapter"
+    )
+    merged = adapted.merge_and_unload().state_dict()
+    assert all(torch.allclose(merged[name], tensor, atol=1e-6) for name, tensor in trained.weights().items())
+
+
+def test_two_replicas_begin_with_the_same_adapters_and_another_seed_with_others(random_model: Path) -> None:
+    made = [Replica(random_model, TrainSettings(**LORA), seed=seed, threads=1).optimized() for seed in (3, 3, 4)]
+    name = "model.layers.0.mlp.down_proj.weight.lora_A"
+    assert torch.equal(made[0][name], made[1][name]) and not torch.equal(made[0][name], made[2][name])
+
+
+def test_bfloat16_weights_are_the_rounded_sum(random_model: Path) -> None:
+    trained = Replica(random_model, TrainSettings(**LORA), dtype="bfloat16", master_dtype="float32", threads=1)
+    trained.step(trajectories(), 0)
+    assert {tensor.dtype for tensor in trained.optimized().values()} == {torch.float32}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    base = load_model(random_model, torch.bfloat16).state_dict()[name].float()
+    a, b = (trained.optimized()[f"{name}.lora_{ab}"] for ab in "AB")
+    assert torch.equal(trained.weights()[name], (base + 4.0 * (b @ a)).bfloat16())
+
+
+def test_what_cannot_have_adapters_is_refused(random_model: Path) -> None:
+    with pytest.raises(
+        TrainError, match=r"trainer.lora_targets: got q_pro; linear layers of this Qwen3ForCausalLM are called"
+    ):
+        replica(random_model, lora_targets=("q_pro",))
+    for values, said in (
+        ({"trainer": {"lora_rank": 4, "layout": "fsdp2"}}, "type trainer.layout=ddp"),
+        ({"trainer": {"lora_rank": 4}, "cluster": {"hybrid_workers": 1}}, "type cluster.hybrid_workers=0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config_from_dict(values)
