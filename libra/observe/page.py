@@ -19,6 +19,7 @@ from tornado.ioloop import IOLoop
 from tornado.web import RequestHandler
 
 from libra.observe.page_snapshot import Feed, Snapshot
+from libra.observe.prometheus import export
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -61,6 +62,7 @@ def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], p
         existing.follow(snapshots)
         return
     feed = http.libra_feed = Feed(snapshots)
+    export(feed)
     dashboards = [app for app in http.applications if hasattr(app, "app_paths") and hasattr(app, "prefix")]
     root = (prefix or (dashboards[0].prefix if dashboards else "")).strip("/")
     route = f"/{root}/libra/state.json" if root else "/libra/state.json"

@@ -1,4 +1,4 @@
-"""The Bokeh document behind ``/libra``: tiles, tables of workers, and nine plots of one run, which the viewer can choose.
+"""The Bokeh document behind ``/libra``: tiles, tables of workers, and ten plots of one run, which the viewer can choose.
 
 Invariants
 ----------
@@ -25,6 +25,7 @@ from libra.observe.page_panels import (
     OutcomePanel,
     TimePanel,
     VersionPanel,
+    WorkerTimePanel,
     set_changed,
 )
 from libra.observe.page_snapshot import Feed, Snapshot
@@ -58,9 +59,10 @@ class LibraPage:
         self.select.on_change("value", lambda _attr, _old, _new: self.update())
         self.levels, self.buckets, self.outcomes = LevelPanel(), BucketPanel(), OutcomePanel()
         self.time, self.iterations, self.versions = TimePanel(), IterationPanel(), VersionPanel()
+        self.worker_time = WorkerTimePanel()
         lines = (
             (self.levels.plot, self.buckets.plot, self.outcomes.plot),
-            (self.time.queue_plot, self.time.slot_plot),
+            (self.worker_time.plot, self.time.queue_plot, self.time.slot_plot),
             (self.time.token_plot, self.iterations.reward_plot, self.iterations.lag_plot, self.versions.plot),
         )
         self.plots = column(*(row(*line, sizing_mode="stretch_width") for line in lines), sizing_mode="stretch_width")
@@ -90,5 +92,13 @@ class LibraPage:
         workers = workers_html(snapshot)
         set_changed(self.workers, "text", workers)
         set_changed(self.workers, "visible", bool(workers))
-        for panel in (self.time, self.levels, self.buckets, self.outcomes, self.versions, self.iterations):
+        for panel in (
+            self.worker_time,
+            self.time,
+            self.levels,
+            self.buckets,
+            self.outcomes,
+            self.versions,
+            self.iterations,
+        ):
             panel.show(snapshot)

@@ -21,6 +21,7 @@ SETTLED: Final = ("resupplied", "lost", "failed")
 _ROLE_HEAD: Final = ("Worker", "Role", "Stage", "For", "Under way", "Generation", "Last change took", "Reason")
 _NOT_READY_HEAD: Final = ("Worker", "Not ready", "For", "What failed", "Next attempt")
 _TITLES: Final = {
+    "busy": "Busy",
     "iteration": "Iteration",
     "reward": "Mean reward",
     "tokens_per_s": "Tokens/s",

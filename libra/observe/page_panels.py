@@ -10,10 +10,15 @@ from bokeh.plotting import figure
 from bokeh.transform import dodge
 
 from libra.observe.page_snapshot import Snapshot
+from libra.observe.state_colors import STATE_COLORS
 from libra.observe.task_stream import PHASE_COLORS
+from libra.observe.worker_states import STATES
 from libra.types import Phase
+from libra.untrusted import shown_line
 
 MAX_SAMPLES: Final = 1200
+MAX_WORKERS: Final = 32
+"""Workers in the plot of worker time."""
 RATE_SAMPLES: Final = 6
 """Samples (of 0.5 s) that one point of the tokens/s curve looks back."""
 NO_BUCKET, ONE_BUCKET = "no home yet", "all engines"
@@ -111,6 +116,34 @@ class TimePanel:
         set_changed(self.slot_plot.title, "text", f"Slots in use: {text}")
         top = max(1, *(part[side] for part in slots.values() for side in part))
         set_changed(self.slot_plot.y_range, "end", 1.1 * top)
+
+
+class WorkerTimePanel:
+    """What each worker did since the start of the run, as shares of its time; the tooltip names the states."""
+
+    def __init__(self) -> None:
+        self.source = _source("libra_worker_time", "worker", *STATES)
+        self.plot = _figure(
+            "Where worker time went", "share of its time since the start", "", y_range=[], x_range=(0, 1)
+        )
+        bars = self.plot.hbar_stack(
+            list(STATES), y="worker", height=0.7, source=self.source, color=list(STATE_COLORS.values()), line_color=None
+        )
+        for state, drawn in zip(STATES, bars, strict=True):
+            _hover(self.plot, [("worker", "@worker"), (state, f"@{state}{{0.0%}}"), ("it", STATES[state])], drawn)
+        self.plot.xaxis.formatter = NumeralTickFormatter(format="0%")
+        self.plot.ygrid.visible = False
+
+    def show(self, snapshot: Snapshot) -> None:
+        rows = [row for row in snapshot["time"]["workers"] if row["seconds"]][:MAX_WORKERS]
+        totals = [sum(row["seconds"].values()) for row in rows]
+        data: dict[str, list[Any]] = {"worker": [shown_line(row["worker"], 40) for row in rows]}
+        for state in STATES:
+            pairs = zip(rows, totals, strict=True)
+            data[state] = [row["seconds"].get(state, 0.0) / total if total else 0.0 for row, total in pairs]
+        set_changed(self.plot, "visible", bool(rows))
+        set_changed(self.plot.y_range, "factors", data["worker"][::-1])
+        set_changed(self.source, "data", data)
 
 
 class BucketPanel:

@@ -11,6 +11,7 @@ A snapshot is one dict per run:
   generated], ...]}
 - ``roles``: one row per worker that can change its role, see `libra.scheduler.role_plugin.RolePlugin.roles`
 - ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
+- ``time``: what workers did since the run's start, of `time_row`
 - ``quanta``: {phase: finished}; ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count} of
   trajectories that ended so, ``resampled`` int attempts that failed before
 - ``rewards``, ``lag``: [[iteration, mean], ...]
@@ -24,10 +25,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from libra.observe.worker_time import WorkerTimes
+
 Snapshot = dict[str, Any]
 
 RATE_WINDOW_S: Final = 10.0
 """Seconds of history behind the figure of tokens per second."""
+
+BUSY_WINDOW_S: Final = 60.0
+"""Seconds of the figure of busy worker time "now"."""
 
 
 class Feed:
@@ -78,6 +84,36 @@ def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WIND
     return (last[5] - first[5]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
+def time_row(times: WorkerTimes, now_s: float) -> dict[str, Any]:
+    """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
+
+    ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None: no time yet), ``shares`` and ``now_shares`` {state: share},
+    ``workers``: [{"worker", "kind", "busy_frac", "seconds": {state: s}}, ...]; states as in `libra.observe.worker_time`.
+    """
+    whole, now = times.times(now_s), times.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
+    return {
+        "until_s": whole.until_s,
+        "busy_frac": whole.busy_frac,
+        "now_busy_frac": now.busy_frac,
+        "shares": whole.shares,
+        "now_shares": now.shares,
+        "workers": [
+            {"worker": each.worker, "kind": each.kind, "busy_frac": each.busy_frac, "seconds": dict(each.seconds)}
+            for each in whole.workers
+        ],
+    }
+
+
+def _busy(time: Mapping[str, Any]) -> tuple[str, str]:
+    """The figure of busy worker time: now, and with causes over the run."""
+    busy, now = time.get("busy_frac"), time.get("now_busy_frac")
+    if busy is None:
+        return "–", "no worker yet"
+    causes = sorted(time["shares"].items(), key=lambda pair: -pair[1])[:3]
+    split = ", ".join(f"{state} {100 * share:.0f} %" for state, share in causes)
+    return f"{100 * busy:.0f} %", f"{100 * (now or 0.0):.0f} % in the last {BUSY_WINDOW_S:.0f} s; {split}"
+
+
 def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     """The figures of one run: name -> (value, remark), both as shown."""
     published, served = snapshot["versions"]["published"], snapshot["versions"]["served"]
@@ -86,6 +122,7 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     iteration = snapshot["iteration"]
     behind = sum(version < published for version in served.values())
     return {
+        "busy": _busy(snapshot["time"]),
         "iteration": (
             f"{iteration}" if iteration >= 0 else "–",
             f"of 0–{snapshot['iterations'] - 1}, lag bound {snapshot['eta']}",

@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from libra.keys import PARK, PASS_US, THREADS, TP
+from libra.keys import PARK, PASS_US, ROLLOUT, THREADS, TP, TRAIN
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -87,6 +87,12 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
         for address, count in scheduler.resources.get(resource, {}).items()
         if count > 0 and (ws := scheduler.workers.get(address)) is not None and ws in running
     }
+
+
+def trainers(scheduler: Scheduler) -> list[str]:
+    """Names of the workers that train and do not generate."""
+    engines = supply(scheduler, ROLLOUT)
+    return sorted(worker_name(scheduler, address) for address in supply(scheduler, TRAIN) if address not in engines)
 
 
 def installs(scheduler: Scheduler, plugin: str) -> bool:

@@ -175,7 +175,8 @@ class LibraPlugin(SchedulerPlugin):
             admission.restore(new.restored)
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
-        state = self.runs[new.run] = RunState(new, admission, ordering, RunLog(new.run, file))
+        logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))
+        state = self.runs[new.run] = RunState(new, admission, ordering, logged)
         state.log.emit(
             events.RunStarted,
             epoch=new.epoch,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from libra.events import Event, PolicySnapshot, to_json
+from libra.observe.worker_time import WorkerTimes
 from libra.policy import Admission, Ordering
 from libra.store.event_log import EventLog
 
@@ -17,6 +18,9 @@ SNAPSHOT_EVENTS = 10_000
 """Events between two snapshots of the policy objects: a replay of the log's tail reads about as many."""
 SNAPSHOT_BYTES_PER_EVENT = 12
 """A large snapshot is written less often: about this many bytes for each event since the last, whose line has 250."""
+
+KEPT_SEGMENTS = 1024
+"""States of each worker that are kept one by one, for the figures of the last minute; older ones are only counted."""
 
 P = ParamSpec("P")
 
@@ -36,15 +40,20 @@ class RunLog:
     run : str
     file : EventLog or None
         None: the run keeps no log, and only the newest event is known.
+    trainers : sequence of str
+        Names of its training workers, for ``times``.
 
     Attributes
     ----------
     started_s : float
         Unix time of the run's start; events count from it.
+    times : WorkerTimes
+        What each worker did since the run's start, as the events of this log show it.
     """
 
-    def __init__(self, run: str, file: EventLog | None) -> None:
+    def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
         self.started_s = time.time()
+        self.times = WorkerTimes(trainers, keep=KEPT_SEGMENTS)
         self._run, self._file = run, file
         self._closed: EventLog | None = None
         self._newest: Event | None = None
@@ -59,6 +68,7 @@ class RunLog:
     def emit(self, kind: Callable[Concatenate[str, float, P], Event], *values: P.args, **fields: P.kwargs) -> None:
         """Append an event of `libra.events` with these fields; run and time are filled in."""
         self._newest = event = kind(self._run, round(time.time() - self.started_s, 6), *values, **fields)
+        self.times.add(event)
         if self._file is not None:
             self._num_events += 1
             self._file.write_line(to_json(event))

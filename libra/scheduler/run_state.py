@@ -13,6 +13,7 @@ import msgspec
 
 from libra import events
 from libra.keys import Key
+from libra.observe.page_snapshot import time_row
 from libra.policy import Admission, Fifo, Inspectable, OnlineLearner, Ordering, learns_after
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
@@ -242,6 +243,7 @@ class RunState:
             "queue": queue,
             "buckets": buckets,
             "policy": {"name": self.policy.name, **policy},
+            "time": time_row(self.log.times, self.log.uptime_s),
             **self.counts.dashboard_row(),
         }
 

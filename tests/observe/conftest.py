@@ -199,6 +199,14 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
             "failures": {"none": 180, "tool": 3, "worker": 1},
             "rewards": [[0, 0.28125], [1, 0.40625], [2, 0.5625]], "lag": [[0, 0.0], [1, 0.5], [2, 0.75]],
             "history": history, "roles": [], "not_ready": [],
+            "time": {
+                "until_s": 60.0, "busy_frac": 0.625, "now_busy_frac": 0.75,
+                "shares": {"generating": 0.5, "training": 0.125, "tail": 0.375},
+                "now_shares": {"generating": 0.75, "tail": 0.25},
+                "workers": [
+                    {"worker": "rollout-0", "kind": "engine", "busy_frac": 0.5, "seconds": {"generating": 30.0, "tail": 30.0}}
+                ],
+            },
         } | changes  # fmt: skip
 
     return make

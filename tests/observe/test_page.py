@@ -59,9 +59,11 @@ def test_tokens_per_s_is_taken_over_the_window_only():
 def test_numbers_are_the_snapshots(make_snapshot):
     shown = {name: value for name, (value, _) in numbers(make_snapshot()).items()}
     assert shown == {
-        "iteration": "3", "reward": "0.562", "tokens_per_s": "74", "tokens": "4,403", "groups": "23",
+        "busy": "62 %", "iteration": "3", "reward": "0.562", "tokens_per_s": "74", "tokens": "4,403", "groups": "23",
         "quanta_rollout": "1,517", "quanta_tool": "1,203", "version": "v3", "policy": "cmlfq", "failures": "4",
     }  # fmt: skip
+    assert numbers(make_snapshot())["busy"][1] == "75 % in the last 60 s; generating 50 %, tail 38 %, training 12 %"
+    assert next(iter(numbers(make_snapshot()))) == "busy"
     assert numbers(make_snapshot())["failures"][1] == "tool 3, worker 1"
     assert numbers(make_snapshot())["version"][1] == "on 1 of 2 engines"
 
@@ -212,6 +214,9 @@ def test_document_holds_the_snapshots_values(make_snapshot):
     }  # fmt: skip
     assert data["libra_outcomes"] == {"first": [500, 510], "half": [800, 300], "tokens": [900, 250]}
     assert page.outcomes.plot.title.text == "Forecast against outcome, the latest 2, skill 0.21"
+    time = page.worker_time.source.data
+    assert list(time["worker"]) == ["rollout-0"]
+    assert (list(time["generating"]), list(time["tail"]), list(time["training"])) == ([0.5], [0.5], [0.0])
     assert data["libra_rewards"] == {"iteration": [0, 1, 2], "reward": [0.28125, 0.40625, 0.5625]}
     assert data["libra_lag"] == {"iteration": [0, 1, 2], "lag": [0.0, 0.5, 0.75]}
     assert data["libra_served"]["version"] == ["v2", "v3"]
@@ -412,7 +417,7 @@ def test_browser_draws_the_snapshots_numbers_and_follows_them(make_snapshot, liv
                 for name, (value, _) in numbers(runs[0]).items():
                     assert await page.shown(name) == value, name
                 assert await page.shown("run") == "demo"
-                assert await page.until("deepQuery('canvas').length >= 9")
+                assert await page.until("deepQuery('canvas').length >= 10")
                 assert (await page.columns("libra_levels"))["ROLLOUT"] == [21, 9, 2]
                 assert (await page.columns("libra_buckets"))["waiting"] == [11, 3, 18]
                 assert (await page.columns("libra_outcomes"))["half"] == [800, 300]

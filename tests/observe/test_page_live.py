@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 from distributed import Client, Reschedule, Worker, get_worker
 
 from libra import keys
+from libra.events import from_dict
 from libra.observe.metrics import read_metrics
+from libra.observe.worker_time import worker_times
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.role_plugin import RolePlugin
 from libra.store.event_log import read_events
@@ -36,6 +39,16 @@ def shown_by(events):
         "version": f"v{max(event['version'] for event in named['version_published'])}",
         "reward": f"{named['iteration_finished'][-1]['reward']:.3f}",
         "iteration": f"{max(event['iteration'] for event in named['gate_opened'])}",
+    }
+
+
+def check_time(row, events, trainers):
+    """The page's worker time is what the event log says."""
+    times = worker_times(map(from_dict, events), trainers).times(row["until_s"])
+    assert row["busy_frac"] == pytest.approx(times.busy_frac)
+    assert row["shares"] == pytest.approx(times.shares)
+    assert {each["worker"]: each["seconds"] for each in row["workers"]} == {
+        each.worker: pytest.approx(dict(each.seconds)) for each in times.workers
     }
 
 
@@ -127,7 +140,10 @@ def test_page_of_the_plugin_agrees_with_the_event_log(live_scheduler, chromium, 
             await live.client.submit(say, "demo", reports, key="say-1")
             async with chromium(f"http://127.0.0.1:{live.scheduler.http_server.port}/libra") as page:
                 live.plugin.runs["demo"].log.flush()
-                expected = shown_by(read_events(tmp_path / "events.jsonl").events)
+                logged = read_events(tmp_path / "events.jsonl").events
+                expected = shown_by(logged)
+                check_time(live.plugin.snapshots()[0]["time"], logged, ())
+                assert re.fullmatch(r"\d+ %", await page.shown("busy"))
                 assert expected["quanta_rollout"] == str(generations)
                 assert expected["quanta_tool"] == str(actions)
                 await compare(page, expected)
@@ -223,8 +239,11 @@ def test_page_of_a_real_run_agrees_with_its_event_log(chromium, tmp_path):
         async def look():
             async with chromium(session.dashboard) as page:
                 state = plugin.runs["page"]
+                (snapshot,) = session.client.sync(snapshots, plugin)
                 session.client.sync(flush, state.log)
-                expected = shown_by(read_events(session.directory / "events.jsonl").events)
+                logged = read_events(session.directory / "events.jsonl").events
+                expected = shown_by(logged)
+                check_time(snapshot["time"], logged, ("train-0",))
                 await compare(page, expected)
                 outcomes, rewards = await page.columns("libra_outcomes"), await page.columns("libra_rewards")
                 return expected, outcomes, rewards, await page.screenshot()
@@ -236,6 +255,11 @@ def test_page_of_a_real_run_agrees_with_its_event_log(chromium, tmp_path):
     assert expected["version"] == "v2"
     assert expected["groups"] == "4"
     assert rewards["reward"] == [values["reward"] for values in figures]
+
+
+async def snapshots(plugin):
+    """Runs on the scheduler's event loop."""
+    return plugin.snapshots()
 
 
 async def flush(log):

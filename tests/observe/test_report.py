@@ -223,3 +223,55 @@ def test_short_states_are_drawn_with_their_neighbours_and_no_time_is_lost():
         assert sum(stop - start for worker, start, stop, _ in bars if worker == name) == pytest.approx(30.0, rel=0.02)
     assert {state for worker, _, _, state in bars if worker == "a"} == {"generating"}
     assert coarse({"a": found[:3]}, 100) == [("a", *each) for each in found[:3]]
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came of it."""
+    run = tmp_path / "planned"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text("run: {name: planned, iterations: 2}\n")
+    row = {"step": 0, "wall_time_s": 1.0, "reward": 0.5, "train_on_gpu": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    considered = {
+        "predicted_step_s": None, "realised_step_s": 10.0, "current_step_s": 10.0, "proposed_step_s": 8.0, "gain_s": 20.0,
+        "cost_s": 1.0, "num_changes": 1, "remaining_iterations": 10, "required_gain_frac": 0.05, "rollout_factor": 1.0,
+        "training_factor": 1.0, "train_gpus": 2, "engines": ((1, 2),), "accepted": True, "reason": "gain exceeds cost",
+    }  # fmt: skip
+    with EventLog(run / "events.jsonl") as log:
+        for event in (
+            events.RunStarted("planned", 0.0, 0, 0, 2, 1, "fifo", ""),
+            *(
+                events.WorkerCapacity("planned", 0.0, name, "", 1, 0, 0, 0.0, 0.0, 0.0, 0.0)
+                for name in ("rollout-0", "rollout-1")
+            ),
+            events.PlanConsidered("planned", 5.0, 0, **considered),
+            events.PlanRealised("planned", 9.0, 0, 3, 0.2, 0.17, 1, 2.5),
+            events.IterationFinished("planned", 1800.0, 0, 0.5, 0.0),
+        ):
+            log.write(event)
+    return run
+
+
+def test_decisions_have_their_predicted_and_realised_gain(planned, prices, tmp_path):
+    write_report([planned], tmp_path / "planned.html", prices)
+    page = (tmp_path / "planned.html").read_text()
+    rows = re.findall(
+        r"<tr>(.*?)</tr>", page[page.index('<section id="decisions">') : page.index('<section id="mismatch">')]
+    )
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
+    assert [cell[2:4] for cell in cells] == [["20.0 %", "–"], ["20.0 %", "17.0 %"]]
+    assert "accepted" in cells[0][1]
+    assert "cost 2.50 s" in cells[1][4]
+
+
+def test_gpu_time_costs_what_the_named_gpu_costs_and_unknown_ones_are_asked_for(planned, prices, tmp_path):
+    (asked,) = write_report([planned], tmp_path / "asked.html", prices)
+    assert isinstance(asked.cost, str)
+    assert "--gpu" in asked.cost
+    (priced,) = write_report([planned], tmp_path / "priced.html", prices, gpu="h100_80g")
+    assert priced.cost.total == pytest.approx(3 * 0.5 * prices.of("H100-80G").price)  # two engines, one training worker
+    (other,) = write_report([planned], tmp_path / "other.html", prices, gpu="B300")
+    assert isinstance(other.cost, str)
+    assert "B300" in other.cost
+    assert "--prices" in other.cost

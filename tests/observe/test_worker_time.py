@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra import events
+from libra.observe.state_colors import STATE_COLORS
 from libra.observe.worker_states import BUSY, IDLE, STATES
 from libra.observe.worker_time import WorkerTimes, worker_times
 
@@ -137,6 +138,7 @@ def test_a_lent_worker_needs_no_gpu_of_its_own():
 def test_every_state_has_a_cause_in_words_and_is_busy_or_idle():
     assert not BUSY.keys() & IDLE.keys()
     assert all(STATES.values())
+    assert list(STATE_COLORS) == list(STATES)
 
 
 # ---------------------------------------------------------------- any log

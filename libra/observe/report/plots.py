@@ -15,13 +15,6 @@ from bokeh.plotting import figure
 from libra.untrusted import shown_line
 
 RUN_COLORS: Final = ("#3f7fc4", "#e08214", "#2a9d6f", "#b85c8a", "#7b68b5", "#8d7b4f")
-STATE_COLORS: Final[Mapping[str, str]] = {
-    "generating": "#3f7fc4", "acting": "#e08214", "training": "#2a9d6f", "moving": "#7b68b5",
-    "starting": "#8fa1ab", "version": "#d4b13f", "trajectories": "#e3cf7a", "grading": "#c58b6b", "batch": "#a1887f",
-    "tail": "#d06a6a", "tools": "#e6a57e", "dispatch": "#b85c8a", "no_calls": "#c3ccd1", "evaluation": "#8fb8de",
-    "role": "#6d5a4f", "lost": "#8e2430", "quarantined": "#5d1f2b", "lent": "#b0bec5", "nothing": "#aab4ba",
-}  # fmt: skip
-"""Colour by state of `libra.observe.worker_time`."""
 PHASE_COLORS: Final[Mapping[str, str]] = {"ROLLOUT": "#3f7fc4", "TOOL": "#e08214"}
 
 

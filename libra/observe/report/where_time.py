@@ -9,9 +9,10 @@ from typing import Any, Final
 from bokeh.models import ColumnDataSource, HoverTool
 
 from libra.observe.html import Html, missing, number, percent, swatch, table, text
-from libra.observe.report.plots import PHASE_COLORS, STATE_COLORS, legend_only, plain, plot, spans
+from libra.observe.report.plots import PHASE_COLORS, legend_only, plain, plot, spans
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
+from libra.observe.state_colors import STATE_COLORS
 from libra.observe.worker_states import STATES
 
 ALL: Final = "all engines and training workers"

@@ -1,0 +1,130 @@
+"""Libra's metrics for Prometheus, on the scheduler's ``/metrics`` beside Dask's own.
+
+Names, units and labels are declared once, in `METRICS`; the Grafana board (``configs/grafana_board.json``) uses those names.
+The values are those of the page's snapshots. Needs ``prometheus_client`` (``pip install 'libra-rl[metrics]'``); without it Dask
+serves no metrics, and neither does Libra.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+from libra.observe.page_snapshot import Feed, tokens_per_s
+from libra.types import Phase
+
+logger = logging.getLogger(__name__)
+
+Sample = tuple[tuple[str, ...], float | None]
+"""Values of the labels after ``run``, and the number; None: there is none yet."""
+
+
+class Metric(NamedTuple):
+    """One metric. Its name ends with its unit; a counter's gets ``_total`` behind it. ``labels`` follow ``run``."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[Mapping[str, Any]], Iterator[Sample]]
+
+
+def _one(read: Callable[[Mapping[str, Any]], float | None]) -> Callable[[Mapping[str, Any]], Iterator[Sample]]:
+    return lambda snapshot: iter([((), read(snapshot))])
+
+
+def _by(read: Callable[[Mapping[str, Any]], Mapping[Any, Any]]) -> Callable[[Mapping[str, Any]], Iterator[Sample]]:
+    return lambda snapshot: (((str(name),), value) for name, value in read(snapshot).items())
+
+
+def _worker_seconds(snapshot: Mapping[str, Any]) -> Iterator[Sample]:
+    for row in snapshot["time"]["workers"]:
+        for state, seconds in row["seconds"].items():
+            yield (row["worker"], row["kind"], state), seconds
+
+
+def _waiting(snapshot: Mapping[str, Any]) -> Iterator[Sample]:
+    for phase in Phase:
+        levels = snapshot["queue"].get(phase) or {}
+        yield from (((str(phase), str(level)), count) for level, count in (levels or {0: 0}).items())
+
+
+METRICS: Final = (
+    Metric("libra_busy_ratio", "gauge", "Share of the time of engines and training workers in which they were busy, by window "
+           "(run: since the start; now: the last minute).", ("window",),
+           _by(lambda s: {"run": s["time"]["busy_frac"], "now": s["time"]["now_busy_frac"]})),
+    Metric("libra_worker_seconds", "gauge", "Seconds of each worker by state; docs/observe.md has the states. Not a counter: a "
+           "step's end shows what its last seconds were.", ("worker", "kind", "state"), _worker_seconds),
+    Metric("libra_iteration", "gauge", "Newest iteration whose gate opened; -1 before the first.", (),
+           _one(lambda s: s["iteration"])),
+    Metric("libra_iterations", "gauge", "Iterations of the run.", (), _one(lambda s: s["iterations"])),
+    Metric("libra_reward", "gauge", "Mean reward of the last finished iteration.", (),
+           _one(lambda s: s["rewards"][-1][1] if s["rewards"] else None)),
+    Metric("libra_lag_versions", "gauge", "Mean lag of the tokens that the last finished iteration trained on.", (),
+           _one(lambda s: s["lag"][-1][1] if s["lag"] else None)),
+    Metric("libra_generated_tokens", "counter", "Generated tokens.", (), _one(lambda s: s["tokens"])),
+    Metric("libra_generated_tokens_per_second", "gauge", "Generated tokens per second, of the last ten seconds.", (),
+           _one(lambda s: tokens_per_s(s["history"]))),
+    Metric("libra_quanta", "counter", "Finished quanta by phase.", ("phase",), _by(lambda s: s["quanta"])),
+    Metric("libra_groups_committed", "counter", "Committed groups of training prompts.", (), _one(lambda s: s["groups"])),
+    Metric("libra_failures", "counter", "Failed attempts by failure class.", ("failure",),
+           _by(lambda s: {name: count for name, count in s["failures"].items() if name != "none"})),
+    Metric("libra_waiting_trajectories", "gauge", "Waiting trajectories by phase and level.", ("phase", "level"), _waiting),
+    Metric("libra_slots", "gauge", "Slots of the scheduler's workers by phase.", ("phase",),
+           _by(lambda s: {phase: row["total"] for phase, row in s["slots"].items()})),
+    Metric("libra_slots_used", "gauge", "Slots in use by phase, of all runs.", ("phase",),
+           _by(lambda s: {phase: row["used"] for phase, row in s["slots"].items()})),
+    Metric("libra_published_version", "gauge", "Newest published version of the weights.", (),
+           _one(lambda s: s["versions"]["published"])),
+    Metric("libra_served_version", "gauge", "Version that each engine serves.", ("worker",),
+           _by(lambda s: s["versions"]["served"])),
+    Metric("libra_forecast_skill_ratio", "gauge", "Skill of the policy's forecasts, at most 1.", (),
+           _one(lambda s: s["policy"]["skill"])),
+    Metric("libra_uptime_seconds", "gauge", "Seconds since this start of the run.", (), _one(lambda s: s["uptime_s"])),
+)  # fmt: skip
+"""All metrics of Libra."""
+
+
+class Collector:
+    """Gives the metrics of every run of the feed's newest snapshots, as Prometheus' client asks for them."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+
+    def describe(self) -> list[Any]:
+        """Nothing: registering must not read snapshots."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Metric families, each with the samples of all runs."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        snapshots = self.feed.read()
+        for metric in METRICS:
+            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            made = family(metric.name, metric.help, labels=["run", *metric.labels])
+            for snapshot in snapshots:
+                for labels, value in metric.samples(snapshot):
+                    if value is not None:
+                        made.add_metric([snapshot["run"], *labels], float(value))
+            yield made
+
+
+_collector: list[Collector] = []
+"""The one that is registered; the registry belongs to the process, which may have several schedulers in turn."""
+
+
+def export(feed: Feed) -> bool:
+    """Put the metrics on ``/metrics``, from this feed instead of an earlier one; False without ``prometheus_client``."""
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        logger.debug("no Prometheus metrics: prometheus_client is not installed; pip install 'libra-rl[metrics]'")
+        return False
+    if _collector:
+        _collector[0].feed = feed
+    else:
+        _collector.append(Collector(feed))
+        REGISTRY.register(_collector[0])
+    return True
