@@ -68,7 +68,7 @@ METRICS: Final = (
            _one(lambda s: tokens_per_s(s["history"]))),
     Metric("libra_quanta", "counter", "Finished quanta by phase.", ("phase",), _by(lambda s: s["quanta"])),
     Metric("libra_groups_committed", "counter", "Committed groups of training prompts.", (), _one(lambda s: s["groups"])),
-    Metric("libra_failures", "counter", "Failed attempts by failure class.", ("failure",),
+    Metric("libra_failures", "counter", "Trajectories of committed training groups that ended so.", ("failure",),
            _by(lambda s: {name: count for name, count in s["failures"].items() if name != "none"})),
     Metric("libra_waiting_trajectories", "gauge", "Waiting trajectories by phase and level.", ("phase", "level"), _waiting),
     Metric("libra_slots", "gauge", "Slots of the scheduler's workers by phase.", ("phase",),
