@@ -28,6 +28,7 @@ OTHER: dict[str, Any] = {
     "rollout.max_context_tokens": 512,
     "rollout.temperature": 0.5,
     "trainer.clip_low": 0.5,
+    "trainer.lora_targets": ("q_proj",),
     "trainer.correction_low": 0.5,
     "trainer.betas": (0.8, 0.9),
     "trainer.correction": "truncate",
