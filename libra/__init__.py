@@ -52,6 +52,10 @@ class _Libra(types.ModuleType):
         module = importlib.import_module(_HOMES[name])
         return module if name == "errors" else getattr(module, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as any module: functions and classes of a user's script refer to it, and are sent to workers by value."""
+        return importlib.import_module, (__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 

@@ -26,7 +26,7 @@ from libra.driver.main_script import check_main
 from libra.driver.model_checks import ModelFiles, check_positions, checked_model
 from libra.driver.prompt_checks import check_evaluation, check_prompts
 from libra.driver.resume import check_resumable, read_point
-from libra.driver.run_directory import check_free, make_directory
+from libra.driver.run_directory import check_free, make_directory, remove_unless_started
 from libra.driver.run_lock import lock_run, refuse_running
 from libra.driver.start_records import log_start, newest_logged
 from libra.driver.upcoming_prompts import UpcomingPrompts
@@ -114,8 +114,11 @@ def named(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
-    """Check the request, make or read the run directory, and take its lock until ``exits`` closes."""
+def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart:
+    """Check the request, make or read the run directory, and take its lock until ``exits`` closes.
+
+    ``start`` is closed with the error of a start that fails, and then removes the directory of a new run.
+    """
     check_environment(request.environment)
     check_score(request.score)
     check_own_parts(request.config.trainer)
@@ -143,8 +146,10 @@ def prepare(request: RunRequest, exits: ExitStack) -> RunStart:
         check_unchanged(spec.directory, config)
     else:
         given = {"environment": request.environment is not None, "score": request.score is not None}
-        make_directory(spec, dump_config(spec.config), given, exits)
+        made = make_directory(spec, dump_config(spec.config), given)
     exits.callback(lock_run(spec.directory).release)
+    if not request.resume:
+        remove_unless_started(spec.directory, made, start)
     spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(spec.directory)).number)
     log_start(spec.directory, spec.epoch)
     sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off

@@ -121,14 +121,15 @@ class Session:
     # ---------------------------------------------------------------- start and end
 
     def __enter__(self) -> Self:
-        with self._loss_named(), self._exits:  # what was begun ends where the start fails
+        with self._loss_named(), ExitStack() as start, self._exits:  # what was begun ends where the start fails
             try:
-                self._begin()
+                self._begin(start)
             except BaseException:
                 self._stages.end(failed=True)
                 self._interruption.announce()
                 raise
             self._exits = self._exits.pop_all()
+            start.pop_all()
         return self
 
     def __exit__(
@@ -148,14 +149,14 @@ class Session:
             lambda: getattr(self, "client", None), self.directory, self.config.cluster.scheduler
         )
 
-    def _begin(self) -> None:
+    def _begin(self, new: ExitStack) -> None:
         exits, request = self._exits, self._request
         given = request.environment is not None or request.score is not None
         self._interruption.of(self.directory, resume_words(self.directory, given))
         self._interruption.starts()
         logs = exits.enter_context(RunLogs(self.directory))
         self._stages.begin("model")
-        self._start = start = prepare(request, exits)
+        self._start = start = prepare(request, exits, new)
         self.config = start.config
         logs.open()
         self._stages.begin("workers")

@@ -26,14 +26,14 @@ from libra.testing import FixedTurns
 from libra.traces.agent_turns import AgentTurn, read_agent_turns
 from libra.types import NO_TOOL, Phase, ToolCall, ToolStatus
 
-WORDS = {"ok": "success", "error": "failure", "": "end"}
+WORDS = {"ok": "success", "truncated": "success", "error": "failure", "": "end"}
 """How a recorded agent would have said it."""
 AROUND = SimulationOptions(tool_slots=8)
 COLUMNS = ("source", "task", "sample", "turn", "tool", "status", "payload_chars", "completion_tokens")
 
 
 class FailureIsLong(FixedTurns):
-    """Half of the trajectories are over when their tool fills the context at the third call; the others go on to
+    """Half of the trajectories are over after their tool fills the context at the third call; the others go on to
     ``rollout.max_turns``, and their tool fails. Nothing but the outcome tells one from the other: all else is alike.
     """
 
@@ -112,7 +112,7 @@ def test_a_live_run_forecasts_as_well_as_its_trace(
 ) -> None:
     config = make_config(
         run={"iterations": 4},
-        rollout={"max_new_tokens": 4, "max_turns": 7, "max_context_tokens": 700},
+        rollout={"max_new_tokens": 4, "max_turns": 10, "max_context_tokens": 700},
         trainer={"prompts": 10, "group_size": 4},
     )
     with Session(config, environment=FailureIsLong(), client=cluster_client) as session:
@@ -123,7 +123,7 @@ def test_a_live_run_forecasts_as_well_as_its_trace(
     assert [row["sequences"] for row in rows] == [40] * 4
     log = [events.from_dict(values) for values in read_events(directory / "events.jsonl").events]
     returns = [e.status for e in log if isinstance(e, events.QuantumFinished) and e.phase == Phase.TOOL]
-    assert set(returns) == {ToolStatus.OK, ToolStatus.ERROR}
+    assert set(returns) == {ToolStatus.OK, ToolStatus.ERROR, ToolStatus.TRUNCATED}  # cut to what the context holds
     assert {e.status for e in log if isinstance(e, events.QuantumFinished) and e.phase == Phase.ROLLOUT} == {NO_TOOL}
 
     exported(directory, tmp_path / "trace.csv")
@@ -134,4 +134,4 @@ def test_a_live_run_forecasts_as_well_as_its_trace(
     Simulator(workload_of_run(directory), fleet({1: 1}, tables, {1: 8}), ordering, options=AROUND).run()
     assert isinstance(ordering.forecaster, Posterior)
     assert abs(live - replayed) <= 0.05
-    assert min(live, ordering.forecaster.skill) > told_nothing + 0.1  # it is the outcomes that tell
+    assert min(live, ordering.forecaster.skill) > told_nothing + 0.03  # outcomes tell, and so does the cut return

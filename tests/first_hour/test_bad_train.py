@@ -115,7 +115,7 @@ GIVEN: tuple[tuple[dict[str, Any], str, str, str], ...] = (
 def test_a_wrong_argument_is_one_clear_error(
     given: dict[str, Any], field: str, value: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def started(config: Any) -> None:
+    def started(*given: Any) -> None:
         raise AssertionError("workers were started")
 
     monkeypatch.setattr("libra.driver.run_cluster.local_cluster", started)
@@ -133,7 +133,7 @@ def test_an_environment_that_is_right_reaches_the_workers(tmp_path: Path, monkey
     class Started(Exception):
         """Instead of workers."""
 
-    def start(config: Any) -> None:
+    def start(*given: Any) -> None:
         raise Started
 
     monkeypatch.setattr("libra.driver.run_cluster.local_cluster", start)
