@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,7 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
     same = command in told.now
     yield "  replay: the same decision" if same else f"  replay: another decision; {told.difference}"
     yield "  history:"
-    yield from _history(reader, subject, members=getattr(command, "members", ()), last=line)
+    yield from _history(_parsed(reader), subject, members=getattr(command, "members", ()), last=line)
 
 
 _ABOUT_ALL = (events.RunStarted, events.VersionPublished)
@@ -226,33 +226,30 @@ def _words(name: str) -> tuple[bytes, ...]:
 
 
 def _history_of_key(reader: Callable[[], EventReader], name: str) -> Iterator[str]:
-    words = _words(name)
-    subject, near = _find(reader(), name, words)
+    told = list(_parsed(reader(), _words(name)))
+    subject, _ = _find(told, name)
     if subject is None:
-        words = ()
-        subject, near = _find(reader(), name)
-    if subject is None:
+        _, near = _find(_parsed(reader()), name)
         hint = f"did you mean {near}?" if near else "type e.g. --key train-0-0-0, --key gate-0 or --key batch-0"
         raise ConfigError(f"--key {name}: no such trajectory, gate or batch in the event log; {hint}")
     members: tuple[tuple[int, int], ...] = ()
     if subject[0] == "batch":
-        for _, event in _parsed(reader(), words):
+        for _, event in told:
             if isinstance(event, events.BatchOpened) and event.batch == subject[1]:
                 members = event.members or members
     yield f"{subject_text(subject)[0].upper()}{subject_text(subject)[1:]}"
-    yield from _history(reader(), subject, members=members, words=words)
+    yield from _history(told, subject, members=members)
 
 
 def _history(
-    reader: EventReader,
+    told: Iterable[tuple[int, events.Event]],
     subject: Subject,
     *,
     members: tuple[tuple[int, int], ...],
     last: int | None = None,
-    words: Sequence[bytes] = (),
 ) -> Iterator[str]:
     found: list[str] = []
-    for line, event in _parsed(reader, words):
+    for line, event in told:
         if last is not None and line > last:
             break
         if concerns(event, subject, members):
@@ -262,10 +259,10 @@ def _history(
     yield from found[-MAX_SHOWN:]
 
 
-def _find(reader: EventReader, name: str, words: Sequence[bytes] = ()) -> tuple[Subject | None, str]:
+def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject | None, str]:
     """The subject that ``name`` means in this log, or the nearest name in it."""
     known: dict[str, Subject] = {}
-    for _, event in _parsed(reader, words):
+    for _, event in told:
         key = getattr(event, "key", "")
         if key and key not in known:
             parsed = keys.parse(key)

@@ -106,9 +106,13 @@ class RunLog:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; later events are dropped, because they do not belong to this run. Segments may still be compressed."""
+        """Close the file; later events are dropped, because they do not belong to this run.
+
+        Its last lines become a segment if they are many; segments may still be compressed when this returns.
+        """
         file, self._file = self._file, None
         if file is not None:
+            file.rotate()
             file.close(wait=False)
             self._closed = file
 

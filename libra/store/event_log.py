@@ -21,7 +21,7 @@ from libra.store.log_segments import Segment, check_whole, close_segment, remove
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
-"""Least size of a segment, uncompressed. A run closes one before a snapshot: about every 10,000 events, or 2.5 MB."""
+"""Least size of a segment, uncompressed. A run closes one before a snapshot (every 10,000 events, or 2.5 MB) and at its end."""
 _SNAPSHOT = f'"name":"{PolicySnapshot.name}"'.encode()
 _LOOKS = 100
 """How often a reader looks again while a writer closes segments."""

@@ -27,7 +27,7 @@ from libra.events import (
 )
 from libra.policy import Admission, CommittedGroup, Fifo
 from libra.policy import TrajectoryParked as Parked
-from libra.store.event_log import EventLog
+from libra.store.event_log import EventLog, EventReader
 from libra.types import Phase
 
 KEY = "trajectory-train-0-0-{}-e0-demo"
@@ -129,6 +129,13 @@ def test_a_history_needs_no_line_about_others(libra: Libra, run_dir: Path) -> No
     path.write_text("".join(lines))
     assert other and libra("replay", run_dir, "--key", "train-0-0-1", "--key", "batch-0") == (0, whole, "")
     assert libra("replay", run_dir)[0] == 2
+
+
+def test_the_log_is_read_once_for_a_key(libra: Libra, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, raw = list[Path](), EventReader.raw
+    monkeypatch.setattr(EventReader, "raw", lambda reader: reads.append(reader.path) or raw(reader))
+    assert libra("replay", run_dir, "--key", "batch-0")[0] == 0
+    assert reads == [run_dir / "events.jsonl"]
 
 
 def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_dir: Path) -> None:

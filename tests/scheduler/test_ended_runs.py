@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from distributed import Client, Worker, WorkerPlugin
 
+from libra import events
 from libra.keys import host_name
 from libra.scheduler import RunRegistration
 from libra.scheduler.gang_plugin import GangPlugin
+from libra.scheduler.run_log import RunLog
 from libra.store import event_log, log_segments
 from libra.store.event_log import EventLog, read_events
 from libra.store.log_segments import Segment, segments_of
@@ -163,3 +165,21 @@ def test_a_large_log_is_counted_and_compressed_off_the_event_loop(
     assert segment.packed.exists() and not segment.plain.exists(), "a scheduler that stops waits for it"
     names = [event["name"] for event in read_events(log).events]
     assert names[:102] == [*["old"] * 100, "run_started", "policy_snapshot"]
+
+
+def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def part(first: int, last: int) -> None:
+        log = RunLog("demo", EventLog(path))
+        for number in range(first, last):
+            log.emit(events.PolicyLearned, seconds=float(number))
+        log.close()
+        log.wait_compressed()
+
+    part(0, 20_000)  # two megabytes
+    assert path.read_bytes() == b"" and [segment.last for segment in segments_of(path)] == [20_000]
+    assert sum(segment.packed.stat().st_size for segment in segments_of(path)) < 200_000
+    part(20_000, 20_003)
+    assert len(path.read_bytes().splitlines()) == 3, "a few lines stay as they are"
+    assert [event["seconds"] for event in read_events(path).events] == [float(number) for number in range(20_003)]
