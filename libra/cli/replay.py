@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
 
 from libra import events, keys
-from libra.cli.replay_text import NAMES, Subject, concerns, event_text, subject_of, subject_text
+from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast_results, subject_of, subject_text
 from libra.errors import ConfigError, RunDirectoryError, StoreError
+from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
 from libra.orderings import blank
 from libra.policy import OpenBatch
 from libra.policy.log_replay import Told, replay
@@ -22,6 +24,8 @@ from libra.store.event_log import EventReader, from_last_snapshot
 
 MAX_SHOWN = 60
 """Lines of history printed for one subject; the oldest are left out first."""
+MAX_CHANGES = 20
+"""Plans and changes printed for a run; the oldest are left out first."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class ReplayResult:
     torn: bool = False
     asked: dict[int, Told] = field(default_factory=dict)  # by line of the decision
     decision_lines: list[int] = field(default_factory=list)  # kept only for --decision
+    changes: DecisionOutcomes = field(default_factory=DecisionOutcomes)
 
     def add(self, told: Told, decisions: Sequence[int]) -> None:
         """Count one event with its commands."""
@@ -131,6 +136,7 @@ def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
         for line, event in _parsed(reader):
             outcome.first_line = outcome.first_line or line
             outcome.events += 1
+            outcome.changes.add(event)
             yield line, event
 
     try:
@@ -154,6 +160,7 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     kinds = ", ".join(f"{outcome.commands[name]:,} {words}" for name, words in NAMES.items() if outcome.commands[name])
     if kinds:
         lines.append(f"  {kinds}; {outcome.snapshots} snapshots compared on the way")
+    lines += _changes(outcome.changes.outcomes())
     if outcome.torn:
         lines.append("The last line is incomplete (its writer died, or is writing) and was left out.")
     if outcome.cut is not None:
@@ -170,6 +177,21 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     return lines
 
 
+def _changes(found: Sequence[Outcome]) -> list[str]:
+    """Plans, changes of roles, limits and boundaries, with their gain of a step; see docs/observe.md."""
+    if not found:
+        return []
+    shown = [f"  {each.event.t_s:>10.3f} s  {event_text(each.event)}; {_gain(each)}" for each in found[-MAX_CHANGES:]]
+    before = f", the last {MAX_CHANGES}" if len(found) > MAX_CHANGES else ""
+    return [f"Plans, roles and limits: {len(found):,} decisions{before}:", *shown]
+
+
+def _gain(outcome: Outcome) -> str:
+    predicted = f"predicted {outcome.predicted_words}, " if outcome.predicted_words else ""
+    measured = outcome.realised_s is not None or outcome.realised_frac is not None
+    return f"{predicted}{'realised ' if measured else ''}{outcome.realised_words}"
+
+
 def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
     first = outcome.first_difference
     return {
@@ -178,6 +200,11 @@ def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
         "first_line": outcome.first_line,
         "decisions": outcome.commands.total(),
         "snapshots": outcome.snapshots,
+        "changes": [
+            {"event": each.event.name, "t_s": each.event.t_s}
+            | {name: value for name, value in each._asdict().items() if name != "event"}
+            for each in outcome.changes.outcomes()
+        ],
         "reproduced": first is None,
         "differing_events": outcome.differing,
         "first_difference": None if first is None else {"line": first.line, "text": first.difference},
@@ -238,7 +265,8 @@ def _history_of_key(reader: Callable[[], EventReader], name: str) -> Iterator[st
             if isinstance(event, events.BatchOpened) and event.batch == subject[1]:
                 members = event.members or members
     yield f"{subject_text(subject)[0].upper()}{subject_text(subject)[1:]}"
-    yield from _history(told, subject, members=members)
+    results = forecast_results(told, str(subject[1])) if subject[0] == "trajectory" else {}
+    yield from _history(told, subject, members=members, results=results)
 
 
 def _history(
@@ -247,13 +275,14 @@ def _history(
     *,
     members: tuple[tuple[int, int], ...],
     last: int | None = None,
+    results: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     found: list[str] = []
     for line, event in told:
         if last is not None and line > last:
             break
         if concerns(event, subject, members):
-            found.append(f"  {line:>8}  {event.t_s:>10.3f} s  {event_text(event)}")
+            found.append(f"  {line:>8}  {event.t_s:>10.3f} s  {event_text(event)}{results.get(line, '')}")
     if len(found) > MAX_SHOWN:
         yield f"  ({len(found) - MAX_SHOWN} earlier lines left out)"
     yield from found[-MAX_SHOWN:]

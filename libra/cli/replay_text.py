@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from libra import events
 from libra.policy import Command, OpenBatch, OpenGate, Place, Prefer, SetPriority
 from libra.untrusted import shown_line
@@ -140,4 +142,32 @@ def _role_text(event: events.Event) -> str:
             return f"{event.worker} changes from {event.from_role} to {event.to_role} in {event.seconds:.1f} s"
         case events.RoleChangeFailed():
             return f"role change {event.generation} is undone: {event.detail}"
+        case events.LayoutPlanned():
+            return f"the run begins with {event.train_gpus} GPUs for training: {event.reason}"
+        case events.PlanBlocked():
+            return f"the plan of iteration {event.iteration} is not possible: {event.missing}"
+        case events.SlotsSet():
+            return f"{event.worker} takes at most {event.slots} trajectories at once: {event.reason}"
+        case events.BoundariesSet():
+            return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}: {event.reason}"
     return event.name
+
+
+def forecast_results(told: Iterable[tuple[int, events.Event]], key: str) -> dict[int, str]:
+    """For each forecast of a trajectory's tokens, by its line: how many it generated from there to its end."""
+    results, open_, tokens = dict[int, str](), dict[int, int](), 0
+    for line, event in told:
+        if getattr(event, "key", None) != key:
+            continue
+        match event:
+            case events.QuantumFinished():
+                tokens += event.tokens
+            case events.BucketsPreferred() if event.left_tokens > 0:
+                open_[line] = tokens
+            case events.HomeForgotten():
+                results |= dict.fromkeys(open_, "; realised: not known, the attempt failed")
+                open_.clear()
+            case events.TrajectoryEnded():
+                results |= {line: f"; realised: {tokens - before} tokens" for line, before in open_.items()}
+                open_.clear()
+    return results | dict.fromkeys(open_, "; realised: not known yet")

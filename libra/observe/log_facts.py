@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from libra import events, keys
 from libra.errors import StoreError
 from libra.events import Event
+from libra.observe.decision_outcomes import DecisionOutcomes
 from libra.observe.worker_time import WorkerTimes
 from libra.store.event_log import EventReader
 from libra.types import Phase
@@ -62,10 +63,11 @@ class _Live:
 
 
 class Logged(NamedTuple):
-    """An event that is shown as it is, with its time over all starts of the run."""
+    """An event that is shown as it is, with its time over all starts of the run, and its place in `LogFacts.outcomes`."""
 
     t_s: float
     event: Event
+    outcome: int | None = None
 
 
 class LogFacts:
@@ -82,6 +84,8 @@ class LogFacts:
     forecasts : deque of ForecastPair
         The latest of trajectories that ended by themselves.
     decisions, troubles : deque of Logged
+    outcomes : DecisionOutcomes
+        What came of the decisions.
     failures, lost_quanta : Counter, int
         Attempts that failed, by class; quanta that ended without a record.
     failure_details : Counter
@@ -103,6 +107,7 @@ class LogFacts:
         self.forecasts: deque[ForecastPair] = deque(maxlen=MAX_FORECASTS)
         self.decisions: deque[Logged] = deque(maxlen=MAX_DECISIONS)
         self.troubles: deque[Logged] = deque(maxlen=MAX_TROUBLES)
+        self.outcomes = DecisionOutcomes()
         self.failures: Counter[str] = Counter()
         self.failure_details: Counter[tuple[str, str]] = Counter()
         self.published_s: dict[int, float] = {}
@@ -137,10 +142,11 @@ class LogFacts:
                 detail = event.failure, event.detail
                 if detail in self.failure_details or len(self.failure_details) < MAX_TROUBLES:
                     self.failure_details[detail] += 1
+        outcome = self.outcomes.add(event)
         if isinstance(event, TROUBLES):
             self.troubles.append(Logged(now_s, event))
         elif isinstance(event, DECISIONS):
-            self.decisions.append(Logged(now_s, event))
+            self.decisions.append(Logged(now_s, event, outcome))
 
     def _of(self, key: str) -> _Live:
         live = self._live.get(key)

@@ -13,6 +13,7 @@ from libra.cli.main import main
 from libra.events import (
     BatchOpened,
     BatchParked,
+    BucketsPreferred,
     Event,
     GateOpened,
     GateParked,
@@ -21,6 +22,7 @@ from libra.events import (
     QuantumDispatched,
     QuantumFinished,
     RunStarted,
+    SlotsSet,
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
@@ -148,6 +150,30 @@ def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_d
     assert "members: group 0 of iteration 0" in batch
     assert "event:  line 15, group 0 of iteration 0 (train) is committed" in batch
     assert "version 0 is published" in batch
+
+
+def test_forecasts_and_changes_are_told_with_what_came_of_them(libra: Libra, tmp_path: Path) -> None:
+    key, other = KEY.format(1), KEY.format(0)
+
+    def forecast(of: str, left: int) -> BucketsPreferred:
+        return BucketsPreferred("demo", 1.0, of, (), f"{left} tokens left", left, 90)
+
+    def turn(of: str, tokens: int) -> QuantumFinished:
+        return QuantumFinished("demo", 1.0, of, "ROLLOUT", 0, tokens, "", "", 0, 0.1, "rollout-0", 0, "")
+
+    log = [
+        forecast(key, 40), turn(other, 50), turn(key, 7), forecast(key, 20), turn(key, 30), TrajectoryEnded("demo", 2.0, key, True),
+        forecast(other, 10), SlotsSet("demo", 3.0, "rollout-0", 1, 4, 8, "asked for"),
+    ]  # fmt: skip
+    _, out, _ = libra("replay", write(tmp_path / "run", log), "--key", "train-0-0-1", "--key", "train-0-0-0")
+    told = [line.rpartition("; realised: ")[2] for line in out.splitlines() if "realised" in line]
+    assert told == ["37 tokens", "30 tokens", "not known yet"]
+    run = write(tmp_path / "other", [*small_run(), log[-1]])
+    _, out, _ = libra("replay", run)
+    told = "rollout-0 takes at most 4 trajectories at once: asked for; not known: no comparable iteration before it"
+    assert "Plans, roles and limits: 1 decisions:" in out and told in out
+    _, out, _ = libra("replay", run, "--json")
+    assert [change["realised_frac"] for change in json.loads(out)["changes"]] == [None]
 
 
 def test_gates_and_batches_have_a_story_too(libra: Libra, run_dir: Path) -> None:

@@ -260,9 +260,24 @@ def test_decisions_have_their_predicted_and_realised_gain(planned, prices, tmp_p
         r"<tr>(.*?)</tr>", page[page.index('<section id="decisions">') : page.index('<section id="mismatch">')]
     )
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
-    assert [cell[2:4] for cell in cells] == [["20.0 %", "–"], ["20.0 %", "17.0 %"]]
+    assert [cell[2:4] for cell in cells] == [["20.0 %", "not carried out"], ["20.0 %", "17.0 %"]]
     assert "accepted" in cells[0][1]
     assert "cost 2.50 s" in cells[1][4]
+
+
+def test_a_change_is_shown_with_what_the_iterations_around_it_took(planned, prices, tmp_path):
+    def tokens(t_s, iteration):
+        key = f"trajectory-train-{iteration}-0-0-e0-planned"
+        yield events.QuantumFinished("planned", t_s, key, "ROLLOUT", 0, 100, "", "", 0, 0.1, "rollout-0", 0, "")
+        yield events.IterationFinished("planned", t_s, iteration, 0.5, 0.0)
+
+    with EventLog(planned / "events.jsonl") as log:
+        slots = events.SlotsSet("planned", 1810.0, "rollout-0", 1, 8, 16, "asked for")
+        for event in (*tokens(1810.0, 1), slots, *tokens(1900.0, 2), *tokens(1904.0, 3)):
+            log.write(event)
+    write_report([planned], tmp_path / "planned.html", prices)
+    page = (tmp_path / "planned.html").read_text()
+    assert "60.0 % (1 iterations against 1)" in page
 
 
 def test_gpu_time_costs_what_the_named_gpu_costs_and_unknown_ones_are_asked_for(planned, prices, tmp_path):

@@ -11,6 +11,7 @@ import yaml
 
 from libra import events
 from libra.errors import ModelError, StoreError
+from libra.observe.decision_outcomes import Outcome
 from libra.observe.html import Html, duration, missing, named_number, number, percent, table, text
 from libra.observe.inspect_page import headline, trajectory_text
 from libra.observe.log_facts import Logged
@@ -39,14 +40,21 @@ def _decisions_of(run: ReportedRun) -> list[Part]:
             run.log_error or "no layout was planned, no role changed and no limit was set (planner.replan, libra roles)"
         )
         return [missing(f"{run.name}: {why}.")]
-    rows = [_decision_row(each) for each in logged[-MAX_ROWS:]]
+    outcomes = run.facts.outcomes.outcomes()
+    rows = [_decision_row(each, outcomes) for each in logged[-MAX_ROWS:]]
     before = f" The {len(logged) - MAX_ROWS} before them are left out." if len(logged) > MAX_ROWS else ""
     note = f'<p class="soft">{len(rows)} decisions.{before}</p>'
     return [Html(note + table(("at", "decision", "predicted gain", "realised gain", "why"), rows, (0, 2, 3)).source)]
 
 
-def _decision_row(logged: Logged) -> tuple[str, str, str, str, str]:
-    what, predicted, realised, why = _decision_words(logged.event)
+def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str, str, str, str]:
+    what, why = _decision_words(logged.event)
+    predicted = realised = "–"
+    if isinstance(logged.event, events.PlanRealised):
+        predicted, realised = percent(logged.event.predicted_gain_frac), percent(logged.event.realised_gain_frac)
+    elif logged.outcome is not None:
+        outcome = outcomes[logged.outcome]
+        predicted, realised = outcome.predicted_words or predicted, outcome.realised_words
     return duration(logged.t_s), what, predicted, realised, shown_line(why, 300)
 
 
@@ -54,60 +62,40 @@ def _engines(engines: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(f"{count} x tp{tp}" for tp, count, *_ in engines) or "no engine"
 
 
-def _decision_words(event: events.Event) -> tuple[str, str, str, str]:
-    """Decision, predicted gain, realised gain, reason."""
-    none = "–"
+def _decision_words(event: events.Event) -> tuple[str, str]:
+    """Decision and reason."""
     match event:
         case events.LayoutPlanned():
-            return f"start with {event.train_gpus} training, {_engines(event.engines)}", none, none, event.reason
+            return f"start with {event.train_gpus} training, {_engines(event.engines)}", event.reason
         case events.PlanConsidered():
-            gain = 1 - event.proposed_step_s / event.current_step_s if event.current_step_s > 0 else None
             verdict = "accepted" if event.accepted else "not accepted"
-            plan = (
-                f"after iteration {event.iteration}: {event.train_gpus} training, {_engines(event.engines)}: {verdict}"
-            )
-            return plan, percent(gain), none, event.reason
+            plan = f"{event.train_gpus} training, {_engines(event.engines)}"
+            return f"after iteration {event.iteration}: {plan}: {verdict}", event.reason
         case events.PlanAccepted():
             carried = ", ".join(f"{name} {words}" for name, words in event.commands)
-            return f"carry out the plan of iteration {event.iteration}", none, none, carried
+            return f"carry out the plan of iteration {event.iteration}", carried
         case events.PlanBlocked():
-            plan = f"plan of iteration {event.iteration} cannot be carried out"
-            return plan, percent(event.gain_frac), none, f"missing: {event.missing}"
+            return f"plan of iteration {event.iteration} cannot be carried out", f"missing: {event.missing}"
         case events.PlanRealised():
             cost = f", cost {number(event.cost_s, ',.2f', ' s')}" if event.cost_s is not None else ""
             what = f"result of the plan of iteration {event.iteration}, in iteration {event.realised_iteration}"
-            return (
-                what,
-                percent(event.predicted_gain_frac),
-                percent(event.realised_gain_frac),
-                f"change {event.generation}{cost}",
-            )
+            return f"{what}, by the forecast of its batch", f"change {event.generation}{cost}"
         case events.RoleChangeStarted():
-            return f"change {event.generation} of {', '.join(event.assignments)}", none, none, event.reason
+            return f"change {event.generation} of {', '.join(event.assignments)}", event.reason
         case events.RoleChanged():
             roles = f"{event.worker}: {event.from_role} tp{event.from_tp} to {event.to_role} tp{event.to_tp}"
-            return roles, none, none, f"change {event.generation} took {number(event.seconds, ',.2f', ' s')}"
+            return roles, f"change {event.generation} took {number(event.seconds, ',.2f', ' s')}"
         case events.RoleRestored():
-            return (
-                f"{event.worker}: {event.role} tp{event.tp} again",
-                none,
-                none,
-                f"change {event.generation} was undone",
-            )
+            return f"{event.worker}: {event.role} tp{event.tp} again", f"change {event.generation} was undone"
         case events.RoleChangeFailed():
-            return f"change {event.generation} failed", none, none, event.detail
+            return f"change {event.generation} failed", event.detail
         case events.RoleChangeCancelled():
-            return f"change {event.generation} was cancelled", none, none, "on request"
+            return f"change {event.generation} was cancelled", "on request"
         case events.SlotsSet():
-            return f"{event.worker}: at most {event.slots} trajectories at once", none, none, event.reason
+            return f"{event.worker}: at most {event.slots} trajectories at once", event.reason
         case events.BoundariesSet():
-            return (
-                f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}",
-                none,
-                none,
-                event.reason,
-            )
-    return event.name, none, none, ""
+            return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}", event.reason
+    return event.name, ""
 
 
 # ---------------------------------------------------------------- failures

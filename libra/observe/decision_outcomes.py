@@ -1,0 +1,217 @@
+"""What came of a run's decisions: the gain that planner, roles and limits predicted, against what the log shows after them. Pure.
+
+The time from the end of one iteration to the end of the next is an interval. Its figure is seconds per generated token, because
+batches differ in length. The realised gain of a change is 1 - after / before, over at most `WINDOW` intervals on each side: a
+comparison of different batches under weights that have learned in between, and no experiment.
+
+Invariants
+----------
+1. An interval counts on neither side in which the arrangement changed, a role change was under way, a worker came or left, or
+   held-out questions were answered; nor does the first of a start.
+2. No interval beyond another change counts. Changes with no such interval between them share one outcome.
+3. A gain that nothing comparable shows is None, with the reason in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from libra import events, keys
+from libra.events import Event
+
+WINDOW: Final = 3
+"""Most intervals on each side of a change."""
+NOT_KNOWN: Final = "not known"
+NOT_CARRIED_OUT: Final = "not carried out"
+_CHANGES: Final = (
+    events.SlotsSet, events.BoundariesSet, events.RoleChangeStarted, events.RoleChanged, events.RoleRestored,
+    events.RoleChangeFailed, events.RoleChangeCancelled, events.WorkerJoined, events.WorkerLost, events.EngineQuarantined,
+    events.GangFormed, events.GangLost,
+)  # fmt: skip
+_DECISIONS: Final = (
+    events.LayoutPlanned, events.PlanConsidered, events.PlanBlocked, events.RoleChangeStarted, events.SlotsSet,
+    events.BoundariesSet,
+)  # fmt: skip
+_COMMANDS: Final = (events.SlotsSet, events.RoleChangeStarted)
+
+
+class Outcome(NamedTuple):
+    """Prediction and result of one decision.
+
+    Attributes
+    ----------
+    event : Event
+    predicted_frac, realised_frac : float or None
+        Gains as shares of a step; None: nothing was predicted, and `why` is the reason for which nothing is known.
+    predicted_s, realised_s : float or None
+        Of a layout that a run began with: seconds of a step.
+    before, after : int
+        Intervals on each side.
+    why : str
+        Empty where a gain, or the seconds of a layout, were measured.
+    """
+
+    event: Event
+    predicted_frac: float | None = None
+    realised_frac: float | None = None
+    predicted_s: float | None = None
+    realised_s: float | None = None
+    before: int = 0
+    after: int = 0
+    why: str = ""
+
+    @property
+    def realised_words(self) -> str:
+        """The result for a table: a share or seconds with what they rest on, or why there is none."""
+        if self.realised_s is not None:
+            return f"{self.realised_s:,.1f} s ({self.after} iterations)"
+        if self.realised_frac is None:
+            return self.why
+        return f"{100 * self.realised_frac:.1f} % ({self.before} iterations against {self.after})"
+
+    @property
+    def predicted_words(self) -> str:
+        """The prediction for a table; empty: there was none."""
+        if self.predicted_s is not None:
+            return f"{self.predicted_s:,.1f} s"
+        return "" if self.predicted_frac is None else f"{100 * self.predicted_frac:.1f} %"
+
+
+@dataclass(slots=True)
+class _Interval:
+    begin_s: float | None  # None: the first of a start, whose beginning is the start itself
+    changed: bool
+    seconds: float = 0.0
+    tokens: int = 0
+    evaluates: bool = False
+    ended: bool = False
+
+    @property
+    def counts(self) -> bool:
+        return self.ended and not self.changed and not self.evaluates and self.tokens > 0
+
+
+@dataclass(slots=True)
+class _Decision:
+    event: Event
+    interval: int
+    commands: list[int | None] = field(
+        default_factory=list
+    )  # that carried it out: the generation of a role change, None: slots
+
+
+class DecisionOutcomes:
+    """Follows a log event by event; `outcomes` can be asked at any time."""
+
+    def __init__(self) -> None:
+        self._intervals = [_Interval(None, changed=True)]
+        self._decisions: list[_Decision] = []
+        self._open: dict[int, set[str]] = {}
+        self._failed: set[int] = set()
+
+    def add(self, event: Event) -> int | None:
+        """Take the next event of the log; the number of its decision in `outcomes`, None if it is none."""
+        now = self._intervals[-1]
+        match event:
+            case events.RunStarted():
+                self._open.clear()
+                self._failed.clear()
+                self._intervals.append(_Interval(None, changed=True))
+            case events.QuantumFinished():
+                now.tokens += event.tokens
+                now.evaluates |= (parsed := keys.parse(event.key)) is not None and parsed.split != "train"
+            case events.IterationFinished():
+                now.ended, now.seconds = True, event.t_s - (now.begin_s or 0.0)
+                self._intervals.append(_Interval(event.t_s, changed=bool(self._open)))
+            case _ if isinstance(event, _CHANGES):
+                now.changed = True
+                self._follow_roles(event)
+        return self._decided(event) if isinstance(event, _DECISIONS) else None
+
+    def outcomes(self) -> list[Outcome]:
+        """One for each decision so far, in their order."""
+        return [self._outcome(decision) for decision in self._decisions]
+
+    def _follow_roles(self, event: Event) -> None:
+        match event:
+            case events.RoleChangeStarted():
+                self._open[event.generation] = set(event.assignments)
+            case events.RoleChanged() | events.RoleRestored():
+                members = self._open.get(event.generation, set())
+                members.discard(event.worker)
+                if not members:
+                    self._open.pop(event.generation, None)
+            case events.RoleChangeFailed() | events.RoleChangeCancelled():
+                self._failed.add(event.generation)
+                self._open.pop(event.generation, None)
+
+    def _decided(self, event: Event) -> int:
+        here = len(self._intervals) - 1
+        if isinstance(event, _COMMANDS):
+            generation = event.generation if isinstance(event, events.RoleChangeStarted) else None
+            plans = [one for one in self._decisions if isinstance(one.event, events.PlanConsidered)]
+            if plans and plans[-1].interval == here:
+                plans[-1].commands.append(generation)
+        self._decisions.append(_Decision(event, here))
+        return len(self._decisions) - 1
+
+    # ---------------------------------------------------------------- the result of one decision
+
+    def _outcome(self, decision: _Decision) -> Outcome:
+        event = decision.event
+        match event:
+            case events.LayoutPlanned():
+                found = list(self._after(decision.interval))
+                seconds = sum(each.seconds for each in found) / len(found) if found else None
+                why = "" if found else f"{NOT_KNOWN}: no iteration with it alone"
+                return Outcome(event, predicted_s=event.step_s, realised_s=seconds, after=len(found), why=why)
+            case events.PlanBlocked():
+                return Outcome(event, event.gain_frac, why=NOT_CARRIED_OUT)
+            case events.PlanConsidered():
+                gain = 1 - event.proposed_step_s / event.current_step_s if event.current_step_s > 0 else None
+                if not event.accepted or not decision.commands:
+                    return Outcome(event, gain, why=NOT_CARRIED_OUT)
+                return self._compared(event, gain, decision.interval, decision.commands)
+            case events.RoleChangeStarted():
+                return self._compared(event, None, decision.interval, [event.generation])
+        return self._compared(event, None, decision.interval, [])
+
+    def _compared(
+        self, event: Event, predicted: float | None, interval: int, commands: Iterable[int | None]
+    ) -> Outcome:
+        if self._failed.intersection(commands):
+            return Outcome(event, predicted, why=f"{NOT_CARRIED_OUT}: its change of roles failed or was cancelled")
+        before, after = list(self._before(interval)), list(self._after(interval))
+        if not before or not after:
+            side = "before" if not before else "after"
+            why = f"{NOT_KNOWN}: no comparable iteration {side} it"
+            return Outcome(event, predicted, before=len(before), after=len(after), why=why)
+        gained = 1 - _pace_s(after) / _pace_s(before)
+        return Outcome(event, predicted, gained, before=len(before), after=len(after))
+
+    def _before(self, interval: int) -> Iterator[_Interval]:
+        return _first(reversed(self._intervals[:interval]))
+
+    def _after(self, interval: int) -> Iterator[_Interval]:
+        later = self._intervals[interval:]
+        settled = next((number for number, each in enumerate(later) if not each.changed), len(later))
+        return _first(later[settled:])
+
+
+def _first(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
+    """Those that count, up to `WINDOW`, and up to a change."""
+    found = 0
+    for each in intervals:
+        if each.changed or found == WINDOW:
+            return
+        if each.counts:
+            found += 1
+            yield each
+
+
+def _pace_s(intervals: Iterable[_Interval]) -> float:
+    """Seconds per generated token."""
+    intervals = list(intervals)
+    return sum(each.seconds for each in intervals) / sum(each.tokens for each in intervals)
