@@ -200,10 +200,10 @@ def _lora(config: RunSections) -> Iterator[str]:
     trainer, cluster = config.trainer, config.cluster
     if trainer.lora_rank is None:
         return
-    if trainer.layout == "fsdp2":
+    if trainer.offload:
         yield (
-            f"trainer.lora_rank: {trainer.lora_rank} with trainer.layout=fsdp2, whose shards have no adapters; type "
-            "trainer.layout=ddp, or trainer.lora_rank=null"
+            f"trainer.lora_rank: {trainer.lora_rank} with trainer.offload=true, and gradients of adapters are computed where "
+            "the shards are used; type trainer.offload=false, or trainer.lora_rank=null"
         )
     if cluster.hybrid_workers:
         yield (

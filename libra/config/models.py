@@ -162,7 +162,8 @@ class TrainerSection(Section):
     `libra.train.own_parts.LRSchedule`."""
     lora_rank: AtLeastOne | None = None
     """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the merged model, and
-    CHECKPOINT/adapter the adapters in the format of peft. Needs `layout` ddp and no `cluster.hybrid_workers`. None: all weights."""
+    CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false and no `cluster.hybrid_workers`. None: all
+    weights."""
     lora_alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapters: their product is multiplied by `lora_alpha` / `lora_rank`."""
     lora_targets: Annotated[tuple[str, ...], Field(strict=False)] = ()

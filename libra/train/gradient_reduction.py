@@ -4,7 +4,7 @@ Every replica of the core runs `merged_gradient` with the same minibatch::
 
     plan       rank 0 announces how many hybrids take part; all cut the same slices
     own slice  sum of weight x gradient, undivided, and sum of weights
-    reduce     both summed over the core (all-reduce; fsdp2: reduce-scatter, in the backward pass)
+    reduce     both summed over the core (all-reduce; fsdp2: reduce-scatter, in the backward pass; its adapters: all-reduce)
     hybrids    their sums added; the slice of one that was lost is cut again and computed by the core
     check      the sum of weights is that of the minibatch, else no step is taken
 
@@ -28,7 +28,7 @@ from libra.errors import GroupLost, TrainError
 from libra.train.hybrid_pool import Contribution
 from libra.train.lazy_batch import present
 from libra.train.minibatch_slices import split
-from libra.train.model_layout import add_
+from libra.train.model_layout import add_, in_shards
 from libra.train.replica_state import ReplicaState
 from libra.train.samples import Sample
 from libra.train.slice_gradient import SliceGradient
@@ -119,8 +119,9 @@ def _core_slices(
     for parameter in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if not state.is_sharded:
-        tally.add(reduce_bytes=group.sum_([parameter.grad for parameter in wanted if parameter.grad is not None]))
+    own = [parameter.grad for parameter in wanted if parameter.grad is not None and not in_shards(parameter)]
+    if own:
+        tally.add(reduce_bytes=group.sum_(own))
     for name, parameter in parameters.items():
         held_before = before[name]
         if parameter.grad is None:

@@ -4,6 +4,9 @@ A linear layer has the weight W = W0 + (alpha / rank) B A, with A (rank, in) and
 its passes, log-probabilities, versions and their check are those of a model without adapters, and every engine serves it as any
 other. Only A and B have optimizer state, are reduced over replicas, and change.
 
+Under fsdp2 the weights are in shards of rows, and every replica has the whole adapters, which are small: a shard's gradient gives
+its part of the sums for A and B, and the replicas add those up as they do without shards.
+
 Differs from `peft`, which keeps the three apart in the forward pass: the gradient of W is computed and dropped layer by layer, in
 place of those of A and B alone. The adapters are saved in its format (`libra.train.adapter_files`).
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from libra.errors import TrainError
+from libra.train.model_layout import local, part_of
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 
@@ -65,21 +69,22 @@ class LowRankWeights:
             weight = layer.weight
             assert isinstance(weight, Parameter)
             weight.requires_grad_()
+            place = local(weight).device
             own_seed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(own_seed))
             bound = 1 / math.sqrt(weight.shape[1])  # that of `peft`: kaiming_uniform_(a=sqrt(5))
             first = (torch.rand(rank, weight.shape[1], generator=generator) * 2 - 1) * bound
-            a = Parameter(first.to(weight.device, dtype))
-            b = Parameter(torch.zeros(weight.shape[0], rank, device=weight.device, dtype=dtype))
+            a = Parameter(first.to(place, dtype))
+            b = Parameter(torch.zeros(weight.shape[0], rank, device=place, dtype=dtype))
             self.tensors[f"{name}.weight.{LORA_A}"], self.tensors[f"{name}.weight.{LORA_B}"] = a, b
-            self._adapted.append((weight, weight.detach().clone(), a, b))
+            self._adapted.append((weight, local(weight.detach()).clone(), a, b))
             weight.register_post_accumulate_grad_hook(_moves_gradient_to(a, b, self.scale))
 
     @torch.no_grad()
     def round_into_model(self) -> None:
         """Merge the adapters into the model."""
         for weight, base, a, b in self._adapted:
-            weight.copy_(base.to(a.dtype) + self.scale * (b @ a))
+            local(weight).copy_(base.to(a.dtype) + self.scale * (part_of(b, weight) @ a))
 
     def take_from_model(self) -> None:
         """Nothing: weights that were put into the model belong to adapters that `load` gets next."""
@@ -116,9 +121,13 @@ def _moves_gradient_to(a: Parameter, b: Parameter, scale: float) -> Callable[[Te
     @torch.no_grad()
     def move(weight: Tensor) -> None:
         assert weight.grad is not None
-        gradient = weight.grad.to(a.dtype)
-        for adapter, own in ((a, scale * (b.T @ gradient)), (b, scale * (gradient @ a.T))):
-            adapter.grad = own if adapter.grad is None else adapter.grad + own
+        gradient = local(weight.grad).to(a.dtype)  # of the rows that are here
+        for adapter in (a, b):
+            if adapter.grad is None:
+                adapter.grad = torch.zeros_like(adapter)
+        assert a.grad is not None and b.grad is not None
+        a.grad.add_(part_of(b, weight).T @ gradient, alpha=scale)
+        part_of(b.grad, weight).add_(gradient @ a.T, alpha=scale)
         weight.grad = None
 
     return move

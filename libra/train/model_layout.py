@@ -73,17 +73,17 @@ def checkpoint_activations(model: Any) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor; a collective if it is sharded."""
-    return tensor.full_tensor() if _in_shards(tensor) else tensor  # type: ignore[no-untyped-call]
+    return tensor.full_tensor() if in_shards(tensor) else tensor  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is on this replica, as a view."""
-    return tensor.to_local() if _in_shards(tensor) else tensor  # type: ignore[no-untyped-call,no-any-return]
+    return tensor.to_local() if in_shards(tensor) else tensor  # type: ignore[no-untyped-call,no-any-return]
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
     """The part of ``full`` that is on this replica under the layout of ``like``."""
-    if not _in_shards(like):
+    if not in_shards(like):
         return full
     mesh = like.device_mesh
     parts = full.chunk(mesh.size(), 0)  # fully_shard cuts the first axis as torch.chunk does
@@ -94,7 +94,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
 def laid_out(full: Tensor, like: Tensor) -> Tensor:
     """A copy of ``full``, which every replica has, in the layout of ``like``."""
     mine = part_of(full, like).clone()
-    if not _in_shards(like):
+    if not in_shards(like):
         return mine
     return type(like).from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -110,7 +110,7 @@ def add_(target: torch.nn.Parameter, full: Tensor) -> None:
         local(target.grad).add_(part_of(full, target))
 
 
-def _in_shards(tensor: Tensor) -> TypeGuard[DTensor]:
+def in_shards(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is sharded. The module of the class takes half a second to import: before that nothing is."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -88,8 +88,6 @@ class ReplicaState:
             shard(model, group, offload=settings.offload)
         self.master: MasterWeights | LowRankWeights | None = None
         if settings.lora_rank is not None:
-            if self.is_sharded:
-                raise TrainError("trainer.lora_rank: shards have no adapters; type trainer.layout=ddp")
             self.master = LowRankWeights(
                 model,
                 rank=settings.lora_rank,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
@@ -67,6 +68,24 @@ def test_two_training_workers_take_the_steps_of_one(
     assert events(session, "gang_formed")[0]["members"] == ["train-0", "train-1"]
     assert not events(session, "gang_lost")
     assert session.checkpoints.newest is not None and session.checkpoints.newest.name == "step-000003"
+
+
+def test_adapters_over_shards_are_published_merged_and_proved_by_the_engines(
+    config: Callable[..., RunConfig], random_model: Path
+) -> None:
+    lora = {"lora_rank": 2, "lora_alpha": 4.0, "lr": 1e-2}
+    with Session(config("adapters", 2, layout="fsdp2", **lora)) as session:
+        rows = list(session.iterations())
+    assert [row["replicas"] for row in rows] == [2, 2, 2]
+    assert {event["version"] for event in events(session, "version_checked")} >= {0, 1, 2, 3}
+    newest = session.checkpoints.newest
+    assert newest is not None and newest.name == "step-000003"
+    base, merged = (load_file(directory / "model.safetensors") for directory in (random_model, newest))
+    adapters = load_file(newest / "adapter" / "adapter_model.safetensors")
+    for layer in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
+        a, b = (adapters[f"base_model.model.{layer}.lora_{ab}.weight"] for ab in "AB")
+        assert b.any()
+        assert (merged[f"{layer}.weight"] - base[f"{layer}.weight"]).sub(2.0 * (b @ a)).abs().max() < 1e-6
 
 
 def dies_in_the_reduction(run: str, dask_worker: Any) -> None:

@@ -21,6 +21,7 @@ from libra.errors import LibraError
 from libra.train import Replica, TrainSettings
 from libra.train.hybrid_pool import HybridPool
 from libra.train.hybrid_replica import HybridReplica
+from libra.train.model_layout import whole
 from libra.train.rendezvous import Rendezvous
 from libra.train.replica_group import TrainGroup
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
@@ -68,7 +69,7 @@ class Recorded:
         apply = self.replica.apply_gradient
 
         def record(step: int, tally: Any) -> None:
-            grads = [p.grad for p in self.replica.parameters().values()]
+            grads = [p.grad for p in self.replica.optimized().values()]
             full = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
             self.gradients.append(torch.cat([g.flatten() for g in full]).numpy().copy())
             apply(step, tally)
@@ -148,6 +149,13 @@ class Member:
 
     def save(self, directory: str) -> None:
         self.recorded.replica.save(directory)
+
+    def keep(self, path: str) -> None:
+        """Write the published weights, and what the optimizer updates."""
+        replica = self.recorded.replica
+        weights = {f"weights/{name}": tensor for name, tensor in replica.weights().items()}
+        optimized = {f"optimized/{name}": whole(tensor.detach()) for name, tensor in replica.optimized().items()}
+        torch.save(weights | optimized, path)
 
     def wait_for(self, members: int, joining: bool = False) -> bool:
         pool = self.recorded.replica.hybrids

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from libra.errors import TrainError, TransferError
 from libra.train.aggregation import AGGREGATIONS
@@ -23,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two minibatches, proximal, KL": {"minibatches": 2, "old_logp": "proximal", "kl_coef": 0.1},
     "fsdp2": {"layout": "fsdp2"},
 }
+ADAPTERS = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
 
 
 def free_port() -> int:
@@ -93,6 +95,43 @@ def same(answer: Any, static: tuple[dict[str, Any], list[np.ndarray]]) -> None:
         assert answer["report"][name] == report[name]
     for name in ("mismatch_mean_abs", "ratio_mean", "ratio_max", "entropy"):
         assert answer["report"][name] == pytest.approx(report[name], rel=1e-9, abs=1e-12)
+
+
+def test_adapters_over_shards_are_those_over_whole_models_and_their_checkpoint_goes_on(
+    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, tmp_path: Path
+) -> None:
+    cores = cast[:2]
+    alone = process.Recorded(str(model_dir), ADAPTERS)
+    static = [alone.step(k) for k in range(3)]
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    for layout in ("ddp", "fsdp2"):
+        settings = ADAPTERS | {"layout": layout}
+        for core in cores:
+            core.tell("new", settings=settings)
+        assert [core.answer() for core in cores] == [None, None]
+        for k in range(2):
+            same(together(cores, k), static[k])
+        for core in cores:  # the shards' rows are gathered: a collective
+            core.tell("save", directory=str(tmp_path / f"{layout}-{cores.index(core)}" / "step-000002"))
+        assert [core.answer() for core in cores] == [None, None]
+        same(together(cores, 2), static[2])
+        for rank, core in enumerate(cores):
+            core.tell("keep", path=str(tmp_path / f"{layout}-{rank}.pt"))
+        assert [core.answer() for core in cores] == [None, None]
+        kept |= {f"{layout}-{rank}": torch.load(tmp_path / f"{layout}-{rank}.pt") for rank in range(2)}
+    one, *others = kept.values()
+    own = {f"optimized/{name}": tensor.detach() for name, tensor in alone.replica.optimized().items()}
+    assert own.keys() < one.keys() and any("lora_B" in name and tensor.any() for name, tensor in own.items())
+    for other in (*others, own):
+        assert all((one[name] - tensor).abs().max() <= 1e-9 for name, tensor in other.items())
+
+    for core in cores:
+        core.tell("new", settings=ADAPTERS | {"layout": "fsdp2"})
+    assert [core.answer() for core in cores] == [None, None]
+    for core in cores:
+        core.tell("load", directory=str(tmp_path / "ddp-0" / "step-000002"))
+    assert [core.answer() for core in cores] == [None, None]
+    same(together(cores, 2), static[2])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -141,7 +141,7 @@ def test_what_cannot_have_adapters_is_refused(random_model: Path) -> None:
     ):
         replica(random_model, lora_targets=("q_pro",))
     for values, said in (
-        ({"trainer": {"lora_rank": 4, "layout": "fsdp2"}}, "type trainer.layout=ddp"),
+        ({"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}}, "type trainer.offload=false"),
         ({"trainer": {"lora_rank": 4}, "cluster": {"hybrid_workers": 1}}, "type cluster.hybrid_workers=0"),
     ):
         with pytest.raises(ConfigError, match=said):
