@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs quickstart algorithms math-tools test test-slurm soak kills check docs clean
+.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs quickstart algorithms math-tools test test-slurm soak kills check docs pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -100,6 +100,9 @@ docs: setup-docs ## make the generated pages again, then the site: site/index.ht
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 	$(BIN)/python tests/architecture/picture.py docs/architecture.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+pictures: setup-docs ## run the quick start and take the pictures of README.md again (Chromium; some minutes)
+	$(BIN)/python docs/pictures/take.py
 
 clean: ## remove .venv and caches; runs/ is left alone
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from libra.graph.iteration import Score
 
 logger = logging.getLogger(__name__)
+
+# In a notebook without ipywidgets tqdm, which transformers imports, would warn of bars that nothing draws.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def train(
@@ -58,7 +62,7 @@ def train(
     environment : Environment, optional
         Replaces prompts, reward and tools. Otherwise prompts and reward are required.
     config : path, optional
-        A YAML file to start from.
+        A YAML file to start from, or "libra/NAME" for a configuration that ships.
     score : callable, optional
         Adds your own node to the graph; see ``workflows/custom_reward.py``.
     client : distributed.Client, optional

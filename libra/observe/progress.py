@@ -65,6 +65,12 @@ COLUMNS: Final = (
 )
 
 
+def plain_in_notebooks() -> Console:
+    """The console; in a notebook, which says that it is a terminal and moves no cursor, one for plain lines, as in a pipe."""
+    console = Console()
+    return Console(force_jupyter=False, force_terminal=False) if console.is_jupyter else console
+
+
 def figure_text(value: Any, spec: str) -> str:
     """A number by its format, an integer whole; ``-`` for what is missing or NaN; a mapping of counts by its total."""
     if isinstance(value, Mapping):
@@ -131,7 +137,7 @@ class RunProgress:
         refreshes_per_s: float = 2.0,
     ) -> None:
         self.run, self.iterations, self.dashboard_url, self.enabled = run, iterations, dashboard_url, enabled
-        self._console = console or Console()
+        self._console = console or plain_in_notebooks()
         self._clock_s = clock_s
         self._refreshes_per_s = refreshes_per_s
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=TABLE_ROWS)
