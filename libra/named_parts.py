@@ -76,7 +76,7 @@ def named_function(field: str, name: str, call: str, *given: object, **keywords:
     found = named_part(field, name)
     if not callable(found):
         raise ConfigError(f"{field}: {name!r} is a {type(found).__name__}; it must be callable as {call}")
-    if (wrong := _unfit(found, given, keywords)) is not None:
+    if (wrong := unfit(found, given, keywords)) is not None:
         raise ConfigError(f"{field}: {name!r} is called as {call}, and does not take that: {wrong}")
     return found  # type: ignore[no-any-return]
 
@@ -129,7 +129,8 @@ def name_of(field: str, part: object) -> object:
     return f"{module}:{attribute}"
 
 
-def _unfit(function: Callable[..., Any], given: tuple[object, ...], keywords: Mapping[str, object]) -> str | None:
+def unfit(function: Callable[..., Any], given: tuple[object, ...], keywords: Mapping[str, object]) -> str | None:
+    """Why ``function`` does not take these arguments; None if it does, or nothing is known of what it takes."""
     try:
         inspect.signature(function).bind(*given, **keywords)
     except TypeError as error:

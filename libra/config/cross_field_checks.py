@@ -81,6 +81,7 @@ def _transformers_only(config: RunSections) -> Iterator[str]:
             "vllm.kv_cache_gib sets the KV cache of a vllm engine",
         ),
         ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
+        ("model.loader", config.model.loader is not None, "a vllm engine builds the model itself"),
     ):
         if given and rollout.engine == "vllm":
             yield f"{name}: {why}, and rollout.engine=vllm; leave it out, or type rollout.engine=transformers"

@@ -127,6 +127,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ),
     ("model", "dtype", _of("run", "plan")),
     ("model", "master_dtype", {"run": (is_("model.dtype", "bfloat16"),), "plan": ()}),
+    ("model", "loader", _run()),
     ("environment", "name args", _run()),
     ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),
     ("rollout", "engine max_context_tokens", _of("run", "plan")),

@@ -69,6 +69,9 @@ class ModelSection(Section):
     master_dtype: Literal["float32"] | None = "float32"
     """Number format of the weights that the optimizer updates, and of its moments; the model in training and the published
     weights are these, rounded to `dtype`. None: `dtype`; with bfloat16, learning rates below 1e-4 then lose most updates."""
+    loader: OwnPart | None = None
+    """A `libra.model_loader.ModelLoader` of your own, which builds model and tokenizer from the directory, for trainer and
+    transformers engines. None: transformers builds them."""
 
 
 class EnvironmentSection(Section):

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -114,6 +115,23 @@ class ChatTemplate:
                     "tokenizer.save_pretrained(...), or fetch it again"
                 ) from error
         return self._tokenizer
+
+
+class LoadedTemplate:
+    """The chat template of a tokenizer that ``model.loader`` made; ModelError if it has none that works."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from libra.rollout.chat_format import ChatFormat  # here: it imports torch
+
+        self._formatted = partial(ChatFormat, tokenizer)
+        self._formatted()
+
+    def tokens_beyond(
+        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
+    ) -> int | None:
+        """As `ChatTemplate.tokens_beyond`."""
+        num = len(self._formatted(schemas).prompt_ids(messages))
+        return num if num >= limit else None
 
 
 def _text(model: ModelFiles) -> tuple[str, Path]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from libra.config import RunConfig
-from libra.driver.chat_template import ChatTemplate
+from libra.driver.chat_template import ChatTemplate, LoadedTemplate
 from libra.envs import Environment
 from libra.errors import ConfigError, LibraError
 from libra.graph.batch_nodes import question_chars
@@ -38,7 +38,7 @@ def check_evaluation(config: RunConfig, environment: Environment) -> None:
 
 
 def check_prompts(
-    config: RunConfig, environment: Environment, template: ChatTemplate | None, *, started_here: bool
+    config: RunConfig, environment: Environment, template: ChatTemplate | LoadedTemplate | None, *, started_here: bool
 ) -> None:
     """ConfigError if no prompt of the first batch can be made, if one has a wrong form, or if the longest fill the context."""
     if type(environment).setup is not Environment.setup:

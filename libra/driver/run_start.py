@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from libra import keys
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume_changes import check_unchanged
-from libra.driver.chat_template import ChatTemplate
+from libra.driver.chat_template import ChatTemplate, LoadedTemplate
 from libra.driver.damage import refuse_damaged
 from libra.driver.given_objects import check_environment, check_score
 from libra.driver.launch_layout import laid_out
@@ -31,6 +31,7 @@ from libra.driver.run_lock import lock_run, refuse_running
 from libra.driver.start_records import log_start, newest_logged
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.graph.iteration import ResumePoint, Score
+from libra.model_loader import build_tokenizer, loader_of
 from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
 from libra.store.epochs import take_epoch
@@ -122,6 +123,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     check_environment(request.environment)
     check_score(request.score)
     check_own_parts(request.config.trainer)
+    loader_of(request.config.model.loader)
     policy = request.config.policy
     check_ordering(policy.name, objective=policy.objective, patience=policy.patience)
     started_here = request.client is None and request.config.cluster.scheduler is None
@@ -160,7 +162,9 @@ def _check_data(config: RunConfig, environment: Environment, model: ModelFiles, 
     """Check that model, prompts and evaluation fit each other and section ``rollout``."""
     check_positions(model, config.rollout.max_context_tokens)
     check_evaluation(config, environment)
-    check_prompts(config, environment, ChatTemplate(model), started_here=started_here)
+    loader = config.model.loader
+    template = ChatTemplate(model) if loader is None else LoadedTemplate(build_tokenizer(loader, model.directory))
+    check_prompts(config, environment, template, started_here=started_here)
 
 
 def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_here: bool) -> RunSpec:

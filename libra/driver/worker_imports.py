@@ -36,6 +36,7 @@ def worker_parts(config: RunConfig, *, generates: bool = True) -> list[tuple[str
     """Parts of the user's own that a worker imports, as (setting, name); the engine only if it ``generates``."""
     trainer = config.trainer
     named = [
+        ("model.loader", config.model.loader or ""),
         ("trainer.loss", trainer.loss),
         ("trainer.advantage", trainer.advantage),
         ("trainer.lr_schedule", trainer.lr_schedule),

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ModelError
+from libra.model_loader import build_tokenizer
 from libra.rollout.special_tokens import SpecialTokens
 from libra.untrusted import valid_unicode
 
@@ -217,17 +218,19 @@ def explanation(tool_schemas: Sequence[Mapping[str, Any]]) -> str:
 
 
 def load_chat_format(
-    model_dir: Path | str, tool_schemas: Sequence[Mapping[str, Any]] = (), *, tool_format: str = "hermes"
+    model_dir: Path | str,
+    tool_schemas: Sequence[Mapping[str, Any]] = (),
+    *,
+    tool_format: str = "hermes",
+    loader: str | None = None,
 ) -> ChatFormat:
-    """The chat format of a model directory; ModelError if there is none."""
-    from transformers import AutoTokenizer
-
+    """The chat format of a model directory, its tokenizer by ``model.loader``; ModelError if there is none."""
     directory = Path(model_dir)
+    tokenizer = build_tokenizer(loader, directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
         path = directory / "generation_config.json"
         stop = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{directory}: no usable tokenizer or generation_config.json: {error}") from error
+        raise ModelError(f"{directory}: no usable generation_config.json: {error}") from error
     stop_ids = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
     return ChatFormat(tokenizer, tool_schemas, generation_stop_ids=stop_ids, tool_format=tool_format)

@@ -160,9 +160,9 @@ class EngineFactory(Protocol):
     """``rollout.engine`` of one's own: a class or function that makes an engine, not started, of tensor-parallel degree 1.
 
     Of further options it gets those that it takes by name: ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its
-    own choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass) and ``device``
-    (``cluster.device``). `libra.testing.engines.EngineContract` tests what it makes; a run verifies each version that it serves
-    by `RolloutEngine.score` and `RolloutEngine.project`.
+    own choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device``
+    (``cluster.device``) and ``loader`` (``model.loader``). `libra.testing.engines.EngineContract` tests what it makes; a run
+    verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
     """
 
     def __call__(

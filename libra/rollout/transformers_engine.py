@@ -59,11 +59,14 @@ class TransformersSettings(EngineSettings):
         Minimum seconds of a forward pass, for measurements that need engines of different speeds on one machine.
     device : {"auto", "cpu", "cuda"}
         `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
+    loader : str or None
+        ``model.loader``.
     """
 
     exact_logprobs: bool = False
     min_pass_s: float = 0.0
     device: str = "cpu"
+    loader: str | None = None
 
 
 class TransformersEngine:
@@ -200,7 +203,7 @@ class TransformersEngine:
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
             kv_slots.register()
-            model = load_causal_lm(settings.model_dir, settings.dtype, kv_slots.SLOT_ATTENTION)
+            model = load_causal_lm(settings.model_dir, settings.dtype, kv_slots.SLOT_ATTENTION, settings.loader)
             self._token_bytes = kv_token_bytes(model.config.to_dict(), settings.dtype)
             model.to(compute_device(settings.device))
             kv_tokens = None

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from libra.errors import ModelError, WeightsError
+from libra.model_loader import build_model
 from libra.projections import EMBEDDING_ENDINGS
 from libra.tensors import untied
 
@@ -129,20 +130,14 @@ def _first(items: list[str], count: int = 4) -> str:
     return ", ".join(items[:count]) + (", ..." if len(items) > count else "") if items else "none"
 
 
-def load_causal_lm(model_dir: Path, dtype: str, attention: str) -> Any:
+def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | None = None) -> Any:
     """A Hugging Face causal LM in evaluation mode, with the named attention; ModelError if it cannot be served."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     if dtype not in DTYPES:
         raise ModelError(f"dtype: got {dtype!r}; allowed: {', '.join(DTYPES)}")
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ModelError(f"{model_dir}: no config.json there; give a directory in Hugging Face layout")
     transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=DTYPES[dtype], attn_implementation=attention)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{model_dir}: transformers cannot load this as a causal LM: {error}") from error
+    model = build_model(loader, Path(model_dir), dtype=DTYPES[dtype], attention=attention)
     model.eval().requires_grad_(False)
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:

@@ -1,4 +1,6 @@
-"""Contract tests of a user's own loss, advantage, learning rate schedule, policy and environment, for a test file like this one:
+"""Contract tests of a user's own loss, advantage, learning rate schedule, model loader, policy and environment.
+
+A test file of yours is like this one:
 
     class TestMyLoss(LossContract):
         name = "my_package.losses:one_sided"
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from libra.config import config_from_dict
+from libra.config import config_from_dict, resolve_model
 from libra.config.models import TrainerSection
 from libra.envs import (
     Environment,
@@ -29,11 +32,16 @@ from libra.envs import (
     run_grader,
     run_step,
 )
+from libra.model_loader import loader_of
 from libra.orderings import check_ordering, own_ordering
 from libra.policy import OnlineLearner, Ordering
+from libra.rollout.chat_format import load_chat_format
+from libra.rollout.transformers_engine import TransformersEngine
+from libra.rollout.weight_loading import ExpectedWeights
 from libra.sim.from_config import drawn_workload, simulator_of
 from libra.sim.simulator import Simulator
-from libra.train import GroupRewards, TrainSettings
+from libra.train import GroupRewards, Replica, TrainSettings
+from libra.train.model_loading import load_model
 from libra.train.own_parts import (
     check_advantage,
     check_loss,
@@ -141,6 +149,52 @@ class ScheduleContract:
         settings = TrainSettings(lr=1.0, lr_schedule=self.name)
         factors = [settings.lr_at(step) for step in range(self.steps)]
         assert factors == [settings.lr_at(step) for step in reversed(range(self.steps))][::-1]
+
+
+class LoaderContract:
+    """Tests of a `libra.model_loader.ModelLoader`."""
+
+    name: str
+    """``package.module:attribute``."""
+    model = "libra/tiny-arithmetic"
+    """``model.path`` of the model that is tried; its weights are one file."""
+
+    @property
+    def directory(self) -> Path:
+        """The model's directory."""
+        found = resolve_model(self.model)
+        assert isinstance(found, Path), f"{self.model}: fetch it before"
+        return found
+
+    def test_it_is_accepted_before_a_run(self) -> None:
+        loader_of(self.name)
+
+    def test_the_model_has_the_tensors_of_its_directory_and_is_the_same_again(self) -> None:
+        first, again = (load_model(self.directory, torch.float32, self.name) for _ in range(2))
+        ExpectedWeights.of_model(first).check(self.directory)
+        own, other = first.state_dict(), again.state_dict()
+        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+        assert any(parameter.requires_grad for parameter in first.parameters()), "nothing could be trained"
+
+    def test_the_model_has_the_type_that_is_asked_for(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            model = load_model(self.directory, dtype, self.name)
+            assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+    def test_trainer_and_engine_give_tokens_the_same_probabilities(self) -> None:
+        chat = load_chat_format(self.directory, loader=self.name)
+        ids = chat.prompt_ids([{"role": "user", "content": "What is 2 + 3?"}])
+        replica = Replica(self.directory, TrainSettings(), loader=self.name)
+
+        async def scored() -> np.ndarray[Any, Any]:
+            engine = TransformersEngine(self.directory, slots=1, max_context_tokens=len(ids) + 8, loader=self.name)
+            await engine.start()
+            try:
+                return await engine.score(ids)
+            finally:
+                await engine.close()
+
+        assert np.allclose(replica.score(ids), asyncio.run(scored()), atol=1e-4)
 
 
 class PolicyContract:

@@ -68,6 +68,8 @@ class Replica(ReplicaState):
         checkpoint. None: ``model_dir`` itself.
     group : TrainGroup, optional
         The replicas that take each step together. None: this one alone.
+    loader : str, optional
+        ``model.loader``.
 
     Attributes
     ----------
@@ -94,14 +96,15 @@ class Replica(ReplicaState):
         seed: int = 0,
         base_dir: str | Path | None = None,
         group: TrainGroup | None = None,
+        loader: str | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self._memory = StepMemory(device)
-        model = load_model(Path(model_dir), _dtype(dtype))
+        model = load_model(Path(model_dir), _dtype(dtype), loader)
         self._memory.model_loaded(sum(weight.nbytes for weight in model.parameters()))
         group, base, place = group or TrainGroup(), Path(base_dir or model_dir), torch.device(device)
-        reference = load_model(base, _dtype(dtype)).requires_grad_(False) if settings.kl_coef > 0 else None
+        reference = load_model(base, _dtype(dtype), loader).requires_grad_(False) if settings.kl_coef > 0 else None
         for each in (model, reference):
             if each is not None:
                 each.to(place)

@@ -167,6 +167,7 @@ def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         "kv_cache_gib": config.rollout.kv_cache_gib,
         "min_pass_s": kind.min_pass_s,
         "device": config.cluster.device,
+        "loader": config.model.loader,
     }
     engine = built(ENGINE, kind.engine, ENGINE_CALL, given, optional)
     if not isinstance(engine, RolloutEngine):
@@ -223,4 +224,5 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         kv_cache_gib=config.rollout.kv_cache_gib,
         min_pass_s=kind.min_pass_s,
         device=config.cluster.device,
+        loader=config.model.loader,
     )

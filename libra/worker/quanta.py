@@ -84,8 +84,10 @@ class QuantumRunner:
         """The chat format, which needs the tokenizer."""
         from libra.rollout import load_chat_format
 
-        environment = self.context.environment
-        return load_chat_format(self.context.model_dir, environment.tool_schemas, tool_format=environment.tool_format)
+        environment, loader = self.context.environment, self.context.spec.config.model.loader
+        return load_chat_format(
+            self.context.model_dir, environment.tool_schemas, tool_format=environment.tool_format, loader=loader
+        )
 
     def close(self) -> None:
         """Stop writing records."""

@@ -30,6 +30,7 @@ def make_replica(spec: RunSpec, model_dir: Path, group: TrainGroup | None) -> Re
         seed=config.run.seed,
         base_dir=model_dir,
         group=group,
+        loader=config.model.loader,
     )
     if start is not None and has_optimizer(start) and config.trainer.lora_rank is None:  # merged: new adapters begin
         replica.continue_optimizer(start)

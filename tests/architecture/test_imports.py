@@ -15,8 +15,8 @@ FOUNDATION = {"types", "errors", "untrusted", "keys", "events", "config", "hardw
 ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
-    "rollout": FOUNDATION | {"tensors", "projections", "scoring"},
-    "train": FOUNDATION | {"named_parts", "transport", "tensors", "tensor_files", "scoring", "heads"},
+    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "scoring"},
+    "train": FOUNDATION | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
     "store": FOUNDATION | {"tensors"},
     "dispatch": FOUNDATION | {"transport"},
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "named_parts": {"errors"},
+    "model_loader": {"errors", "named_parts"},
     "orderings": {"errors", "named_parts", "policy", "types"},
     "untrusted": {"types"},
     "keys": {"errors"},

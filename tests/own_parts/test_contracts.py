@@ -12,15 +12,19 @@ import torch
 
 import libra
 from libra.config import config_from_dict
-from libra.errors import ConfigError
+from libra.errors import ConfigError, ModelError
+from libra.model_loader import PretrainedLoader, loader_of
 from libra.named_parts import name_of, named_part
 from libra.orderings import blank, check_ordering, ordering_of
 from libra.policy import Fifo, TrajectoryParked
+from libra.rollout.chat_format import load_chat_format
+from libra.rollout.weight_loading import load_causal_lm
 from libra.testing.engines import EngineContract
-from libra.testing.parts import AdvantageContract, LossContract, PolicyContract, ScheduleContract
+from libra.testing.parts import AdvantageContract, LoaderContract, LossContract, PolicyContract, ScheduleContract
+from libra.train.model_loading import load_model
 from libra.train.own_parts import check_advantage, check_loss, check_schedule
 from libra.types import Phase
-from libra.worker.engine_factory import check_own_engine
+from libra.worker.engine_factory import EngineKind, check_own_engine, make_engine
 
 
 class TestLoss(LossContract):
@@ -35,6 +39,10 @@ class TestSchedule(ScheduleContract):
     name = "own_loss:cosine"
 
 
+class TestLoader(LoaderContract):
+    name = "own_loader:FrozenEmbedding"
+
+
 class TestPolicy(PolicyContract):
     name = "own_policy:FewestTurnsFirst"
 
@@ -47,6 +55,24 @@ class TestEngine(EngineContract):
 
 
 # -------------------------------------------------------------------- parts with a fault, found here by their module's name
+
+
+class HalfALoader:
+    def model(self, directory, *, dtype, attention):
+        return None
+
+
+class Fails(PretrainedLoader):
+    def model(self, directory, *, dtype, attention):
+        raise OSError("out of paper")
+
+    def tokenizer(self, directory):
+        raise OSError("out of paper")
+
+
+class InTheWay(PretrainedLoader):
+    def model(self, directory, *, dtype):
+        return super().model(directory, dtype=dtype, attention="eager")
 
 
 def per_sequence(logp, old_logp, advantage, *, sequences, settings):
@@ -155,6 +181,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_ordering, "faulty:SaysNothing", "it answered TrajectoryParked with None; the first answer is SetPriority"),
         (check_ordering, "faulty:NoSnapshot", "made a NoSnapshot without snapshot, restore"),
         (check_ordering, "faulty:Unshown", "or to restore its snapshot from JSON: TypeError"),
+        (loader_of, "faulty:HalfALoader", "'faulty:HalfALoader' has no method tokenizer(directory); see libra.model_loader"),
+        (loader_of, "faulty:InTheWay", "does not take that: got an unexpected keyword argument 'attention'"),
+        (loader_of, "faulty:HalfAnLoader", "has no 'HalfAnLoader' (did you mean 'HalfALoader'?)"),
         (check_own_engine, "faulty:HalfAnEngine", "'faulty:HalfAnEngine' lacks abort, capacity, close, forget"),
         (check_own_engine, "faulty:backwards", "rollout.engine: 'faulty:backwards' is called as f(model_dir=..., slots=..."),
     ],
@@ -164,6 +193,26 @@ def test_what_does_not_fit_is_refused_in_one_line(check: Any, name: str, said: s
         check(name)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_trainer_engine_and_tokenizer_come_from_the_loader_and_its_fault_is_named(random_model: Path) -> None:
+    name = "faulty:Fails"
+    said = rf"^model.loader: by '{name}' .* {{}}: out of paper$"
+    cannot = said.format("cannot be loaded as a causal language model")
+    for build in (
+        lambda: load_model(random_model, torch.float32, name),
+        lambda: load_causal_lm(random_model, "float32", "sdpa", name),
+    ):
+        with pytest.raises(ModelError, match=cannot):
+            build()
+    with pytest.raises(ModelError, match=said.format("has no usable tokenizer")):
+        load_chat_format(random_model, loader=name)
+    for engine in ("transformers", "own_engine:RemembersGreedy"):
+        config = config_from_dict({"model": {"path": str(random_model), "loader": name}, "rollout": {"engine": engine}})
+        made: Any = make_engine(config, EngineKind(engine, 2), random_model)
+        assert made.settings.loader == name
+    with pytest.raises(ConfigError, match=r"model.loader: a vllm engine builds the model itself"):
+        config_from_dict({"model": {"loader": name}, "rollout": {"engine": "vllm"}})
 
 
 def test_a_loss_that_mixes_sequences_and_a_policy_that_forgets_fail_their_contracts() -> None:

@@ -11,8 +11,10 @@ import cloudpickle
 import numpy as np
 import own_loss
 import pytest
+import torch
 import zarr
 from distributed import Client
+from safetensors.torch import load_file
 
 import libra
 from libra.config import RunConfig
@@ -23,6 +25,7 @@ from libra.sim.from_run import run_setting
 from libra.worker.run_spec import RunSpec
 
 OWN = {
+    "model": {"loader": "own_loader:FrozenEmbedding"},
     "trainer": {
         "loss": "own_loss:one_sided",
         "advantage": "own_loss:ranked",
@@ -32,6 +35,9 @@ OWN = {
     "policy": {"name": "own_policy:FewestTurnsFirst"},
     "rollout": {"engine": "own_engine:RemembersGreedy"},
 }
+
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def graded(episode: Any) -> float:
@@ -80,6 +86,11 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
     }
     served = [line for line in lines if line["name"] == "version_served"]
     assert served and all(line["bucket"].startswith("own_engine:RemembersGreedy-tp1") for line in served)
+    checked = {line["version"] for line in lines if line["name"] == "version_checked"}
+    assert checked >= {0, 1, 2}, "engines prove what the loader built"
+    assert summary.checkpoint is not None
+    trained, base = (load_file(Path(of) / "model.safetensors") for of in (summary.checkpoint, config.model.path))
+    assert {name for name in base if not torch.equal(trained[name], base[name])} == base.keys() - {EMBEDDING}
     replayed = CliRunner().invoke(cli, ["replay", str(summary.directory)])
     assert replayed.exit_code == 0, replayed.output
     assert "Every decision was reproduced." in replayed.output
@@ -111,6 +122,7 @@ def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(
         ("policy.name", "own_loss:cosine"),
         ("rollout.engine", "own_loss:cosine"),
         ("observe.on_batch", "own_loss:cosine"),
+        ("model.loader", "own_loss:cosine"),
     ],
 )
 def test_a_part_of_the_wrong_shape_is_one_line_before_anything_starts(
@@ -134,6 +146,7 @@ def test_a_worker_that_cannot_import_a_part_names_the_setting(
     field, reason = found_by(trainer={"loss": "gone_from_here:f"}) or ("", "")
     assert field == "trainer.loss"
     assert reason.startswith("trainer.loss: 'gone_from_here:f': cannot import 'gone_from_here'")
+    assert (found_by(model={"loader": "gone_from_here:f"}) or ("",))[0] == "model.loader"
     assert (found_by(rollout={"engine": "gone_from_here:f"}) or ("",))[0] == "rollout.engine"
 
 

@@ -1,0 +1,109 @@
+"""How a run's model and tokenizer are built from the model's directory: by transformers, or by ``model.loader`` of one's own.
+
+Trainer and engines build the model with the same loader, each for its own attention. So each has the tensors of the directory by
+the same names; under those names versions are published, loaded and verified.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from libra.errors import ConfigError, ModelError
+from libra.named_parts import built, named_part, unfit
+
+FIELD = "model.loader"
+_CALLS = {
+    "model": ("model(directory, dtype=..., attention=...)", {"dtype": None, "attention": "sdpa"}),
+    "tokenizer": ("tokenizer(directory)", {}),
+}
+
+
+class ModelLoader(Protocol):
+    """``model.loader`` of one's own: an object with these methods, or a class that is made without arguments.
+
+    ``directory`` has what every model of a run has: ``config.json``, weights in safetensors, a tokenizer's files, all of which
+    travel with each checkpoint. `libra.testing.parts.LoaderContract` tests a loader.
+    """
+
+    def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
+        """A causal language model, a torch module with the interface of transformers.
+
+        Parameters
+        ----------
+        directory : Path
+            Of the run's model, or of a checkpoint of it.
+        dtype : torch.dtype
+            Of its weights.
+        attention : str
+            transformers' ``attn_implementation``. An engine names its own here, and cannot generate with another.
+
+        Its ``state_dict`` has the tensors of the directory, by name and shape. Parameters that do not require a gradient are
+        not trained.
+        """
+
+    def tokenizer(self, directory: Path, /) -> Any:
+        """A transformers tokenizer with a chat template."""
+
+
+class PretrainedLoader:
+    """transformers' own loading, without a look at any hub; a base for loaders of one's own."""
+
+    def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
+        """The model, in the class that its ``config.json`` names."""
+        from transformers import AutoModelForCausalLM  # here: the driver, which reads files only, does without it
+
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+
+    def tokenizer(self, directory: Path, /) -> Any:
+        """The tokenizer of the directory."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: str) -> Any:
+    """The model of a directory by ``model.loader`` (None: transformers); ModelError with what went wrong."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"model: {directory} holds no config.json; type model.path=DIR of a Hugging Face model")
+    own = loader_of(loader)
+    try:
+        model = own.model(directory, dtype=dtype, attention=attention)
+    except Exception as error:  # the boundary to transformers and to a user's code
+        raise ModelError(
+            f"{_blamed(loader, directory)} cannot be loaded as a causal language model: {error}"
+        ) from error
+    if not callable(getattr(model, "state_dict", None)) or getattr(model, "config", None) is None:
+        raise ModelError(f"{FIELD}: {loader!r} made a {type(model).__name__}; model() returns a model of transformers")
+    return model
+
+
+def build_tokenizer(loader: str | None, directory: Path) -> Any:
+    """The tokenizer of a directory by ``model.loader`` (None: transformers); ModelError with what went wrong."""
+    own = loader_of(loader)
+    try:
+        return own.tokenizer(directory)
+    except Exception as error:  # the boundary to transformers and to a user's code
+        raise ModelError(f"{_blamed(loader, directory)} has no usable tokenizer: {error}") from error
+
+
+def loader_of(name: str | None) -> ModelLoader:
+    """The loader that a configuration names, checked; None: transformers' own. ConfigError if it lacks a method."""
+    if name is None:
+        return PretrainedLoader()
+    found = named_part(FIELD, name)
+    if isinstance(found, type):
+        found = built(FIELD, name, "f()", {}, {})
+    for method, (call, keywords) in _CALLS.items():
+        function = getattr(found, method, None)
+        if not callable(function):
+            raise ConfigError(f"{FIELD}: {name!r} has no method {call}; see libra.model_loader.ModelLoader")
+        if (wrong := unfit(function, (Path(),), keywords)) is not None:
+            raise ConfigError(f"{FIELD}: {name!r} is called as {call}, and does not take that: {wrong}")
+    return found  # type: ignore[no-any-return]
+
+
+def _blamed(loader: str | None, directory: Path) -> str:
+    return f"model: {directory}" if loader is None else f"{FIELD}: by {loader!r} {directory}"
