@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shlex
 from pathlib import Path
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors writes in Rust, and has the number in its message only
@@ -168,6 +169,12 @@ class PlanError(LibraError, ValueError):
     """No plan fits the request; the message names the constraint and what to change."""
 
 
+def shell_path(path: str | Path) -> str:
+    """``path`` as a shell takes it for one word that is no option, for text that says what to type."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
 def disk_refusal(path: str | Path, fault: Exception) -> str:
     """Why ``path`` could not be written, as text that says what to do where the disk is full."""
     match = _OS_ERROR.search(str(fault))
@@ -177,5 +184,5 @@ def disk_refusal(path: str | Path, fault: Exception) -> str:
     what = "quota exceeded" if number == errno.EDQUOT else "disk full"
     return (
         f"{path}: {what}; nothing that was committed is lost. Make space on that file system "
-        f"(df -h {Path(path).parent}), then type libra resume RUN"
+        f"(df -h {shell_path(Path(path).parent)}), then type libra resume RUN"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from libra.errors import ConfigError
+from libra.errors import ConfigError, shell_path
 
 FILES = {
     "config.yaml": "config.yaml",
@@ -38,7 +38,7 @@ def make_project(directory: Path) -> list[str]:
         ) from error
     return [
         f"{directory}: {', '.join(FILES)}",
-        f"type: cd {directory} && libra run config.yaml, and pytest for its test",
+        f"type: cd {shell_path(directory)} && libra run config.yaml, and pytest for its test",
     ]
 
 

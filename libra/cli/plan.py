@@ -15,7 +15,7 @@ from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
 from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
-from libra.errors import ConfigError, PlanError
+from libra.errors import ConfigError, PlanError, shell_path
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.explain import alternative_line, text
@@ -91,9 +91,11 @@ def print_plan(
             click.echo(alternative_line(other))
     if note:
         click.echo(f"\n{note}")
-    if written is not None:
+    if written is not None and write is not None:
         click.echo("\n" + "\n".join(layout_lines(written, config.policy.name)))
-        click.echo(f"written: {write}; type libra run {write}, or libra cluster slurm {write} up")
+        click.echo(
+            f"written: {write}; type libra run {shell_path(write)}, or libra cluster slurm {shell_path(write)} up"
+        )
 
 
 def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTotals | None) -> PlannedLayout:

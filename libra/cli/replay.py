@@ -15,7 +15,7 @@ import click
 
 from libra import events, keys
 from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast_results, subject_of, subject_text
-from libra.errors import ConfigError, RunDirectoryError, StoreError
+from libra.errors import ConfigError, RunDirectoryError, StoreError, shell_path
 from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
 from libra.orderings import blank
 from libra.policy import OpenBatch
@@ -100,7 +100,9 @@ def event_log_path(run_dir: Path) -> Path:
         return path
     runs = sorted(found.parent.name for found in run_dir.glob("*/events.jsonl")) if run_dir.is_dir() else []
     hint = (
-        f"type libra replay {run_dir / runs[-1]}" if runs else "type libra replay RUN with a directory of `libra run`"
+        f"type libra replay {shell_path(run_dir / runs[-1])}"
+        if runs
+        else "type libra replay RUN with a directory of `libra run`"
     )
     if not run_dir.exists():
         near = difflib.get_close_matches(run_dir.name, [p.name for p in run_dir.absolute().parent.glob("*")], 1)
@@ -168,7 +170,7 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     difference = outcome.first_difference
     if difference is None:
         lines.append("Every decision was reproduced.")
-        lines.append(f"To see what led to one, type libra replay {run_dir} --key KEY, or --decision LINE.")
+        lines.append(f"To see what led to one, type libra replay {shell_path(run_dir)} --key KEY, or --decision LINE.")
         return lines
     lines.append(f"{outcome.differing:,} events lead to other decisions now. The first is in line {difference.line}:")
     lines.append(f"  event: {event_text(difference.event)}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from libra.errors import shell_path
 from libra.observe.progress import failure_causes
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
     """The closing lines of a run; rewards are means over graded prompts."""
-    directory = shlex.quote(_short(summary.directory))
+    directory = shell_path(_short(summary.directory))
     lines = [f"done          {len(summary.iterations)} iterations in {_duration(summary.wall_s)}"]
     if len(summary.evaluations) >= 2:
         first, last = summary.evaluations[0], summary.evaluations[-1]
@@ -44,9 +44,9 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
     lines += _no_signal(summary)
     lines.append(f"run           {directory}")
     if summary.checkpoint is not None:
-        lines.append(f"model         {shlex.quote(_short(summary.checkpoint))}")
+        lines.append(f"model         {shell_path(_short(summary.checkpoint))}")
     if summary.best is not None and summary.best != summary.checkpoint:
-        lines.append(f"best model    {shlex.quote(_short(summary.best))}")
+        lines.append(f"best model    {shell_path(_short(summary.best))}")
     lines.append(f"look at it    libra inspect {directory}")
     if config.observe.tensorboard:
         lines.append(f"              tensorboard --logdir {directory}")

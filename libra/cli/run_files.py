@@ -11,7 +11,7 @@ import click
 from libra.driver.damage import SETTLE_S, advice, check_settled, refuse_damaged
 from libra.driver.run_lock import refuse_running
 from libra.driver.set_aside import go_back
-from libra.errors import DamagedRun, RunDirectoryError
+from libra.errors import DamagedRun, RunDirectoryError, shell_path
 
 
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
@@ -38,7 +38,7 @@ def repair_command(run_dir: Path) -> bool:
     if result.check.damages:
         return False
     if result.num_repaired:
-        click.echo(f"{run_dir}: repaired; type libra resume {run_dir} to continue it")
+        click.echo(f"{run_dir}: repaired; type libra resume {shell_path(run_dir)} to continue it")
     else:
         click.echo(f"{run_dir}: every file is whole, there is nothing to repair")
     return True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from libra.cluster.certificates import security_of, write_private
 from libra.cluster.scheduler_address import connect
-from libra.errors import ClusterError, RunDirectoryError
+from libra.errors import ClusterError, RunDirectoryError, shell_path
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -84,7 +84,7 @@ def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunConta
         raise RunDirectoryError(
             f"{run_dir}: no run here, it has no config.resolved.yaml; type the directory of a run, such as runs/NAME"
         )
-    again = f"type libra resume {run_dir} to continue it"
+    again = f"type libra resume {shell_path(run_dir)} to continue it"
     try:
         contact = RunContact(**json.loads((run_dir / FILE).read_text()))
     except FileNotFoundError:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from libra.driver.start_records import (
     read_given,
     read_starts,
 )
-from libra.errors import DamagedRun, RunDirectoryError, StoreError
+from libra.errors import DamagedRun, RunDirectoryError, StoreError, shell_path
 from libra.events import RunStarted
 from libra.seals import unseal
 from libra.store.batch_membership import batch_path, read_batch_facts
@@ -183,7 +182,7 @@ def advice(check: RunCheck, typed: Path) -> str:
     if others:
         names = ", ".join(damage.name for damage in others[:4])
         lines.append(f"{len(others)} more: {names}{', ...' if len(others) > 4 else ''}")
-    run = shlex.quote(str(typed))
+    run = shell_path(typed)
     if all(_STEP.fullmatch(damage.name.partition("/")[2].split("/")[0]) for damage in check.damages):
         newest = max(check.whole_checkpoints, default=0)
         which = "the newest whole checkpoint" if newest else "the model it began with"
@@ -323,6 +322,8 @@ def _check_segments(check: RunCheck) -> None:
         return
     log = check.files.directory / "events.jsonl"
     segments = segments_of(log)
+    if check.num_batches and not segments and _logs_events(check) and newest_started(log.parent) < 0:
+        check.add(SEGMENTS, f"the event log is gone: {log.name} is missing, or has no start of this run")
     try:
         check_whole(log, segments)
     except StoreError as error:
@@ -392,7 +393,13 @@ def _check_groups(check: RunCheck) -> None:
         if needed:
             for name in check.groups.get(number, ()):
                 if not (check.files.groups_dir / name).exists():
-                    check.add(f"groups/{name}", "it is gone, and the run needs it to continue")
+                    lost = number < kept and number not in check.logged
+                    why = (
+                        f"metrics.jsonl has lost step {number}, which is made again from it"
+                        if lost
+                        else "the run needs it to continue"
+                    )
+                    check.add(f"groups/{name}", f"it is gone, and {why}")
 
 
 def batch_groups(files: RunDirectory, number: int) -> list[str]:
@@ -455,6 +462,11 @@ def _entries(directory: Path) -> list[Path]:
 
 def _size(directory: Path) -> int:
     return sum(_bytes(path) for path in _entries(directory))
+
+
+def _logs_events(check: RunCheck) -> bool:
+    config = check.files.directory / CONFIG_FILE
+    return config.is_file() and b"event_log: false" not in config.read_bytes()
 
 
 def _is_object(line: bytes) -> bool:

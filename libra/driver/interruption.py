@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from typing import Self
 
 from libra.cluster.redirected_output import STDERR, redirected
 from libra.driver.start_records import STARTS_FILE
+from libra.errors import shell_path
 
 EXIT_INTERRUPTED = 130
 
@@ -136,4 +136,4 @@ def resume_words(directory: Path, given: bool) -> str:
         return f"libra.train(..., run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
     here = Path.cwd()
     shown = directory.relative_to(here) if directory.is_relative_to(here) else directory
-    return f"libra resume {shlex.quote(str(shown))}"
+    return f"libra resume {shell_path(shown)}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from distributed.client import FutureCancelledError
 
-from libra.errors import ClusterError, LibraError
+from libra.errors import ClusterError, LibraError, shell_path
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -55,5 +55,5 @@ def lost_scheduler_text(directory: Path, address: str | None) -> str:
     at, option = ("", "") if address is None else (f" at {address}", f" --scheduler {address}")
     return (
         f"the connection to the scheduler{at} is lost, and with it the tasks that ran; what is committed is kept. Start scheduler "
-        f"and workers again where they are gone, then type libra resume {directory}{option}"
+        f"and workers again where they are gone, then type libra resume {shell_path(directory)}{option}"
     )

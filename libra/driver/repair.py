@@ -42,7 +42,7 @@ from libra.driver.start_records import (
     read_starts,
     write_given,
 )
-from libra.errors import StoreError
+from libra.errors import StoreError, shell_path
 from libra.seals import sealed_text, unseal
 from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.exclusive_files import create_exclusive
@@ -129,7 +129,7 @@ def _still_held(directory: Path, holder: Holder) -> str:
     return (
         f"{directory}: process {holder.pid} on {holder.host} still has the store open: a worker of an earlier start, whose driver "
         f"has ended. Type kill {holder.pid} on {holder.host} (its nanny, if it has one, starts it again), then libra repair "
-        f"{directory} again"
+        f"{shell_path(directory)} again"
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from libra.driver.start_records import CONFIG_FILE, write_given
-from libra.errors import RunDirectoryError
+from libra.errors import RunDirectoryError, shell_path
 from libra.store.trajectories import TrajectoryStore
 from libra.worker.run_spec import RunSpec
 
@@ -111,7 +111,7 @@ def _there(path: Path) -> bool:
 def _taken(directory: Path) -> RunDirectoryError:
     return RunDirectoryError(
         f"run.dir/run.name: {directory} already has files, and a run never overwrites another. "
-        f"Type run.name=ANOTHER_NAME, or remove the directory; to continue it, libra resume {directory}"
+        f"Type run.name=ANOTHER_NAME, or remove the directory; to continue it, libra resume {shell_path(directory)}"
     )
 
 

@@ -33,7 +33,7 @@ from libra.driver.run_start import RunRequest, named, prepare
 from libra.driver.run_summary import RunSummary
 from libra.driver.scheduler_calls import SchedulerCalls
 from libra.driver.submitted_graphs import SubmittedGraphs
-from libra.errors import MismatchAlarm, NothingToLearn
+from libra.errors import MismatchAlarm, NothingToLearn, shell_path
 from libra.graph.batch_nodes import batch_numbers
 from libra.graph.evaluation_nodes import read_evaluation
 from libra.graph.iteration import Score, evaluation_graph, node, on, restored
@@ -305,7 +305,7 @@ class Session:
         if trainer.no_signal == "stop" and in_a_row >= trainer.no_signal_batches:
             raise NothingToLearn(
                 f"trainer.no_signal: nothing to learn in {in_a_row} iterations in a row: {cause}. See libra inspect "
-                f"{self.directory}; to go on, type libra resume {self.directory} trainer.no_signal=warn"
+                f"{shell_path(self.directory)}; to go on, type libra resume {shell_path(self.directory)} trainer.no_signal=warn"
             )
 
     def _name_prompts(self, k: int) -> None:

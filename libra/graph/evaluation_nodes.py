@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from libra.envs.environment import BIN
-from libra.errors import RecordExists, StoreError
+from libra.errors import RecordExists, StoreError, shell_path
 from libra.graph.batch_nodes import append
 from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
@@ -71,5 +71,7 @@ def read_evaluation(spec: RunSpec, version: int) -> dict[str, Any] | None:
     try:
         result = unseal(path.read_bytes())
     except ValueError as error:
-        raise StoreError(f"{path}: torn or altered ({error}); type libra repair {spec.directory}") from error
+        raise StoreError(
+            f"{path}: torn or altered ({error}); type libra repair {shell_path(spec.directory)}"
+        ) from error
     return result | {"reward": float("nan") if result["reward"] is None else result["reward"]}

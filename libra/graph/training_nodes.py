@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from libra.errors import MismatchAlarm, TrainError
+from libra.errors import MismatchAlarm, TrainError, shell_path
 from libra.events.reports import IterationReport, PublishedReport, StepReport
 from libra.train.mismatch import alarm_text
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
@@ -154,6 +154,7 @@ def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
     if text is None or trainer.mismatch_action != "pause":
         return None
     return (
-        f"{text}. The run is paused after step {step} and the publication of version {step + 1}. To continue, type libra resume "
-        f"{spec.directory} (it pauses again at the next alarm), or add trainer.mismatch_action=warn to take steps regardless"
+        f"{text}. The run is paused after step {step} and the publication of version {step + 1}. To continue, type "
+        f"libra resume {shell_path(spec.directory)} (it pauses again at the next alarm), or add "
+        "trainer.mismatch_action=warn to take steps regardless"
     )

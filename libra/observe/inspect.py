@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from libra.errors import ModelError, RunDirectoryError
+from libra.errors import ModelError, RunDirectoryError, shell_path
 from libra.observe.token_text import Decode, load_decode
 from libra.observe.trajectory_view import as_json as view_as_json
 from libra.observe.trajectory_view import render
@@ -201,7 +201,7 @@ def _store_path(run_dir: Path) -> Path:
     if path.is_dir():
         return path
     runs = sorted(found.parent for found in run_dir.glob("*/trajectories.zarr"))
-    hint = runs[-1] if runs else "RUN with a directory that `libra run` made"
+    hint = shell_path(runs[-1]) if runs else "RUN with a directory that `libra run` made"
     what = "holds no trajectories.zarr" if run_dir.exists() else "does not exist"
     raise RunDirectoryError(f"{run_dir}: {what}, so it is not a run directory; type libra inspect {hint}")
 

@@ -15,6 +15,7 @@ from libra import events, keys
 from libra.errors import StoreError
 from libra.events import Event
 from libra.observe.decision_outcomes import DecisionOutcomes
+from libra.observe.run_directory import setting, whole_number
 from libra.observe.worker_time import WorkerTimes
 from libra.store.event_log import EventReader
 from libra.types import Phase
@@ -209,8 +210,7 @@ def trainers_of(config: dict[str, Any]) -> tuple[str, ...]:
 
     Several of a cluster that Libra did not start form a group, and the log names them.
     """
-    cluster = config.get("cluster") or {}
-    number = int(cluster.get("train_workers") or 1)
-    if cluster.get("scheduler") is None:
+    number = whole_number(config, "cluster", "train_workers", 1)
+    if setting(config, "cluster", "scheduler") is None:
         return tuple(f"train-{rank}" for rank in range(number))
     return ("trainer",) if number == 1 else ()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,13 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from libra.errors import RunDirectoryError, StoreError
+from libra.errors import RunDirectoryError, StoreError, shell_path
 from libra.store.line_log import LineReader
 
 State = Literal["running", "finished", "stopped", "new"]
 CONFIG_FILE: Final = "config.resolved.yaml"
+LATEST_S: Final = 1e11
+"""Unix time that no calendar shows; a later one is a damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def check_run_directory(directory: Path, command: str) -> Path:
         return directory
     found = sorted(path.parent for path in directory.glob(f"*/{CONFIG_FILE}")) if directory.is_dir() else []
     what = f"holds no {CONFIG_FILE}" if directory.exists() else "does not exist"
-    hint = found[-1] if found else "RUN with a directory that `libra run` made; libra runs DIR lists them"
+    hint = shell_path(found[-1]) if found else "RUN with a directory that `libra run` made; libra runs DIR lists them"
     raise RunDirectoryError(f"{directory}: {what}, so it is not a run directory; type libra {command} {hint}")
 
 
@@ -66,7 +68,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The run's resolved configuration as plain values; empty if it cannot be read. Settings of an older Libra are kept."""
     try:
         values = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
 
@@ -76,6 +78,12 @@ def setting(config: Mapping[str, Any], section: str, key: str, default: Any = No
     values = config.get(section)
     found = values.get(key) if isinstance(values, Mapping) else None
     return default if found is None else found
+
+
+def whole_number(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
+    """A setting that is a whole number; ``default`` where a damaged configuration has something else."""
+    found = setting(config, section, key, default)
+    return found if isinstance(found, int) else default
 
 
 def metric_rows(directory: Path) -> list[dict[str, Any]]:
@@ -98,7 +106,7 @@ def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             found[int(values["version"])] = values
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return found
 
@@ -127,7 +135,7 @@ def state_of(directory: Path, ended: int, total: int) -> State:
 
 def finite(value: Any) -> float | None:
     """A finite number, or None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def summary_row(directory: Path) -> RunSummaryRow:
@@ -135,8 +143,9 @@ def summary_row(directory: Path) -> RunSummaryRow:
     config, rows = read_config(directory), metric_rows(directory)
     by_iteration, evaluated = iteration_rows(rows), evaluations(directory)
     last = by_iteration[max(by_iteration)] if by_iteration else {}
-    total = int(setting(config, "run", "iterations", 0))
+    total = whole_number(config, "run", "iterations", 0)
     begun_s = (directory / CONFIG_FILE).stat().st_mtime
+    changed_s = finite(rows[-1].get("wall_time_s")) if rows else None
     return RunSummaryRow(
         directory=directory,
         name=str(setting(config, "run", "name", directory.name)),
@@ -145,7 +154,7 @@ def summary_row(directory: Path) -> RunSummaryRow:
         of_iterations=total,
         reward=finite(last.get("reward")),
         evaluation=finite(evaluated[max(evaluated)].get("reward")) if evaluated else None,
-        changed_s=float(rows[-1].get("wall_time_s", begun_s)) if rows else begun_s,
+        changed_s=changed_s if changed_s is not None and 0 < changed_s < LATEST_S else begun_s,
         size_bytes=_size_bytes(directory),
     )
 

@@ -46,5 +46,5 @@ def _model_of(run_dir: Path) -> Path | str:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         return resolve_model(str(config["model"]["path"]))
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: has no model.path of the run ({error!r})") from error

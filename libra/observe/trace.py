@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -78,7 +79,7 @@ class Tracer:
                     self._pid(event.worker), SYNC_TID, f"load version {event.version}", now_s - event.load_s, now_s
                 )
             case events.StepFinished():
-                what = {"loss": event.loss}
+                what = {"loss": event.loss if math.isfinite(event.loss) else str(event.loss)}  # JSON has no NaN
                 yield self._slice(RUN_PID, STATE_TID, f"step {event.step}", now_s - event.train_s, now_s, what)
             case events.VersionPublished():
                 yield _instant(RUN_PID, f"version {event.version}", now_s)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from libra import keys
 from libra.cluster.readiness import NEEDED
+from libra.errors import shell_path
 from libra.scheduler import dask_internals
 from libra.scheduler.lost_workers import LostWorkers
 from libra.scheduler.run_state import RunState
@@ -205,7 +206,7 @@ class MissingRoles:
             options = dict.fromkeys(NEEDED[resource][1] for resource in roles)
             parts.append("type " + ", ".join(f"dask worker {self._scheduler.address} {each}" for each in options))
             parts.append(f"libra doctor --scheduler {self._scheduler.address} shows what is there")
-        return "; ".join([*parts, f"to stop and go on later, Ctrl-C and libra resume {directory}"])
+        return "; ".join([*parts, f"to stop and go on later, Ctrl-C and libra resume {shell_path(directory)}"])
 
 
 def _listed(resources: Iterable[str], work: Mapping[str, str] | None = None) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra.errors import StoreError
+from libra.errors import StoreError, shell_path
 from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
 from libra.types import TrajectoryId
@@ -75,10 +75,10 @@ def _load(root: str | Path, batch: int) -> Mapping[str, Any]:
         raise StoreError(f"{path}: cannot read this batch: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(
-            f"{path}: torn or corrupt batch file ({error!r}); type libra repair {path.parent.parent}"
+            f"{path}: torn or corrupt batch file ({error!r}); type libra repair {shell_path(path.parent.parent)}"
         ) from error
     if schema != SCHEMA:
         raise StoreError(f"{path}: batch schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it")
     if content.get("batch") != batch:
-        raise StoreError(f"{path}: it is of another batch; type libra repair {path.parent.parent}")
+        raise StoreError(f"{path}: it is of another batch; type libra repair {shell_path(path.parent.parent)}")
     return content

@@ -67,3 +67,14 @@ def test_a_place_that_cannot_hold_a_directory_is_one_line(tmp_path: Path) -> Non
 def test_the_files_of_a_project_ship(repository: Path) -> None:
     texts = {path.name for path in (repository / "libra" / "assets" / "starter").iterdir()}
     assert texts == set(FILES.values())
+
+
+@pytest.mark.parametrize("name", ["my project", "a; touch b", "it's", "-n"])
+def test_what_it_says_to_type_enters_a_directory_of_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entered = make_project(Path(name))[1].partition("type: ")[2].partition(" && ")[0]
+    shell = subprocess.run(["sh", "-c", f"{entered} && pwd"], capture_output=True, text=True, check=False)
+    assert shell.stdout.strip() == str(tmp_path / name), shell.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [name]

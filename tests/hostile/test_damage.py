@@ -389,3 +389,32 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capfd: pytest.Capt
         assert code == 2 and "no run here" in err
     with pytest.raises(RunDirectoryError):
         check_run(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ logs that are gone
+
+
+def test_an_event_log_that_is_gone_is_said_by_the_doctor_and_not_needed_to_go_on(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log, config = run / "events.jsonl", run / "config.resolved.yaml"
+    for content_of_log in (None, b"", b"[]\n", b'{"name": "torn'):
+        log.unlink()
+        if content_of_log is not None:
+            log.write_bytes(content_of_log)
+        assert [damage.name for damage in check_run(run).damages][-1:] == ["events"]
+        log.touch()
+    log.unlink()
+    code, _, err = typed(capfd, "doctor", str(run))
+    assert code == 2 and err.startswith(f"libra: {run}/events: the event log is gone: events.jsonl is missing"), err
+    assert err.splitlines()[-1].startswith(f"Type: libra resume {run}   # which does not need them"), err
+    refuse_damaged(run)
+    config.write_text(config.read_text().replace("event_log: true", "event_log: false"))
+    assert "events" not in {damage.name for damage in check_run(run).damages}
+
+
+def test_metrics_that_are_gone_are_what_is_named(pruned: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (pruned / "metrics.jsonl").unlink()
+    code, _, err = typed(capfd, "doctor", str(pruned))
+    assert code == 2 and "it is gone, and metrics.jsonl has lost step 0, which is made again from it" in err, err
+    assert typed(capfd, "repair", str(pruned))[0] == 0

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
-from libra.errors import RunDirectoryError
+from libra.errors import ModelError, RunDirectoryError
 from libra.observe.inspect import inspect_run
 from libra.observe.token_text import load_decode
 from libra.store.trajectories import TrajectoryStore
@@ -214,3 +214,10 @@ def test_what_is_no_run_is_refused_with_what_to_type(run_dir, tmp_path):
         _shown(tmp_path / "nowhere")
     with pytest.raises(RunDirectoryError, match=r"type libra inspect .*runs/demo"):
         _shown(run_dir.parent)
+
+
+@pytest.mark.parametrize("damage", [b"model: \xff\n", b"a: " + b"[" * 1200], ids=["no text", "deep"])
+def test_a_configuration_that_is_no_yaml_is_one_line(damage, tmp_path):
+    (tmp_path / "config.resolved.yaml").write_bytes(damage)
+    with pytest.raises(ModelError, match=r"config.resolved.yaml: has no model.path of the run"):
+        load_decode(tmp_path)

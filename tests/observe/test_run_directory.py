@@ -61,6 +61,30 @@ def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["new", "finished", "stopped"]
 
 
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("config.resolved.yaml", b"run: {iterations: many}\n"),
+        ("config.resolved.yaml", b"run: {iterations: [3]}\n"),
+        ("config.resolved.yaml", b"run: \xff\n"),
+        ("config.resolved.yaml", b"a: " + b"[" * 1200),
+        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": "now"}\n'),
+        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": null}\n'),
+        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": NaN}\n'),
+        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": 1e300}\n'),
+        ("metrics.jsonl", b'{"step": 0, "reward": 1%s, "wall_time_s": 1.0}\n' % (b"0" * 400)),
+        ("evaluations/version-000003.json", b'{"version": 1e400, "reward": 1.0}'),
+        ("evaluations/version-000003.json", b"[" * 100_000),
+    ],
+)
+def test_a_damaged_run_does_not_keep_the_others_from_the_list(file, damage, runs, libra):
+    (runs / "done" / file).write_bytes(damage)
+    for options in ([], ["--json"]):
+        code, out, err = libra("runs", runs, *options)
+        assert (code, err) == (0, "")
+        assert all(name in out for name in ("done", "stopped", "fresh"))
+
+
 def test_a_run_with_a_living_driver_is_running(runs):
     lock = CommitterLock(runs / "stopped" / "driver")
     try:

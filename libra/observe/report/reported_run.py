@@ -23,6 +23,7 @@ from libra.observe.run_directory import (
     read_config,
     setting,
     state_of,
+    whole_number,
 )
 from libra.observe.worker_states import RunTime
 from libra.store.trajectories import TrajectoryStore
@@ -68,7 +69,7 @@ class ReportedRun:
         self.metrics = metric_rows(directory)
         self.rows = iteration_rows(self.metrics)
         self.evaluations = evaluations(directory)
-        self.iterations = int(setting(self.config, "run", "iterations", 0))
+        self.iterations = whole_number(self.config, "run", "iterations", 0)
         self.state = state_of(directory, len(self.rows), self.iterations)
         self.facts: LogFacts
         self.facts, self.log_error = log_facts(directory / "events.jsonl", trainers_of(self.config))
@@ -94,7 +95,7 @@ class ReportedRun:
     @property
     def threads(self) -> int:
         """Cores of each worker, as configured; 1 if it was left to the machine."""
-        return int(setting(self.config, "cluster", "threads", 1))
+        return whole_number(self.config, "cluster", "threads", 1)
 
     @cached_property
     def cost(self) -> Cost | str:
