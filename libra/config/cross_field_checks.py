@@ -67,7 +67,8 @@ def _vllm_only(config: RunSections) -> Iterator[str]:
         ("rollout.keep_kv", rollout.keep_kv, "keep KV over an update"),
         ("cluster.engines", any(group.tp > 1 for group in engines), "have a tensor-parallel degree above 1"),
     ):
-        if given and rollout.engine != "vllm":
+        own_says = ":" in rollout.engine and name != "rollout.keep_kv"  # by its tp_degrees, when it is imported
+        if given and rollout.engine != "vllm" and not own_says:
             yield f"{name}: only vllm engines can {what}, and rollout.engine={rollout.engine}; type rollout.engine=vllm"
 
 

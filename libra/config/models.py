@@ -90,8 +90,8 @@ class RolloutSection(Section):
     """Inference engine of a rollout worker: transformers in the worker's own process, vLLM in its own processes (`make
     setup-vllm`), configured by section `vllm`, or a `libra.rollout.engine.EngineFactory` of your own."""
     tp: AtLeastOne = 1
-    """Tensor-parallel degree of an engine (vllm). The resource TP of a worker, or an entry of `cluster.engines`,
-    overrides it."""
+    """Tensor-parallel degree of an engine (vllm, or one of your own that declares it). The resource TP of a worker, or an
+    entry of `cluster.engines`, overrides it."""
     keep_kv: bool = False
     """Keep the KV cache of the older weights when weights change while requests run (vllm). This costs no time; tokens
     generated afterwards attend to stale KV, and each is recorded with its KV's version. false: running requests

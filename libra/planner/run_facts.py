@@ -74,7 +74,13 @@ def run_facts(config: RunConfig, workers_gpu: str = "") -> RunFacts:
 def why_not(config: RunConfig, engine: str, tp: int) -> str:
     """Why engines of a kind cannot have a TP degree in a run of ``config``; empty: they can."""
     if tp > 1 and engine != "vllm":
-        return "rollout.engine=vllm, transformers engines have no tensor parallelism"
+        own = ":" in engine
+        why = (
+            "a plan does not change the degree of engines of your own"
+            if own
+            else "transformers engines have no tensor parallelism"
+        )
+        return f"rollout.engine=vllm, {why}"
     if tp not in config.planner.tp:
         return f"planner.tp with {tp} in it, it is {list(config.planner.tp)}"
     try:

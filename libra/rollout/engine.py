@@ -157,12 +157,16 @@ class RolloutEngine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """``rollout.engine`` of one's own: a class or function that makes an engine, not started, of tensor-parallel degree 1.
+    """``rollout.engine`` of one's own: a class or function that makes an engine, not started.
 
-    Of further options it gets those that it takes by name: ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its
-    own choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device``
-    (``cluster.device``) and ``loader`` (``model.loader``). `libra.testing.engines.EngineContract` tests what it makes; a run
-    verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
+    Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees that its engines can have; without it: 1.
+
+    Of further options it gets those that it takes by name: ``tp``, one of its degrees (``rollout.tp``, ``cluster.engines``, a
+    role change), ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its own choice), ``kv_cache_gib`` (None:
+    enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``), ``loader``
+    (``model.loader``), and of a rebucketed engine ``cores`` and ``devices``, as `libra.worker.engine_factory.Share` has them.
+    `libra.testing.engines.EngineContract` tests what it makes; a run verifies each version that it serves by
+    `RolloutEngine.score` and `RolloutEngine.project`.
     """
 
     def __call__(

@@ -54,6 +54,8 @@ class EngineContract:
     tolerance = TOLERANCE
     keeps_kv = False
     """Whether the engine keeps KV over an in-flight update."""
+    tp_degrees: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees that are tried; for those above 1 `make_engine` gets ``tp``."""
 
     def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
         """An engine that is not started: float32, version 0, an architecture with q, k, v and a tied head."""
@@ -448,6 +450,21 @@ class EngineContract:
                 await engine.generate(ask("late"))
 
         run(body)
+
+    def test_a_degree_changes_what_is_declared_and_no_probability(self, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> None:
+            await engine.start()
+            try:
+                assert engine.capacity().tp == tp
+                request = ask("parallel")
+                output = await engine.generate(request)
+                self.close_to(output.logprobs, models.logprobs(models.first, request.context_ids, output.token_ids))
+            finally:
+                await engine.close()
+
+        for tp in (degree for degree in self.tp_degrees if degree > 1):
+            options: dict[str, Any] = {"slots": SLOTS, "max_context_tokens": MAX_CONTEXT_TOKENS, "tp": tp}
+            asyncio.run(body(self.make_engine(models.first, **options)))
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from libra import keys
 from libra.config import RunConfig, resolve_model
 from libra.errors import ConfigError, EngineError
 from libra.events.reports import EngineKindFields
-from libra.named_parts import built, is_named, named_function
+from libra.named_parts import built, is_named, named_function, named_part
 
 if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
@@ -108,17 +108,30 @@ class EngineKind:
 
 def check_parallel(engine: str, tp: int) -> None:
     """EngineError if engines of this kind cannot have this tensor-parallel degree."""
-    if tp > 1 and engine != "vllm":
+    if engine == "vllm":
+        return
+    degrees = own_degrees(engine) if is_named(engine) else (1,)
+    if tp not in degrees:
+        can = f"has tp_degrees={degrees}" if is_named(engine) else "has no tensor parallelism"
         raise EngineError(
-            f"a worker's engine is to have TP={tp}, but rollout.engine={engine} has no tensor parallelism; type "
-            "rollout.engine=vllm, or start the worker without TP"
+            f"a worker's engine is to have TP={tp}, but rollout.engine={engine} {can}; type rollout.engine=vllm, or start the "
+            "worker with another TP"
         )
+
+
+def own_degrees(name: str) -> tuple[int, ...]:
+    """Tensor-parallel degrees that an engine of one's own declares; ConfigError if they are none."""
+    degrees = getattr(named_part(ENGINE, name), "tp_degrees", (1,))
+    if not isinstance(degrees, tuple | list) or not degrees or any(type(tp) is not int or tp < 1 for tp in degrees):
+        raise ConfigError(f"{ENGINE}: {name!r} has tp_degrees={degrees!r}; it is a tuple of whole numbers, e.g. (1, 2)")
+    return tuple(degrees)
 
 
 def check_engine(config: RunConfig) -> None:
     """ConfigError if this machine lacks the configured engine, or its KV cache would not hold one context."""
     if is_named(config.rollout.engine):
         check_own_engine(config.rollout.engine)
+        _check_degrees(config)
     elif config.rollout.engine == "vllm":
         from libra.rollout.vllm_settings import check_installed
 
@@ -152,6 +165,16 @@ def check_own_engine(name: str) -> None:
             )
 
 
+def _check_degrees(config: RunConfig) -> None:
+    """ConfigError if an engine of one's own is to have a degree that it does not declare."""
+    name, degrees = config.rollout.engine, own_degrees(config.rollout.engine)
+    listed = [("cluster.engines", group.tp) for group in config.cluster.engines] or [("rollout.tp", config.rollout.tp)]
+    for field, tp in listed:
+        if tp not in degrees:
+            allowed = " or ".join(map(str, degrees))
+            raise ConfigError(f"{field}: a degree of {tp}, and {name!r} has tp_degrees={degrees}; type tp {allowed}")
+
+
 def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int) -> RolloutEngine:
     from libra.rollout import RolloutEngine
 
@@ -168,7 +191,8 @@ def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         "min_pass_s": kind.min_pass_s,
         "device": config.cluster.device,
         "loader": config.model.loader,
-    }
+        "tp": kind.tp,
+    } | ({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {})
     engine = built(ENGINE, kind.engine, ENGINE_CALL, given, optional)
     if not isinstance(engine, RolloutEngine):
         raise ConfigError(

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranked_engine import RankedEngine
 
 import libra
 from libra.config import config_from_dict
-from libra.errors import ConfigError, ModelError
+from libra.errors import ConfigError, EngineError, ModelError
 from libra.model_loader import PretrainedLoader, loader_of
 from libra.named_parts import name_of, named_part
 from libra.orderings import blank, check_ordering, ordering_of
@@ -24,7 +25,7 @@ from libra.testing.parts import AdvantageContract, LoaderContract, LossContract,
 from libra.train.model_loading import load_model
 from libra.train.own_parts import check_advantage, check_loss, check_schedule
 from libra.types import Phase
-from libra.worker.engine_factory import EngineKind, check_own_engine, make_engine
+from libra.worker.engine_factory import EngineKind, check_engine, check_own_engine, make_engine
 
 
 class TestLoss(LossContract):
@@ -52,6 +53,38 @@ class TestEngine(EngineContract):
         return named_part("rollout.engine", "own_engine:RemembersGreedy")(
             model_dir, slots=slots, max_context_tokens=max_context_tokens, version=0, threads=1
         )
+
+
+class TestRankedEngine(EngineContract):
+    tp_degrees = (1, 2)
+
+    def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int, **options: Any) -> Any:
+        return RankedEngine(model_dir, slots=slots, max_context_tokens=max_context_tokens, **options)
+
+
+def test_an_engine_has_the_degrees_that_it_declares(random_model: Path) -> None:
+    name = "ranked_engine:RankedEngine"
+
+    def configured(engine: str, tp: int, **cluster: Any) -> Any:
+        rollout = {"engine": engine, "tp": tp}
+        return config_from_dict({"model": {"path": str(random_model)}, "rollout": rollout, "cluster": cluster})
+
+    config = configured(name, 2)
+    check_engine(config)
+    kind = EngineKind.of(config, {"ROLLOUT": 4})
+    made: Any = make_engine(config, kind, random_model)
+    assert (kind.tp, kind.bucket, made.tp) == (2, f"{name}-tp2", 2)
+    with pytest.raises(EngineError, match=r"TP=4, but rollout.engine=.* has tp_degrees=\(1, 2\)"):
+        EngineKind.of(config, {"ROLLOUT": 4, "TP": 4})
+    for wrong in (configured(name, 4), configured(name, 1, engines=[{"tp": 4, "count": 1}])):
+        with pytest.raises(
+            ConfigError, match=r"a degree of 4, and 'ranked_engine:RankedEngine' has tp_degrees=\(1, 2\)"
+        ):
+            check_engine(wrong)
+    with pytest.raises(
+        ConfigError, match=r"rollout.tp: a degree of 2, and 'own_engine:.*' has tp_degrees=\(1,\); type tp 1$"
+    ):
+        check_engine(configured("own_engine:RemembersGreedy", 2))
 
 
 # -------------------------------------------------------------------- parts with a fault, found here by their module's name

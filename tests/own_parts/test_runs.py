@@ -150,6 +150,15 @@ def test_a_worker_that_cannot_import_a_part_names_the_setting(
     assert (found_by(rollout={"engine": "gone_from_here:f"}) or ("",))[0] == "rollout.engine"
 
 
+def test_a_run_on_an_own_engine_of_degree_two(make_config: Callable[..., RunConfig], cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 1}, rollout={"engine": "ranked_engine:RankedEngine", "tp": 2})
+    summary = run(config, client=cluster_client)
+    lines = [json.loads(line) for line in (summary.directory / "events.jsonl").read_text().splitlines()]
+    served = [line for line in lines if line["name"] == "version_served"]
+    assert {(line["tp"], line["version"]) for line in served} == {(2, 0), (2, 1)}
+    assert {line["tp"] for line in lines if line["name"] == "engine_declared"} == {2}
+
+
 def test_train_takes_the_functions_themselves(cluster_client: Client, random_model: Path, tmp_path: Path) -> None:
     from libra.testing import FixedTurns
 
