@@ -30,10 +30,10 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         if bins:
             pairs = ", ".join(f"{name}: {first['bins'][name][0]:.2f} -> {last['bins'][name][0]:.2f}" for name in bins)
             lines.append(f"by bin        {pairs}")
-        failures = int(first.get("failures", 0)) + int(last.get("failures", 0))
-        if failures:
+        left_out = int(first.get("left_out", 0)) + int(last.get("left_out", 0))
+        if left_out:
             lines.append(
-                f"not graded    {failures} questions, because of failures outside the model; see libra inspect --failed"
+                f"not graded    {left_out} questions, because of failures outside the model; see libra inspect --failed"
             )
     elif summary.iterations:
         rewards = [float(values.get("reward", math.nan)) for values in summary.iterations]

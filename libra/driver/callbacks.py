@@ -47,7 +47,8 @@ class OnEvaluation(Protocol):
     """``on_evaluation``: called after each evaluation."""
 
     def __call__(self, result: Mapping[str, Any], /) -> object:
-        """``version`` (of the weights), ``reward`` (mean) and ``num`` (questions), among others. The return is ignored."""
+        """``version`` (of the weights), ``reward`` (mean), ``num`` (questions), ``failures`` and ``left_out``, among others.
+        The return is ignored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from libra.graph.batch_nodes import append
 from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
 from libra.store.group_records import read_group
-from libra.types import Trajectory
+from libra.types import FailureClass, Trajectory
 from libra.worker.host import host_here
 from libra.worker.run_spec import RunSpec
 
@@ -36,7 +36,11 @@ def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str
 
 
 def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """The content of an evaluation's file. JSON has no NaN: a reward that is not known is None."""
+    """The content of an evaluation's file. JSON has no NaN: a reward that is not known is None.
+
+    ``failures`` and ``left_out`` count as in the numbers of an iteration: trajectories that ended as a failure of any class, and
+    those that have no reward because the failure was not the model's.
+    """
     graded = [t for t in trajectories if t.failure.trains]
     by_bin: dict[str, list[float]] = {}
     for t in graded:
@@ -46,7 +50,8 @@ def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict
     return {
         "version": version,
         "num": len(trajectories),
-        "failures": len(trajectories) - len(graded),
+        "failures": sum(t.failure is not FailureClass.NONE for t in trajectories),
+        "left_out": len(trajectories) - len(graded),
         "reward": reward if np.isfinite(reward) else None,
         "bins": {name: [float(np.mean(v)), len(v)] for name, v in sorted(by_bin.items(), key=_by_number)},
     }
@@ -74,4 +79,6 @@ def read_evaluation(spec: RunSpec, version: int) -> dict[str, Any] | None:
         raise StoreError(
             f"{path}: torn or altered ({error}); type libra repair {shell_path(spec.directory)}"
         ) from error
+    if "left_out" not in result:  # of an older Libra, which had this count under the other name
+        result["left_out"] = result.pop("failures")
     return result | {"reward": float("nan") if result["reward"] is None else result["reward"]}

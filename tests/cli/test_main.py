@@ -45,8 +45,8 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
     def driver_run(config: RunConfig, *, resume: bool, **begun: object) -> SimpleNamespace:
         seen.append(config)
         evaluations = [
-            {"reward": 0.25, "num": 4, "failures": 0, "bins": {"1": [0.5, 2], "2": [0.0, 2]}},
-            {"reward": 0.75, "num": 4, "failures": 1, "bins": {"1": [1.0, 2], "2": [0.5, 1]}},
+            {"reward": 0.25, "num": 4, "failures": 0, "left_out": 0, "bins": {"1": [0.5, 2], "2": [0.0, 2]}},
+            {"reward": 0.75, "num": 4, "failures": 2, "left_out": 1, "bins": {"1": [1.0, 2], "2": [0.5, 1]}},
         ]
         return SimpleNamespace(
             run=config.run.name,
