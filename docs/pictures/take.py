@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 
 PICTURES = Path(__file__).parent
 ROOT = PICTURES.parents[1]
-SETTINGS = ("run.name=quickstart", "evaluation.every=7", "cluster.dashboard_port=0")
+SETTINGS = ("run.name=quickstart", "evaluation.every=4", "cluster.dashboard_port=0")
 LATE_ITERATION = 20
 WIDTH, HEIGHT = 1280, 900
 
@@ -62,7 +62,7 @@ async def photograph(address: str) -> None:
 def draw(run: Path) -> None:
     """The learning curve of a run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [(line["iteration"] + 1, line["reward"]) for line in lines if "reward" in line]
+    trained = [(line["iteration"], line["reward"]) for line in lines if "reward" in line]
     held_out = [(line["step"], line["evaluation/reward"]) for line in lines if "evaluation/reward" in line]
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "libra", "font.family": "sans-serif", "font.size": 11}
     figure, axes = plt.subplots(figsize=(7, 3))
