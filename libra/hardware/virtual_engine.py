@@ -17,6 +17,7 @@ but not its memory; requests with the same context share the whole context.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -234,6 +235,22 @@ class VirtualEngine:
         self._queue, self._running, self._requests = [], [], {}
         self.changes += 1
         return keys
+
+    def hand_over(self, now_s: float) -> dict[str, int]:
+        """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
+        self._advance(now_s)
+        left = {request.key: 0 for _, _, request in sorted(self._queue)}
+        for finish, _, key in sorted(self._running, key=lambda entry: entry[1]):
+            request = self._requests.pop(key)
+            left[key] = min(request.new_tokens - 1, max(0, request.new_tokens - math.ceil(finish - self._steps - 1e-6)))
+            self._generated += left[key]
+        self._queue, self._running, self._kept = [], [], OrderedDict()
+        self._prompts.clear()
+        self._first_with.clear()
+        self._context_of.clear()
+        self._reserved = self._kept_tokens = 0
+        self.changes += 1
+        return left
 
     @property
     def counters(self) -> Counters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,13 +78,21 @@ class SimulationResult(NamedTuple):
 
     @classmethod
     def of(
-        cls, workload: Workload, record: SimulationRecord, counters: Mapping[str, Counters], end_s: float
+        cls,
+        workload: Workload,
+        record: SimulationRecord,
+        counters: Sequence[tuple[str, Counters]],
+        engines: int,
+        end_s: float,
     ) -> SimulationResult:
-        """The result of a record."""
+        """The result of a record; an engine that stopped and came back has counters of each time."""
         makespan = max(record.ended_s.values())
         groups = [at - record.gate_s[iteration] for (iteration, _), at in record.group_s.items()]
         iterations = [record.iteration_s[k] - record.gate_s[k] for k in sorted(record.iteration_s)]
-        done = list(counters.values())
+        done = [each for _, each in counters]
+        peaks: dict[str, int] = {}
+        for name, each in counters:
+            peaks[name] = max(peaks.get(name, 0), each.peak_kv_tokens)
         return cls(
             makespan,
             sum(groups) / len(groups),
@@ -98,8 +106,8 @@ class SimulationResult(NamedTuple):
             sum(c.recomputed_tokens for c in done),
             record.moves,
             record.lost_quanta,
-            sum(c.busy_s for c in done) / (max(end_s, makespan) * len(done)) if done and makespan else 0.0,
-            {name: c.peak_kv_tokens for name, c in counters.items()},
+            sum(c.busy_s for c in done) / (max(end_s, makespan) * engines) if engines and makespan else 0.0,
+            peaks,
             tuple(record.dispatched),
         )
 

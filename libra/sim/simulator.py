@@ -7,8 +7,8 @@ Invariants
 ----------
 1. Virtual time never runs backwards, and no wall clock is read.
 2. The same workload, engines, ordering and seed give the same events: the agenda breaks ties by insertion.
-3. Every trajectory of the workload ends exactly once; each of its turns is generated exactly once, and one that was lost with
-   its engine is generated again from its beginning.
+3. Every trajectory of the workload ends exactly once; each of its turns is generated exactly once, one that was lost with its
+   engine again from its beginning, one that its engine handed over from where it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware.virtual_engine import Request, VirtualEngine
+from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
 from libra.policy import (
     Admission,
     BoundariesSet,
@@ -77,7 +77,8 @@ class Agenda:
 class SimulatedTrajectory:
     """A trajectory that has begun and not ended.
 
-    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored.
+    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are tokens of its turn that an
+    engine generated before it handed the trajectory over.
     """
 
     key: str
@@ -90,6 +91,7 @@ class SimulatedTrajectory:
     phase: Phase = Phase.ROLLOUT
     started_s: float = 0.0
     attempt: int = 0
+    generated: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -148,6 +150,7 @@ class Simulator:
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._contended = False  # whether a trajectory waits for a slot of an engine, as of the last dispatch
+        self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -169,22 +172,33 @@ class Simulator:
             if loss.worker not in self._specs:
                 raise ConfigError(f"losses: no engine is named {loss.worker!r}; there are {', '.join(self._specs)}")
             self.agenda.at(loss.at_s, self._lose, loss)
-        self._carry_out(self._admission.version_published(0))
-        for iteration in range(iterations):
-            self._carry_out(self._admission.gate_parked(iteration))
-            self._carry_out(self._admission.batch_parked(iteration))
+        self._open(iterations)
         self._dispatch()
         record, num = self.record, len(workload.trajectories)
-        while self.agenda.entries and not (len(record.ended_s) == num and len(record.iteration_s) == iterations):
+        while self.agenda.entries and not self._is_over(iterations):
             self.agenda.advance()
             self._dispatch()
-        if missing := num - len(record.ended_s):
+        if not self._is_over(iterations) and (missing := num - len(record.ended_s)):
             raise ConfigError(
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
                 f"({len(self.running_engines)} are running), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
             )
-        counters = {name: engine.counters for name, engine in self.running_engines.items()}
-        return SimulationResult.of(workload, record, counters, self.agenda.now_s)
+        return SimulationResult.of(workload, record, self._all_counters(), len(self._specs), self.agenda.now_s)
+
+    def _all_counters(self) -> list[tuple[str, Counters]]:
+        """Of all engines, also of those that stopped; one that came back has several."""
+        return [*self._counters, *((name, engine.counters) for name, engine in self.running_engines.items())]
+
+    def _open(self, iterations: int) -> None:
+        """Publish version 0; every iteration waits at its gate, and every step for its batch."""
+        self._carry_out(self._admission.version_published(0))
+        for iteration in range(iterations):
+            self._carry_out(self._admission.gate_parked(iteration))
+            self._carry_out(self._admission.batch_parked(iteration))
+
+    def _is_over(self, iterations: int) -> bool:
+        record = self.record
+        return len(record.ended_s) == len(self._workload.trajectories) and len(record.iteration_s) == iterations
 
     def notify(self, event: Event) -> None:
         """Send an event to the policy."""
@@ -212,17 +226,41 @@ class Simulator:
         engine = self.running_engines.pop(loss.worker, None)
         if engine is None:
             return
-        self.notify(WorkerLeft(loss.worker))
-        for key in [key for key, home in self._home.items() if home == loss.worker]:
-            del self._home[key]
-        in_transit = [key for key, worker in self._in_transit.items() if worker == loss.worker]
+        in_transit = self._leave(loss.worker)
         for key in (*engine.lost(), *in_transit):
             self.record.lost_quanta += 1
-            self._in_transit.pop(key, None)
             self._running[key].attempt += 1
             self._park(self._running[key])
         if loss.away_s is not None:
             self.agenda.at(self.agenda.now_s + loss.away_s, self._join, self._specs[loss.worker])
+
+    def _leave(self, worker: str) -> list[str]:
+        """No trajectory is at home on ``worker`` any more; returns those that held a slot of it without being in its engine."""
+        self.notify(WorkerLeft(worker))
+        for key in [key for key, home in self._home.items() if home == worker]:
+            del self._home[key]
+        in_transit = [key for key, place in self._in_transit.items() if place == worker]
+        for key in in_transit:
+            del self._in_transit[key]
+        return in_transit
+
+    def hand_over(self, worker: str) -> None:
+        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
+
+        What is on its way to or from the engine is lost, and generated again.
+        """
+        engine = self.running_engines.pop(worker)
+        in_transit = self._leave(worker)
+        self.record.lost_quanta += len(in_transit)
+        left = dict.fromkeys(in_transit, 0) | engine.hand_over(self.agenda.now_s)
+        self._counters.append((worker, engine.counters))
+        for key, generated in left.items():
+            one = self._running[key]
+            one.attempt += 1
+            one.generated += generated
+            one.context_tokens += generated
+            one.computed_tokens = one.context_tokens if generated or one.computed_tokens else 0
+            self._park(one)
 
     def _carry_out(self, commands: Sequence[object]) -> None:
         for command in commands:
@@ -300,8 +338,11 @@ class Simulator:
             self.record.moves += 1
         self._home[one.key] = worker
         if one.place not in self._groups.oldest:
-            version = self._groups.oldest[one.place] = self._admission.version
-            self._admission.generation_started(*one.place, version)
+            self._first_generated(one.place, self._admission.version)
+
+    def _first_generated(self, place: tuple[int, int], version: int) -> None:
+        self._groups.oldest[place] = version
+        self._admission.generation_started(*place, version)
 
     def _arrived(self, one: SimulatedTrajectory, attempt: int, worker: str) -> None:
         if one.attempt == attempt:
@@ -314,7 +355,7 @@ class Simulator:
         one.started_s = self.agenda.now_s
         reserve, context = self.options.reserve, one.context_tokens
         request = Request(
-            one.key, one.group, context, plan.prompt_tokens, one.turn_plan.new_tokens, one.computed_tokens,
+            one.key, one.group, context, plan.prompt_tokens, one.turn_plan.new_tokens - one.generated, one.computed_tokens,
             0 if reserve is None else min(reserve[0], reserve[1] - context),
             plan.contexts[one.turn] if plan.contexts else 0,
         )  # fmt: skip
@@ -346,14 +387,15 @@ class Simulator:
             return
         self._in_transit.pop(one.key, None)
         turn = one.turn_plan
-        one.context_tokens += turn.new_tokens
+        new_tokens, one.generated = turn.new_tokens - one.generated, 0
+        one.context_tokens += new_tokens
         one.computed_tokens = one.context_tokens
         inline = self._is_inline(turn)
         tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
         one.quanta += 2 if inline else 1
         one.context_tokens += payload
         latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
-        self.notify(QuantumFinished(one.key, Phase.ROLLOUT, turn.new_tokens, tool, status, latency_s, payload))
+        self.notify(QuantumFinished(one.key, Phase.ROLLOUT, new_tokens, tool, status, latency_s, payload))
         one.turn += inline
         if one.turn == len(one.plan.turns) or turn.status == NO_TOOL:
             self._end(one)

@@ -1,0 +1,103 @@
+"""Training systems as data: which groups a batch takes, when they are trained on, who trains, in which order trajectories run.
+
+Each is a rule of one simulator (`libra.sim.pipeline`), with the same engines, seconds and workload. Systems of others are known by
+what their papers say of these choices, not by their code; what they have besides is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from libra.errors import ConfigError
+
+
+class Roles(StrEnum):
+    """Who trains besides the core trainers."""
+
+    SPLIT = "split"
+    """Nobody: trainers train, engines generate."""
+    TURNING = "turning"
+    """Engines that the tail of a rollout does not need (`libra.policy.turning`)."""
+    WHOLE_POOL = "whole pool"
+    """All engines, from the moment when a batch is complete until the new weights are published; what is open waits meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discipline:
+    """A training system.
+
+    Attributes
+    ----------
+    text : str
+        The system in a few words.
+    etas : tuple of int
+        Staleness bounds for which it is defined.
+    own_batches : bool
+        Batch ``j`` takes the groups of iteration ``j``; False: those that are complete first (`libra.policy.streamed_batches`).
+    streaming : bool
+        A group is trained on as soon as its batch has taken it; False: when the batch is complete.
+    roles : Roles
+    core_trainers : bool
+        Whether some GPUs always train; False: all generate, and train together.
+    order : str
+        Ordering of trajectories (`libra.policy.ORDERINGS`, or ``oracle``).
+    static : bool
+        A baseline of the table: no GPU does both.
+    """
+
+    text: str
+    etas: tuple[int, ...]
+    own_batches: bool = True
+    streaming: bool = False
+    roles: Roles = Roles.SPLIT
+    core_trainers: bool = True
+    order: str = "fifo"
+    static: bool = False
+
+
+DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
+    "colocated": Discipline(
+        "synchronous, all GPUs generate and then train (verl)", (0,), roles=Roles.WHOLE_POOL, core_trainers=False, static=True
+    ),
+    "split": Discipline(
+        "a fixed split with batches of their own iteration; eta 1: one step off", (0, 1, 2), static=True
+    ),
+    "bounded": Discipline(
+        "a fixed split, a batch takes what is complete first within the bound (AReaL)", (1, 2), own_batches=False, static=True
+    ),
+    "partial": Discipline(
+        "whole pool: interrupted when a batch is complete, carried over (partial rollout)", (1, 2), own_batches=False,
+        roles=Roles.WHOLE_POOL, core_trainers=False,
+    ),
+    "paper": Discipline("a fixed split, trajectories in the order of Libra's paper", (0, 1, 2), order="paper"),
+    "streaming": Discipline("groups are trained on as they are complete (StreamRL)", (0, 1, 2), streaming=True),
+    "streaming_bounded": Discipline(
+        "the same, a batch takes what is complete first within the bound", (1, 2), own_batches=False, streaming=True
+    ),
+    "turning": Discipline(
+        "streaming, and engines that the tail does not need train", (0, 1, 2), streaming=True, roles=Roles.TURNING
+    ),
+    "turning_bounded": Discipline(
+        "the same, a batch takes what is complete first within the bound", (1, 2), own_batches=False, streaming=True,
+        roles=Roles.TURNING,
+    ),
+    "turning_cmlfq": Discipline(
+        "turning, in the order of C-MLFQ", (0, 1, 2), streaming=True, roles=Roles.TURNING, order="cmlfq"
+    ),
+    "turning_oracle": Discipline(
+        "turning, with the true lengths", (0, 1, 2), streaming=True, roles=Roles.TURNING, order="oracle"
+    ),
+})  # fmt: skip
+"""By name; `libra simulate --against NAME[,NAME]` takes them."""
+
+
+def disciplines(names: Sequence[str], eta: int) -> dict[str, Discipline]:
+    """Those of these names (none: all) that are defined for a staleness bound; ConfigError lists the names that exist."""
+    for name in names:
+        if name not in DISCIPLINES:
+            raise ConfigError(f"--against: got {name!r}; allowed are all, or some of {', '.join(DISCIPLINES)}")
+    return {name: each for name, each in DISCIPLINES.items() if eta in each.etas and (not names or name in names)}

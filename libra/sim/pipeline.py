@@ -1,0 +1,294 @@
+"""A training run in virtual time whose trainer has GPUs: waves of gradients, changes of roles, and GPU-seconds by cause.
+
+`Simulator` has rollouts, gates and versions; here a step takes the GPU-seconds of its groups on the GPUs that train, its groups
+come as the discipline says, and engines may train (`libra.policy.turning`).
+
+Invariants
+----------
+1. Every group is trained on once, in one batch; a step closes when its batch is complete and all its gradients are computed.
+2. A GPU generates, trains, changes from one to the other, or is idle: the seconds of the four add up to GPUs x seconds.
+3. Lags are within the bound, as `libra.policy.admission` (gates) and `libra.policy.streamed_batches` keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from libra.errors import ConfigError
+from libra.policy import CommittedGroup, Ordering
+from libra.policy.admission import GroupId
+from libra.policy.streamed_batches import StreamedBatches
+from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
+from libra.sim.disciplines import Discipline, Roles
+from libra.sim.engines import EngineSpec
+from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulator import SimulatedTrajectory, Simulator
+from libra.sim.training_gpus import GroupWork, TrainingGpus
+from libra.sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """Settings of a pipeline besides workload, engines and discipline.
+
+    Attributes
+    ----------
+    eta : int
+        Staleness bound in versions.
+    core_gpus : int
+        GPUs that always train.
+    update_s, close_s, merge_s : float
+        From the last gradient to the new weights on the engines; for the optimizer; to merge the gradients of GPUs that turned.
+    load_s : float
+        Seconds that an engine stops for new weights.
+    rule : TurningRule
+    num_steps : int or None
+        The simulation stops after this many; None: after all iterations of the workload.
+    """
+
+    eta: int = 0
+    core_gpus: int = 0
+    update_s: float = 10.0
+    close_s: float = 1.0
+    merge_s: float = 3.0
+    load_s: float = 3.0
+    rule: TurningRule = field(default_factory=TurningRule)
+    num_steps: int | None = None
+
+
+class TurnDone(NamedTuple):
+    """A change of role that began, and why."""
+
+    at_s: float
+    turn: Turn
+
+
+class PipelineResult(NamedTuple):
+    """Result of a pipeline.
+
+    Attributes
+    ----------
+    published_s : tuple of float
+        When each step's weights were published.
+    gpu_s : mapping of str to float
+        GPU-seconds by cause: ``generating`` (engines that have requests), ``training``, ``changing`` roles, ``idle engines``,
+        ``idle trainers`` (no group is complete, or weights are published).
+    turns : tuple of TurnDone
+    """
+
+    published_s: tuple[float, ...]
+    gpu_s: Mapping[str, float]
+    turns: tuple[TurnDone, ...]
+
+    def step_s(self, after: int = 1) -> float:
+        """Mean seconds of a step, the first ``after`` left out."""
+        if len(self.published_s) <= after:
+            raise ValueError(f"after: got {after} with {len(self.published_s)} steps")
+        begin = self.published_s[after - 1] if after else 0.0
+        return (self.published_s[-1] - begin) / (len(self.published_s) - after)
+
+
+class Pipeline(Simulator):
+    """One workload under one discipline; `train` it once."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        engines: Sequence[EngineSpec],
+        ordering: Ordering,
+        discipline: Discipline,
+        work: Mapping[GroupId, GroupWork],
+        options: PipelineOptions,
+        *,
+        seed: int = 0,
+    ) -> None:
+        if options.eta not in discipline.etas:
+            raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
+        super().__init__(
+            workload, engines, ordering, seed=seed, options=SimulationOptions(eta=options.eta, load_s=options.load_s)
+        )
+        self._discipline, self._pipeline, self._work = discipline, options, work
+        self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)
+        if not self._trainer.gpus and discipline.roles is Roles.SPLIT:
+            raise ConfigError("core_gpus: got 0 where no engine trains; type at least 1")
+        self._batches = StreamedBatches(options.eta, self._groups.per_iteration, own=discipline.own_batches)
+        self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
+        self._doing = dict.fromkeys(self._specs, Turned.ROLLOUT)
+        self._turns: list[TurnDone] = []
+        self._changed_s = self._engine_gpu_s = self._counted_s = 0.0
+        self._closing = self._merges = self._look = False
+        self._serial = 0  # of the next end of all gradients, as it was last computed
+
+    def train(self) -> PipelineResult:
+        """Everything until the last step."""
+        self.run()
+        self._count()
+        trainer, now_s = self._trainer, self.agenda.now_s
+        trainer.advance(now_s)
+        gpus = {name: spec.tp for name, spec in self._specs.items()}
+        generating = sum(gpus[name] * each.busy_s for name, each in self._all_counters())
+        total = now_s * (sum(gpus.values()) + self._core_gpus)
+        idle_engines = self._engine_gpu_s - generating
+        gpu_s = {
+            "generating": generating,
+            "training": trainer.busy_gpu_s,
+            "changing": self._changed_s,
+            "idle engines": idle_engines,
+            "idle trainers": total - self._engine_gpu_s - self._changed_s - trainer.busy_gpu_s,
+        }
+        published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
+        return PipelineResult(published, gpu_s, tuple(self._turns))
+
+    @property
+    def _core_gpus(self) -> int:
+        return self._pipeline.core_gpus if self._discipline.core_trainers else 0
+
+    # ---------------------------------------------------------------- the simulator's events
+
+    def _open(self, iterations: int) -> None:
+        self._carry_out(self._admission.version_published(0))
+        for iteration in range(iterations):
+            self._carry_out(self._admission.gate_parked(iteration))
+        self._feed(self._batches.version_published(0))
+
+    def _is_over(self, iterations: int) -> bool:
+        return len(self.record.iteration_s) == (self._pipeline.num_steps or iterations)
+
+    def _dispatch(self) -> None:
+        super()._dispatch()
+        if self._look and self._discipline.roles is not Roles.SPLIT:
+            self._look = False
+            self._turn()
+            super()._dispatch()
+
+    def _begin(self, iteration: int) -> None:
+        super()._begin(iteration)
+        self._look = True
+
+    def _first_generated(self, place: GroupId, version: int) -> None:
+        super()._first_generated(place, version)
+        self._batches.generation_started(*place, version)
+
+    def _end(self, one: SimulatedTrajectory) -> None:
+        super()._end(one)
+        self._look = True
+
+    def _commit(self, place: GroupId) -> None:
+        self._feed(self._batches.group_committed(CommittedGroup(*place, self._groups.oldest[place])))
+
+    def _trained(self, batch: int) -> None:
+        self._closing, self._merges, self._look = False, False, True
+        super()._trained(batch)
+        if batch + 1 < len(self._groups.plans):
+            self._feed(self._batches.version_published(batch + 1))
+
+    # ---------------------------------------------------------------- training
+
+    def _feed(self, groups: Sequence[GroupId]) -> None:
+        """The open batch has taken these groups."""
+        self._waiting += groups
+        if self._discipline.streaming or self._batches.is_full:
+            for place in self._waiting:
+                self._trainer.add(self.agenda.now_s, self._work[place])
+            self._waiting = []
+        self._look = True
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        self._serial += 1
+        at_s = self._trainer.over_s()
+        if self._batches.is_full and not self._closing and at_s is not None:
+            self.agenda.at(max(at_s, self.agenda.now_s), self._computed, self._serial)
+
+    def _computed(self, serial: int) -> None:
+        """All gradients of the open step are computed, unless its work or the GPUs have changed since."""
+        if serial != self._serial:
+            return
+        self._trainer.advance(self.agenda.now_s)
+        self._trainer.backlog_gpu_s, self._closing = 0.0, True
+        seconds = self._pipeline.close_s + self._pipeline.update_s + (self._pipeline.merge_s if self._merges else 0.0)
+        self.agenda.at(self.agenda.now_s + seconds, self._trained, self._batches.batch)
+
+    # ---------------------------------------------------------------- roles
+
+    def _turn(self) -> None:
+        trainer, rule = self._trainer, self._pipeline.rule
+        trainer.advance(self.agenda.now_s)
+        states = [
+            TurningEngine(name, spec.tp, self._doing[name], self._dispatcher.residents(name))
+            for name, spec in self._specs.items()
+        ]
+        step = None
+        if not self._closing:
+            waits = self._pipeline.eta == 0
+            step = OpenStep(trainer.backlog_gpu_s, self._core_gpus, self._batches.is_full, waits)
+        if self._discipline.roles is Roles.WHOLE_POOL:
+            turns = whole_pool(states, step)
+        else:
+            turns = rule.turns(states, len(self._running), step)
+        if not turns:
+            return
+        for turn in turns:
+            self._change(turn)
+        self._spread()
+        self._expect_gradients()
+
+    def _change(self, turn: Turn) -> None:
+        self._count()
+        name, rule, now_s = turn.worker, self._pipeline.rule, self.agenda.now_s
+        gpus = self._specs[name].tp
+        self._turns.append(TurnDone(now_s, turn))
+        if turn.to is Turned.TRAINING:
+            self._doing[name] = Turned.TO_TRAINING
+            self.hand_over(name)
+            seconds = rule.to_training_s
+        else:
+            self._doing[name] = Turned.TO_ROLLOUT
+            self._trainer.change(now_s, -gpus)
+            seconds = rule.to_rollout_s
+        self._changed_s += gpus * seconds
+        self.agenda.at(now_s + seconds, self._changed, name, turn.to)
+
+    def _changed(self, name: str, to: Turned) -> None:
+        self._count()
+        self._doing[name], self._look = to, True
+        if to is Turned.TRAINING:
+            self._merges = True
+            self._trainer.change(self.agenda.now_s, self._specs[name].tp)
+            self._expect_gradients()
+        else:
+            self._join(self._specs[name])
+            self._spread()
+
+    def _spread(self) -> None:
+        """While engines return, those that generate use fewer slots, so that trajectories wait for the others instead of
+        filling them."""
+        returning = [name for name, doing in self._doing.items() if doing is Turned.TO_ROLLOUT]
+        generating = [self._specs[name] for name, doing in self._doing.items() if doing is Turned.ROLLOUT]
+        gpus = sum(self._specs[name].tp for name in returning) + sum(spec.tp for spec in generating)
+        fair = len(self._running) / gpus if gpus else 0.0
+        for spec in generating:
+            slots = min(spec.slots, max(1, round(fair * spec.tp + 0.5))) if returning else spec.slots
+            self.notify(replace(spec.joined(self._typical_context), rollout_slots=slots))
+
+    def _count(self) -> None:
+        """GPU-seconds of engines that generate, up to now."""
+        now_s = self.agenda.now_s
+        gpus = sum(self._specs[name].tp for name, doing in self._doing.items() if doing is Turned.ROLLOUT)
+        self._engine_gpu_s += (now_s - self._counted_s) * gpus
+        self._counted_s = now_s
+
+
+def whole_pool(engines: Sequence[TurningEngine], step: OpenStep | None) -> tuple[Turn, ...]:
+    """All engines train when the batch is complete, and return when its weights are published."""
+    if step is None:
+        return ()
+    if step.is_full:
+        rolling = [engine for engine in engines if engine.doing is Turned.ROLLOUT]
+        return tuple(Turn(engine.name, Turned.TRAINING, "the batch is complete") for engine in rolling)
+    back = [engine for engine in engines if engine.doing is Turned.TRAINING]
+    return tuple(Turn(engine.name, Turned.ROLLOUT, "new weights are published") for engine in back)

@@ -1,0 +1,213 @@
+"""Training systems compared: each is tuned on one seed (training GPUs, TP degree, rule of turning), and scored on others.
+
+A cell is a set of traces on some GPUs with a load and a staleness bound. `play` simulates one system in it, `tune` searches the
+settings of a system by coordinate descent, `lower_bound_s` is what no system can be faster than without speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
+from libra.policy.turning import TurningRule
+from libra.sim.disciplines import Discipline, Roles
+from libra.sim.engines import fleet, slots_of
+from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
+from libra.sim.training_gpus import group_work
+from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
+from libra.types import NO_TOOL
+
+DEGREES = (2, 4, 8)
+"""TP degrees of engines that are tried; all engines of a system have one."""
+NODE = 8
+"""Core trainers are whole nodes of so many GPUs, if there are two or more."""
+PER_GPU = (4.0, 8.0, 16.0)
+"""Values of `TurningRule.trajectories_per_gpu` that are tried, the first one first."""
+STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
+"""By staleness bound: steps that are simulated, and of those the first ones that are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Where systems are compared.
+
+    Attributes
+    ----------
+    traces : tuple of Trace
+    group_size : int
+        Samples of one prompt.
+    kinship : float
+        Correlation of lengths within a group, see `libra.sim.workload.draw`.
+    groups : int
+        Groups of a batch.
+    gpus : int
+        GPUs of the run.
+    eta : int
+        Staleness bound.
+    gpu, model : str
+        Names of the datasheet and of the model's sizes.
+    """
+
+    traces: tuple[Trace, ...]
+    group_size: int
+    kinship: float
+    groups: int
+    gpus: int
+    eta: int
+    gpu: str = "A800-80G"
+    model: str = "Qwen3-14B"
+
+    def workload(self, seed: int) -> Workload:
+        """As many iterations as the steps that are simulated need."""
+        return draw(
+            self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed,
+            iterations=STEPS[self.eta][0] + self.eta + 1, kinship=self.kinship,
+        )  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """What a system is tuned in: GPUs that always train, degree of its engines, `TurningRule.trajectories_per_gpu`."""
+
+    core_gpus: int
+    tp: int
+    per_gpu: float
+
+
+@cache
+def _sizes(gpu: str, model: str) -> tuple[GPU, ModelShape]:
+    return load_gpu(gpu), load_shape(model)
+
+
+@cache
+def _tables(gpu: str, model: str, tp: int) -> EngineTables:
+    return EngineTables(engine_seconds(*_sizes(gpu, model), tp))
+
+
+def _ordering(name: str, workload: Workload) -> Ordering:
+    match name:
+        case "oracle":
+            return Oracle(workload.totals())
+        case "cmlfq":
+            return CMLFQ()
+    return make_ordering(name)
+
+
+def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int) -> PipelineResult:
+    """One system in one cell, on the trajectories of one seed."""
+    workload = cell.workload(seed)
+    plans = workload.trajectories
+    mean = sum(plan.final_tokens for plan in plans) // len(plans)
+    tables = _tables(cell.gpu, cell.model, setting.tp)
+    engines = fleet(
+        {setting.tp: (cell.gpus - setting.core_gpus) // setting.tp},
+        {setting.tp: tables},
+        {setting.tp: slots_of(tables, mean)},
+    )
+    options = PipelineOptions(
+        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), num_steps=STEPS[cell.eta][0]
+    )
+    work = group_work(workload, *_sizes(cell.gpu, cell.model))
+    return Pipeline(
+        workload, engines, _ordering(discipline.order, workload), discipline, work, options, seed=seed
+    ).train()
+
+
+def step_s(cell: Cell, result: PipelineResult) -> float:
+    """Seconds of a step, without the first ones."""
+    return result.step_s(STEPS[cell.eta][1])
+
+
+def core_choices(cell: Cell, discipline: Discipline) -> list[int]:
+    """Numbers of core trainers to try, the one nearest to training's share of the work first."""
+    if not discipline.core_trainers:
+        return [0]
+    parts = bound_parts(cell)
+    ideal = cell.gpus * float(parts.training_s.sum() / (parts.rollout_s + parts.training_s).sum())
+    unit = NODE if cell.gpus >= 2 * NODE else 1
+    nodes = [gpus for gpus in range(unit, cell.gpus, unit) if ideal / 2 - unit / 2 <= gpus <= 1.7 * ideal + unit]
+    none = [0] if discipline.roles is not Roles.SPLIT else []
+    return sorted([*none, *nodes], key=lambda gpus: abs(gpus - ideal))
+
+
+def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting]], Sequence[float]]) -> Setting:
+    """The best setting found; ``seconds`` are those of a step with each of some settings, on the tuning seed.
+
+    First the degree, then the core trainers, then the rule; and the degree again if one of the others changed.
+    """
+    cores = core_choices(cell, discipline)
+    rules = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
+    best, known = Setting(cores[0], DEGREES[0], rules[0]), dict[Setting, float]()
+
+    def improve(found: Setting, choices: Sequence[Setting]) -> Setting:
+        tried = [one for one in dict.fromkeys([found, *choices]) if (cell.gpus - one.core_gpus) // one.tp > 0]
+        new = [one for one in tried if one not in known]
+        known.update(zip(new, seconds(new), strict=True))
+        return min(tried, key=lambda one: known[one])
+
+    best = improve(best, [best._replace(tp=tp) for tp in DEGREES])
+    first = best
+    best = improve(best, [best._replace(core_gpus=core) for core in cores])
+    best = improve(best, [best._replace(per_gpu=rule) for rule in rules])
+    return best if best == first else improve(best, [best._replace(tp=tp) for tp in DEGREES])
+
+
+class BoundParts(NamedTuple):
+    """Of each scored iteration: seconds of rollout and of training on all GPUs at best efficiency, and of the critical path (the
+    longest trajectory alone on the fastest engine, its gradients, the update); (iterations,) arrays."""
+
+    rollout_s: np.ndarray
+    training_s: np.ndarray
+    path_s: np.ndarray
+
+
+def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
+    """The parts of `lower_bound_s`."""
+    workload, (steps, left_out) = cell.workload(seed), STEPS[cell.eta]
+    options, sizes = PipelineOptions(), _sizes(cell.gpu, cell.model)
+    work = group_work(workload, *sizes)
+    fastest, rows = _tables(cell.gpu, cell.model, DEGREES[-1]), []
+    for iteration in range(left_out, steps):
+        plans = [plan for plan in workload.trajectories if plan.iteration == iteration]
+        contexts = [mean_context(plan) for plan in plans]
+        tokens = np.array([plan.new_tokens for plan in plans], float)
+        context = float((tokens * contexts).sum() / tokens.sum())
+        each_s = []
+        for tp in DEGREES:
+            tables = _tables(cell.gpu, cell.model, tp)
+            slots = slots_of(tables, int(context))
+            each_s.append(tp * tables.step_s(slots, slots * context) / slots)
+        alone_s = [
+            plan.new_tokens * fastest.step_s(1, at) + sum(turn.tool_s for turn in plan.turns if turn.status != NO_TOOL)
+            for plan, at in zip(plans, contexts, strict=True)
+        ]
+        groups = [work[place] for place in dict.fromkeys((plan.iteration, plan.group) for plan in plans)]
+        update_s = options.update_s + options.close_s
+        rows.append((
+            tokens.sum() * min(each_s) / cell.gpus,
+            sum(group.gpu_s for group in groups) / cell.gpus,
+            max(alone_s) + update_s + min(group.longest_s for group in groups),
+        ))  # fmt: skip
+    return BoundParts(*np.array(rows).T)
+
+
+def mean_context(plan: TrajectoryPlan) -> float:
+    """Mean context of a trajectory's generated tokens."""
+    context, weighted = float(plan.prompt_tokens), 0.0
+    for turn in plan.turns:
+        weighted += turn.new_tokens * (context + turn.new_tokens / 2)
+        context += turn.new_tokens + turn.payload_tokens
+    return weighted / plan.new_tokens
+
+
+def lower_bound_s(cell: Cell, seed: int = 0) -> float:
+    """Mean seconds of a step that no discipline beats without speculation and with all groups trained on: the work at best
+    efficiency on all GPUs, or the critical path over ``eta + 1`` steps. Prefill is not counted."""
+    parts = bound_parts(cell, seed)
+    return float(np.maximum(parts.rollout_s + parts.training_s, parts.path_s / (cell.eta + 1)).mean())

@@ -1,0 +1,98 @@
+"""Batches that are filled as groups come: the bound, every group once, never a dead end, under any schedule."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import Admission, CommittedGroup, OpenGate
+from libra.policy.admission import GroupId
+from libra.policy.streamed_batches import StreamedBatches
+
+
+def train(eta: int, groups: int, steps: int, own: bool, seed: int) -> dict[int, list[tuple[GroupId, int]]]:
+    """A whole training under a random schedule: the groups of each batch, with their lags."""
+    rng, admission, batches = random.Random(seed), Admission(eta, groups), StreamedBatches(eta, groups, own=own)
+    waiting: list[GroupId] = []
+    running: dict[GroupId, int] = {}
+    started: dict[GroupId, int] = {}
+    taken: dict[int, list[tuple[GroupId, int]]] = {step: [] for step in range(steps)}
+
+    def take(places: tuple[GroupId, ...]) -> None:
+        taken[batches.batch].extend((place, batches.batch - started[place]) for place in places)
+
+    def open_gates(commands: tuple[object, ...]) -> None:
+        for command in commands:
+            assert isinstance(command, OpenGate)
+            waiting.extend((command.iteration, group) for group in range(groups))
+
+    def publish(version: int) -> None:
+        open_gates(admission.version_published(version))
+        take(batches.version_published(version))
+
+    publish(0)
+    for iteration in range(steps + eta + 1):
+        open_gates(admission.gate_parked(iteration))
+    while True:
+        if batches.is_full:
+            if batches.batch + 1 == steps:
+                return taken
+            if rng.random() < 0.3:
+                publish(batches.batch + 1)
+                continue
+        moves = ["start"] * bool(waiting) + ["finish"] * bool(running)
+        assert moves or batches.is_full, f"batch {batches.batch} can never be full"
+        if not moves:
+            publish(batches.batch + 1)
+        elif rng.choice(moves) == "start":
+            place = waiting.pop(rng.randrange(len(waiting)))
+            running[place] = started[place] = batches.batch
+            batches.generation_started(*place, batches.batch)
+        else:
+            place = rng.choice(list(running))
+            take(batches.group_committed(CommittedGroup(*place, running.pop(place))))
+
+
+@given(
+    eta=st.integers(0, 4),
+    groups=st.integers(1, 5),
+    steps=st.integers(1, 8),
+    own=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=300)
+def test_any_schedule_fills_every_batch_within_the_bound(
+    eta: int, groups: int, steps: int, own: bool, seed: int
+) -> None:
+    taken = train(eta, groups, steps, own, seed)
+    assert all(len(members) == groups for members in taken.values())
+    assert set(Counter(place for members in taken.values() for place, _ in members).values()) == {1}
+    assert all(0 <= lag <= eta for members in taken.values() for _, lag in members)
+    if own or not eta:
+        assert all(place[0] == batch for batch, members in taken.items() for place, _ in members)
+
+
+def test_a_place_is_kept_for_a_group_at_its_deadline() -> None:
+    batches = StreamedBatches(1, 2, own=False)
+    assert batches.version_published(0) == ()
+    for place in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        batches.generation_started(*place, 0)
+    assert batches.group_committed(CommittedGroup(1, 0, 0)) == ((1, 0),)
+    assert batches.group_committed(CommittedGroup(1, 1, 0)) == ((1, 1),)
+    assert batches.is_full and batches.version_published(1) == ()
+    batches.generation_started(2, 0, 1)
+    assert (
+        batches.group_committed(CommittedGroup(2, 0, 1)) == ()
+    )  # both places are for iteration 0, whose deadline is now
+    assert batches.group_committed(CommittedGroup(0, 1, 0)) == ((0, 1),)
+
+
+def test_a_batch_that_is_not_full_is_not_followed_by_another() -> None:
+    batches = StreamedBatches(0, 2, own=True)
+    batches.version_published(0)
+    with pytest.raises(ValueError, match="0 of 2 groups"):
+        batches.version_published(1)

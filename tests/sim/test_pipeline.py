@@ -1,0 +1,141 @@
+"""A training run whose trainer has GPUs, in virtual time: everything trained on once, GPU-seconds that add up, turns that pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from libra.errors import ConfigError
+from libra.policy import Fifo
+from libra.policy.turning import Turned, TurningRule
+from libra.sim import EngineSpec, Workload, synthetic
+from libra.sim.against import compare
+from libra.sim.disciplines import DISCIPLINES, disciplines
+from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
+from libra.sim.training_gpus import GroupWork
+from libra.sim.tuning import Cell, Setting, lower_bound_s, play, step_s
+from libra.sim.workload import Trace
+
+Engines = Callable[..., tuple[EngineSpec, ...]]
+Workloads = Callable[..., Workload]
+
+QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
+OPTIONS = PipelineOptions(core_gpus=1, update_s=1.0, close_s=0.0, merge_s=0.5, load_s=0.0, rule=QUICK)
+
+
+def trained(
+    workload: Workload, engines: tuple[EngineSpec, ...], name: str, group_s: float, options: PipelineOptions = OPTIONS
+) -> tuple[Pipeline, PipelineResult]:
+    """A run in which every group takes ``group_s`` GPU-seconds, half of it its longest sequence."""
+    work = {(plan.iteration, plan.group): GroupWork(group_s, group_s / 2) for plan in workload.trajectories}
+    pipeline = Pipeline(workload, engines, Fifo(), DISCIPLINES[name], work, options)
+    return pipeline, pipeline.train()
+
+
+def test_a_split_step_is_rollout_then_gradients_then_update(engines: Engines, workload: Workloads) -> None:
+    two = workload([(100, 0.0)], [(300, 0.0)])
+    pipeline, found = trained(two, engines(2, slots=1), "split", 4.0)
+    rollout_s = max(pipeline.record.ended_s.values())
+    assert found.published_s == pytest.approx([rollout_s + 2 * 4.0 + 1.0])
+    assert found.gpu_s["training"] == pytest.approx(8.0)
+
+
+def test_streaming_trains_on_a_group_while_the_other_is_generated(engines: Engines, workload: Workloads) -> None:
+    two = workload([(100, 0.0)], [(1000, 0.0)])
+    pipeline, found = trained(two, engines(2, slots=1), "streaming", 4.0)
+    first_s, last_s = sorted(pipeline.record.ended_s.values())
+    assert last_s - first_s > 4.0
+    assert found.published_s == pytest.approx([last_s + 4.0 + 1.0])
+
+
+def test_a_longest_sequence_is_never_divided(engines: Engines, workload: Workloads) -> None:
+    one = workload([(100, 0.0)])
+    pipeline, found = trained(one, engines(1), "streaming", 8.0, replace(OPTIONS, core_gpus=8))
+    assert found.published_s == pytest.approx([max(pipeline.record.ended_s.values()) + 4.0 + 1.0])
+
+
+def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines: Engines, workload: Workloads) -> None:
+    turns = [[(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)]]
+    work = workload(*turns, iterations=2)
+    pipeline, found = trained(work, engines(2, slots=2), "turning", 30.0)
+    split, still = trained(work, engines(2, slots=2), "streaming", 30.0)
+    turned = [done for done in found.turns if done.turn.to is Turned.TRAINING]
+    assert turned and any(done.turn.to is Turned.ROLLOUT for done in found.turns)
+    assert found.published_s[-1] < 0.9 * still.published_s[-1]
+    assert len(pipeline.record.ended_s) == len(split.record.ended_s) == 8
+    generated = sum(counters.generated_tokens for _, counters in pipeline._all_counters())
+    assert generated == sum(plan.new_tokens for plan in work.trajectories)  # nothing was generated twice
+
+
+def test_a_pool_of_one_kind_trains_when_the_batch_is_there(engines: Engines, workload: Workloads) -> None:
+    work = workload([(100, 0.0)], [(300, 0.0)], iterations=2)
+    _, found = trained(work, engines(2), "colocated", 8.0)
+    ways = [(done.turn.to, done.turn.worker) for done in found.turns]
+    assert ways[:2] == [(Turned.TRAINING, "tp1-0"), (Turned.TRAINING, "tp1-1")] and len(ways) == 6
+    _, carried = trained(
+        workload([(100, 0.0)], [(3000, 0.0)], iterations=3),
+        engines(2),
+        "partial",
+        2.0,
+        replace(OPTIONS, eta=1, num_steps=2),
+    )
+    assert {done.turn.reason for done in carried.turns} == {"the batch is complete", "new weights are published"}
+
+
+@given(
+    name=st.sampled_from(sorted(set(DISCIPLINES) - {"turning_oracle", "turning_cmlfq", "paper"})),
+    eta=st.integers(0, 2), seed=st.integers(0, 1000), count=st.integers(1, 4), slots=st.integers(1, 4),
+    core=st.integers(1, 3), group_s=st.floats(0.0, 100.0), per_gpu=st.floats(0.5, 8.0),
+)  # fmt: skip
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
+    engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, group_s: float, per_gpu: float
+) -> None:
+    discipline = DISCIPLINES[name]
+    if eta not in discipline.etas:
+        return
+    work = synthetic(12, turns=3, seed=seed, iterations=4, group_size=4)
+    fleet = engines(count, slots=slots, kv=60_000)
+    options = replace(OPTIONS, eta=eta, core_gpus=core, rule=replace(QUICK, trajectories_per_gpu=per_gpu))
+    pipeline, found = trained(work, fleet, name, group_s, options)
+    assert len(found.published_s) == 4 and len(pipeline.record.ended_s) == 48
+    assert list(found.published_s) == sorted(found.published_s)
+    assert found.gpu_s["training"] == pytest.approx(4 * 3 * group_s)
+    gpus = count + (core if discipline.core_trainers else 0)
+    assert sum(found.gpu_s.values()) == pytest.approx(gpus * found.published_s[-1])
+    assert all(seconds >= -1e-6 for seconds in found.gpu_s.values()), found.gpu_s
+    assert trained(work, fleet, name, group_s, options)[1] == found
+
+
+TRACES = tuple(Trace(str(plan.sample), 1000, plan.turns) for plan in synthetic(32, turns=4, seed=3).trajectories)
+
+
+def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bound() -> None:
+    cell, seen = Cell(TRACES, 4, 0.5, 6, 8, 0), dict[str, set[int]]()
+
+    def seconds(system: str, tried: list[tuple[Setting, int]]) -> list[float]:
+        seen.setdefault(system, set()).update(seed for _, seed in tried)
+        return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed)) for setting, seed in tried]
+
+    found = compare(cell, list(disciplines(["colocated", "split", "turning"], 0)), 2, seconds)
+    assert seen == {"colocated": {0, 1, 101}, "split": {0, 1, 101}, "turning": {0, 1, 101}}
+    assert found.bound_s == (lower_bound_s(cell, 0) + lower_bound_s(cell, 1)) / 2 and all(
+        each > lower_bound_s(cell, seed) for one in found.scored for seed, each in enumerate(one.step_s)
+    )
+    assert found.ours.system == "turning" and found.ratio > 1.0
+    assert len(found.lines()) == 4 and found.static.system in found.lines()[0]
+    with pytest.raises(ConfigError, match="a yardstick is missing: colocated or split"):
+        compare(cell, ["turning"], 2, seconds)
+
+
+def test_a_discipline_that_is_not_defined_for_a_bound_is_refused(engines: Engines, workload: Workloads) -> None:
+    with pytest.raises(ConfigError, match=r"eta: got 1; this discipline is defined for \(0,\)"):
+        trained(workload([(10, 0.0)]), engines(1), "colocated", 1.0, replace(OPTIONS, eta=1))
+    with pytest.raises(ConfigError, match="core_gpus: got 0"):
+        trained(workload([(10, 0.0)]), engines(1), "split", 1.0, replace(OPTIONS, core_gpus=0))
+    with pytest.raises(ConfigError, match="'verl'; allowed are all, or some of colocated"):
+        disciplines(["verl"], 0)
