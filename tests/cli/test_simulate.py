@@ -70,3 +70,45 @@ def test_wrong_input_is_told_what_to_do(libra: Libra, tmp_path: Path) -> None:
     assert code == 2 and "tp3" in err
     code, _, err = libra("simulate", "libra/quickstart", *SMALL, "simulation.gpu=abacus")
     assert code == 2 and "abacus" in err
+
+
+def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: Path) -> None:
+    picture = tmp_path / "systems.html"
+    given = (
+        *SMALL,
+        "simulation.model=Qwen3-14B",
+        "trainer.prompts=4",
+        "--against",
+        "turning",
+        "--gpus",
+        "4,6",
+        "--seeds",
+        2,
+    )
+    code, out, err = libra("simulate", "libra/quickstart", *given, "--plot", picture, "--json")
+    assert (code, err) == (0, "")
+    first, second = json.loads(out)["comparisons"]
+    assert (first["gpus"], second["gpus"]) == (4, 6)
+    for each in (first, second):
+        names = {row["system"]: row for row in each["systems"]}
+        assert set(names) == {"colocated", "split", "turning"}
+        assert max(row["over_best_static"] for row in each["systems"] if row["static"]) == 1.0
+        assert 0 < max(row["of_bound"] for row in each["systems"]) < 1
+    assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--against", "verl"), "'verl'; allowed are all, or some of colocated"),
+        (("--against", "bounded"), "bounded is defined for run.eta 1, 2, got 0"),
+        (("--against", "all", "simulation.policy=fifo"), "simulation.policy has no effect"),
+        (("--against", "all", "--gpus", "1"), "type numbers of GPUs of 2 or more"),
+        (("--against", "all", "run.eta=3"), "run.eta: got 3"),
+        (("--gpus", "16"), "need --against"),
+        (("--against", "all", "--workload", "w.json"), "draws its own workloads"),
+    ],
+)
+def test_a_comparison_that_cannot_be_is_refused(libra: Libra, given: tuple[str, ...], told: str) -> None:
+    code, _, err = libra("simulate", "libra/quickstart", *given)
+    assert code == 2 and told in err

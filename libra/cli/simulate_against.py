@@ -1,0 +1,166 @@
+"""``libra simulate --against``: a table of training systems on one batch size, each tuned, beside the lower bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+
+from libra.config.run_config import RunConfig
+from libra.errors import ConfigError
+from libra.sim.against import Comparison, compare
+from libra.sim.disciplines import DISCIPLINES, disciplines
+from libra.sim.from_config import Simulated, drawn_workload
+from libra.sim.from_run import run_setting
+from libra.sim.recorded_agents import load_traces
+from libra.sim.tuning import STEPS, Cell, Setting, play, step_s
+from libra.sim.workload import Trace, Workload
+
+ALL = "all"
+UNUSED = (
+    "layout",
+    "policy",
+    "slots",
+    "train_s",
+    "load_s",
+    "tool_slots",
+    "noise",
+    "calibration",
+    "objective",
+    "accuracy",
+)
+"""Keys of section `simulation` that every system of the table sets itself."""
+
+
+def simulate_against(
+    config: RunConfig,
+    *,
+    against: str,
+    gpus: str | None,
+    seeds: int,
+    from_run: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Compare and print; ConfigError for a system, a number of GPUs or a setting that the table cannot take."""
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if name.removeprefix("simulation.") in UNUSED and name.startswith("simulation."):
+            raise ConfigError(f"--against: {name} has no effect, every system has its own; leave it out")
+    names = [] if against == ALL else [name.strip() for name in against.split(",")]
+    base, source = cell_of(config, from_run)
+    if base.eta not in STEPS:
+        raise ConfigError(f"run.eta: got {base.eta}; --against compares systems at {', '.join(map(str, STEPS))}")
+    chosen = disciplines(names, base.eta)
+    if missing := [name for name in names if name not in chosen]:
+        etas = ", ".join(map(str, DISCIPLINES[missing[0]].etas))
+        raise ConfigError(f"--against: {missing[0]} is defined for run.eta {etas}, got {base.eta}")
+    yardsticks = {name: each for name, each in disciplines([], base.eta).items() if each.static}
+    chosen = yardsticks | chosen
+    found = []
+    for count in gpu_counts(gpus, base.gpus):
+        cell = replace(base, gpus=count)
+
+        def seconds(system: str, tried: Sequence[tuple[Setting, int]], cell: Cell = cell) -> list[float]:
+            return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed)) for setting, seed in tried]
+
+        found.append(compare(cell, list(chosen), seeds, seconds))
+        if not as_json:
+            click.echo("\n".join(found[-1].lines()))
+    if plot is not None:
+        draw_bars(found, plot)
+    about = (
+        f"seconds of engines and gradients: {Path(base.model).name} on {base.gpu} by the hardware model, nothing is fitted; "
+        f"trajectories {source}; each system is tuned on a seed that is not scored"
+    )
+    if as_json:
+        rows = [
+            {"gpus": each.cell.gpus, "eta": each.cell.eta, "bound_s": each.bound_s, "systems": each.rows()}
+            for each in found
+        ]
+        click.echo(json.dumps({"about": about, "seeds": seeds, "comparisons": rows}))
+        return
+    click.echo(about)
+
+
+def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
+    """The batch, model, GPU and staleness bound of a configuration or of a run; and where its trajectories are from."""
+    if from_run is not None:
+        setting = run_setting(from_run)
+        own, traces, source = setting.record.config, as_traces(setting.workload), f"of {from_run}"
+    else:
+        own, path = config, config.simulation.traces
+        if path is None:
+            traces, source = as_traces(drawn_workload(config)), "synthetic"
+        else:
+            traces, source = tuple(load_traces(path, seed=config.run.seed)), f"drawn from {path}"
+    choices = Simulated(own.model_copy(update={"simulation": config.simulation}))
+    layout = sum(tp * count for tp, count in Simulated(own).layout.items()) + own.cluster.train_workers
+    trainer = own.trainer
+    cell = Cell(
+        traces, trainer.group_size, 0.0, trainer.prompts, layout, own.run.eta, gpu=choices.gpu, model=choices.model
+    )
+    return cell, source
+
+
+def as_traces(workload: Workload) -> tuple[Trace, ...]:
+    """The trajectories of a workload as traces to draw from; those of one prompt are of one task."""
+    return tuple(
+        Trace(plan.prompt or workload.group_key(plan), plan.prompt_tokens, plan.turns, plan.family)
+        for plan in workload.trajectories
+    )
+
+
+def gpu_counts(text: str | None, own: int) -> list[int]:
+    """``16,48`` as numbers; None: those of the run."""
+    if text is None:
+        if own < 2:
+            raise ConfigError(f"--gpus: the configuration has {own} GPU; type e.g. --gpus 16,48,96")
+        return [own]
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 2:
+        raise ConfigError(f"--gpus: got {text!r}; type numbers of GPUs of 2 or more, e.g. --gpus 16,48,96")
+    return counts
+
+
+def draw_bars(found: Sequence[Comparison], path: Path) -> None:
+    """An HTML file without requests: a bar per system with the seconds of its step and their spread, and the bound as a line."""
+    from bokeh.embed import file_html
+    from bokeh.layouts import column
+    from bokeh.models import ColumnDataSource, Span, Whisker
+    from bokeh.plotting import figure
+    from bokeh.resources import INLINE
+
+    plots = []
+    for each in found:
+        names = [one.system for one in each.scored]
+        mean = [float(np.mean(one.step_s)) for one in each.scored]
+        data = {
+            "system": names, "mean": mean, "text": [one.discipline.text for one in each.scored],
+            "low": [min(one.step_s) for one in each.scored], "high": [max(one.step_s) for one in each.scored],
+        }  # fmt: skip
+        source = ColumnDataSource(data)
+        plot = figure(
+            y_range=names[::-1], height=60 + 34 * len(names), width=900, tools="hover,save",
+            tooltips=[("", "@text"), ("seconds of a step", "@mean{0.0} (@low{0.0} to @high{0.0})")],
+            x_axis_label="seconds of a step", title=f"{each.cell.gpus} GPUs, staleness bound {each.cell.eta}",
+        )  # fmt: skip
+        plot.hbar(y="system", right="mean", height=0.6, source=source)
+        plot.add_layout(Whisker(base="system", lower="low", upper="high", dimension="width", source=source))
+        plot.add_layout(Span(location=each.bound_s, dimension="height", line_dash="dashed"))
+        plot.x_range.start = 0
+        plots.append(plot)
+    try:
+        path.write_text(file_html(column(*plots), INLINE, "Training systems compared"))
+    except OSError as error:
+        raise ConfigError(
+            f"--plot {path}: {error.strerror or error}; type the name of a file to write, e.g. systems.html"
+        ) from error
