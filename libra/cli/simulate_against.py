@@ -17,10 +17,12 @@ from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.from_config import Simulated, drawn_workload
 from libra.sim.from_run import run_setting
 from libra.sim.recorded_agents import load_traces
-from libra.sim.tuning import STEPS, Cell, Setting, play, step_s
+from libra.sim.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.sim.workload import Trace, Workload
 
 ALL = "all"
+FEWEST = 1 + DEGREES[0]
+"""GPUs of the smallest split: one that trains, and an engine."""
 UNUSED = (
     "layout",
     "policy",
@@ -119,15 +121,15 @@ def as_traces(workload: Workload) -> tuple[Trace, ...]:
 def gpu_counts(text: str | None, own: int) -> list[int]:
     """``16,48`` as numbers; None: those of the run."""
     if text is None:
-        if own < 2:
-            raise ConfigError(f"--gpus: the configuration has {own} GPU; type e.g. --gpus 16,48,96")
+        if own < FEWEST:
+            raise ConfigError(f"--gpus: the configuration has {own} GPUs; type {FEWEST} or more, e.g. --gpus 16,48,96")
         return [own]
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = [0]
-    if min(counts) < 2:
-        raise ConfigError(f"--gpus: got {text!r}; type numbers of GPUs of 2 or more, e.g. --gpus 16,48,96")
+    if min(counts) < FEWEST:
+        raise ConfigError(f"--gpus: got {text!r}; type numbers of GPUs of {FEWEST} or more, e.g. --gpus 16,48,96")
     return counts
 
 

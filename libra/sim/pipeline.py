@@ -119,7 +119,7 @@ class Pipeline(Simulator):
         self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
         self._doing = dict.fromkeys(self._specs, Turned.ROLLOUT)
         self._turns: list[TurnDone] = []
-        self._changed_s = self._engine_gpu_s = self._counted_s = 0.0
+        self._changing_gpu_s = self._engine_gpu_s = self._counted_s = 0.0
         self._closing = self._merges = self._look = False
         self._serial = 0  # of the next end of all gradients, as it was last computed
 
@@ -136,9 +136,9 @@ class Pipeline(Simulator):
         gpu_s = {
             "generating": generating,
             "training": trainer.busy_gpu_s,
-            "changing": self._changed_s,
+            "changing": self._changing_gpu_s,
             "idle engines": idle_engines,
-            "idle trainers": total - self._engine_gpu_s - self._changed_s - trainer.busy_gpu_s,
+            "idle trainers": total - self._engine_gpu_s - self._changing_gpu_s - trainer.busy_gpu_s,
         }
         published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
         return PipelineResult(published, gpu_s, tuple(self._turns))
@@ -250,7 +250,6 @@ class Pipeline(Simulator):
             self._doing[name] = Turned.TO_ROLLOUT
             self._trainer.change(now_s, -gpus)
             seconds = rule.to_rollout_s
-        self._changed_s += gpus * seconds
         self.agenda.at(now_s + seconds, self._changed, name, turn.to)
 
     def _changed(self, name: str, to: Turned) -> None:
@@ -276,11 +275,13 @@ class Pipeline(Simulator):
             self.notify(replace(spec.joined(self._typical_context), rollout_slots=slots))
 
     def _count(self) -> None:
-        """GPU-seconds of engines that generate, up to now."""
-        now_s = self.agenda.now_s
-        gpus = sum(self._specs[name].tp for name, doing in self._doing.items() if doing is Turned.ROLLOUT)
-        self._engine_gpu_s += (now_s - self._counted_s) * gpus
-        self._counted_s = now_s
+        """GPU-seconds of engines that generate and of changes, up to now."""
+        seconds, self._counted_s = self.agenda.now_s - self._counted_s, self.agenda.now_s
+        for name, doing in self._doing.items():
+            if doing is Turned.ROLLOUT:
+                self._engine_gpu_s += seconds * self._specs[name].tp
+            elif doing is not Turned.TRAINING:
+                self._changing_gpu_s += seconds * self._specs[name].tp
 
 
 def whole_pool(engines: Sequence[TurningEngine], step: OpenStep | None) -> tuple[Turn, ...]:

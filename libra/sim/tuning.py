@@ -131,9 +131,10 @@ def core_choices(cell: Cell, discipline: Discipline) -> list[int]:
     parts = bound_parts(cell)
     ideal = cell.gpus * float(parts.training_s.sum() / (parts.rollout_s + parts.training_s).sum())
     unit = NODE if cell.gpus >= 2 * NODE else 1
-    nodes = [gpus for gpus in range(unit, cell.gpus, unit) if ideal / 2 - unit / 2 <= gpus <= 1.7 * ideal + unit]
+    whole = range(unit, cell.gpus - DEGREES[0] + 1, unit)
+    near = [gpus for gpus in whole if ideal / 2 - unit / 2 <= gpus <= 1.7 * ideal + unit]
     none = [0] if discipline.roles is not Roles.SPLIT else []
-    return sorted([*none, *nodes], key=lambda gpus: abs(gpus - ideal))
+    return sorted([*none, *(near or whole)], key=lambda gpus: abs(gpus - ideal))
 
 
 def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting]], Sequence[float]]) -> Setting:

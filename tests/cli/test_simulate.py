@@ -103,7 +103,7 @@ def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: P
         (("--against", "verl"), "'verl'; allowed are all, or some of colocated"),
         (("--against", "bounded"), "bounded is defined for run.eta 1, 2, got 0"),
         (("--against", "all", "simulation.policy=fifo"), "simulation.policy has no effect"),
-        (("--against", "all", "--gpus", "1"), "type numbers of GPUs of 2 or more"),
+        (("--against", "all", "--gpus", "1"), "type numbers of GPUs of 3 or more"),
         (("--against", "all", "run.eta=3"), "run.eta: got 3"),
         (("--gpus", "16"), "need --against"),
         (("--against", "all", "--workload", "w.json"), "draws its own workloads"),
