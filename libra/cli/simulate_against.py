@@ -137,7 +137,8 @@ def draw_bars(found: Sequence[Comparison], path: Path) -> None:
     """An HTML file without requests: a bar per system with the seconds of its step and their spread, and the bound as a line."""
     from bokeh.embed import file_html
     from bokeh.layouts import column
-    from bokeh.models import ColumnDataSource, Span, Whisker
+    from bokeh.models import ColumnDataSource, FactorRange, Range1d
+    from bokeh.models.annotations import Span, Whisker
     from bokeh.plotting import figure
     from bokeh.resources import INLINE
 
@@ -150,15 +151,16 @@ def draw_bars(found: Sequence[Comparison], path: Path) -> None:
             "low": [min(one.step_s) for one in each.scored], "high": [max(one.step_s) for one in each.scored],
         }  # fmt: skip
         source = ColumnDataSource(data)
+        longest_s = 1.1 * max(max(one.step_s) for one in each.scored)
         plot = figure(
-            y_range=names[::-1], height=60 + 34 * len(names), width=900, tools="hover,save",
+            y_range=FactorRange(factors=names[::-1]), x_range=Range1d(start=0, end=longest_s),
+            height=60 + 34 * len(names), width=900, tools="hover,save",
             tooltips=[("", "@text"), ("seconds of a step", "@mean{0.0} (@low{0.0} to @high{0.0})")],
             x_axis_label="seconds of a step", title=f"{each.cell.gpus} GPUs, staleness bound {each.cell.eta}",
         )  # fmt: skip
         plot.hbar(y="system", right="mean", height=0.6, source=source)
         plot.add_layout(Whisker(base="system", lower="low", upper="high", dimension="width", source=source))
         plot.add_layout(Span(location=each.bound_s, dimension="height", line_dash="dashed"))
-        plot.x_range.start = 0
         plots.append(plot)
     try:
         path.write_text(file_html(column(*plots), INLINE, "Training systems compared"))
