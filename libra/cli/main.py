@@ -19,6 +19,7 @@ import click
 from libra.cli.cluster_commands import cluster
 from libra.cli.inspect import inspect
 from libra.cli.new_project import init
+from libra.cli.page import page
 from libra.cli.report import report, trace
 from libra.cli.runs import runs
 from libra.cli.usage_error import show_usage_error
@@ -45,7 +46,7 @@ def cli() -> None:
     """
 
 
-for _command in (inspect, report, runs, trace):
+for _command in (inspect, page, report, runs, trace):
     cli.add_command(_command)
 
 _CONFIG = click.argument("config", metavar="CONFIG")

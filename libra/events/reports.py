@@ -229,6 +229,14 @@ class IterationReport(Report, frozen=True, tag="iteration"):
     lag: float
 
 
+class EvaluationReport(Report, frozen=True, tag="evaluation"):
+    """Held-out questions were answered and graded; ``reward`` None: none could be graded."""
+
+    version: int
+    reward: float | None
+    prompts: int
+
+
 class DriverReport(Report, frozen=True):
     """From the driver."""
 

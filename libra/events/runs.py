@@ -96,6 +96,14 @@ class IterationFinished(Event, frozen=True):
     lag: float
 
 
+class EvaluationFinished(Event, frozen=True):
+    """``prompts`` held-out questions were answered with the weights ``version``; ``reward`` is None if none could be graded."""
+
+    version: int
+    reward: float | None
+    prompts: int
+
+
 class LayoutPlanned(Event, frozen=True):
     """The run starts the layout planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
 

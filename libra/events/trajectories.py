@@ -147,7 +147,7 @@ class GroupCommitted(Event, frozen=True):
     """The immutable record of a group exists.
 
     ``reward`` is the mean over samples that train, None if none does; ``oldest_version`` -1 if nothing was generated;
-    ``failures`` counts its trajectories that ended as a failure, by class.
+    ``failures`` counts its trajectories that ended as a failure, by class, ``resampled`` attempts that failed before those.
     """
 
     split: str
@@ -156,6 +156,7 @@ class GroupCommitted(Event, frozen=True):
     oldest_version: int
     reward: float | None
     failures: dict[str, int]
+    resampled: int = 0
 
 
 class FailureClassified(Event, frozen=True):

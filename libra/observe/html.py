@@ -7,14 +7,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, Final, NamedTuple
 
+from libra.observe.color_scheme import COLORS
 from libra.untrusted import shown
 
-STYLE: Final = """
-:root { --back: #f6f7f8; --card: #fff; --text: #1f2a30; --soft: #5a6a73; --line: #dde2e5; --bad: #b3261e; --code: #f1f3f4; }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #12171b; --card: #1b2228; --text: #e3e8ea; --soft: #9fb0b9; --line: #333d44; --bad: #ff8a80; --code: #141a1f; }
-}
-:root { color-scheme: light dark; }
+STYLE: Final = (
+    COLORS
+    + """
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; }
 main { max-width: 1280px; margin: 0 auto; padding: 20px; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 2px; } h3 { font-size: 14px; margin: 14px 0 6px; }
@@ -41,6 +39,7 @@ pre { background: var(--code); border-radius: 6px; padding: 10px; white-space: p
 pre i { font-style: normal; color: var(--soft); }
 details > summary { cursor: pointer; font-size: 13px; }
 """
+)
 
 
 class Html(NamedTuple):

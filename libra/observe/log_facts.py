@@ -15,23 +15,15 @@ from libra import events, keys
 from libra.errors import StoreError
 from libra.events import Event
 from libra.observe.decision_outcomes import DecisionOutcomes
+from libra.observe.decision_words import DECISIONS, TROUBLES
 from libra.observe.run_directory import setting, whole_number
-from libra.observe.worker_time import WorkerTimes
+from libra.observe.run_facts import RunFacts
 from libra.store.event_log import EventReader
 from libra.types import Phase
 
 MAX_FORECASTS: Final = 4000
 MAX_DECISIONS: Final = 400
 MAX_TROUBLES: Final = 200
-DECISIONS: Final = (
-    events.LayoutPlanned, events.PlanConsidered, events.PlanAccepted, events.PlanBlocked, events.PlanRealised,
-    events.RoleChangeStarted, events.RoleChanged, events.RoleRestored, events.RoleChangeFailed, events.RoleChangeCancelled,
-    events.SlotsSet, events.BoundariesSet,
-)  # fmt: skip
-TROUBLES: Final = (
-    events.WorkerLost, events.WorkerSetupFailed, events.EngineQuarantined, events.StallDetected,
-    events.GangLost, events.RoleMemberFailed,
-)  # fmt: skip
 
 
 class TurnSpan(NamedTuple):
@@ -72,11 +64,12 @@ class Logged(NamedTuple):
 
 
 class LogFacts:
-    """Facts of one event log; `read` fills them.
+    """Facts of one event log; `read_on` fills them.
 
     Attributes
     ----------
-    times : WorkerTimes
+    run : RunFacts
+        Counts, curves and worker time.
     starts : int
         Starts of the run that are in the log.
     num_events : int
@@ -91,18 +84,13 @@ class LogFacts:
         Attempts that failed, by class; quanta that ended without a record.
     failure_details : Counter
         Failed attempts by (class, detail), of the first different ones.
-    published_s : dict
-        When each version was published.
-    tokens, quanta : int, Counter
-        Generated tokens, and finished quanta by phase.
     torn : bool
         The last line was cut off.
     """
 
     def __init__(self, trainers: Sequence[str] = ()) -> None:
-        self.times = WorkerTimes(trainers)
-        self.starts = self.num_events = self.tokens = self.lost_quanta = 0
-        self.quanta: Counter[str] = Counter()
+        self.run = RunFacts(trainers)
+        self.starts = self.num_events = self.lost_quanta = 0
         self.turns: list[TurnSpan] = []
         self.turns_of = -1
         self.forecasts: deque[ForecastPair] = deque(maxlen=MAX_FORECASTS)
@@ -111,7 +99,6 @@ class LogFacts:
         self.outcomes = DecisionOutcomes()
         self.failures: Counter[str] = Counter()
         self.failure_details: Counter[tuple[str, str]] = Counter()
-        self.published_s: dict[int, float] = {}
         self.torn = False
         self._live: dict[str, _Live] = {}
         self._turns: dict[int, list[TurnSpan]] = {}
@@ -119,8 +106,8 @@ class LogFacts:
     def add(self, event: Event) -> None:
         """Take the next event of the log."""
         self.num_events += 1
-        self.times.add(event)
-        now_s = self.times.now_s
+        self.run.add(event)
+        now_s = self.run.times.now_s
         match event:
             case events.RunStarted():
                 self.starts += 1
@@ -136,8 +123,6 @@ class LogFacts:
                 self._ended(event)
             case events.QuantumLost():
                 self.lost_quanta += 1
-            case events.VersionPublished():
-                self.published_s[event.version] = now_s
             case events.FailureClassified():
                 self.failures[event.failure] += 1
                 detail = event.failure, event.detail
@@ -149,6 +134,20 @@ class LogFacts:
         elif isinstance(event, DECISIONS):
             self.decisions.append(Logged(now_s, event, outcome))
 
+    def read_on(self, path: Path) -> str:
+        """Take the events that were not read yet; why they end before the log's end, empty: they do not.
+
+        A damaged log is read up to the damage.
+        """
+        if not path.is_file():
+            return f"there is no event log ({path.name}): the run has observe.event_log=false, or has not begun"
+        try:
+            for event in read_log(path, self.num_events + 1):
+                self.add(event)
+        except StoreError as error:
+            return str(error)
+        return "" if self.num_events else f"the event log ({path.name}) has no event yet"
+
     def _of(self, key: str) -> _Live:
         live = self._live.get(key)
         if live is None:
@@ -157,8 +156,6 @@ class LogFacts:
 
     def _finished(self, event: events.QuantumFinished, now_s: float) -> None:
         live = self._of(event.key)
-        self.tokens += event.tokens
-        self.quanta[str(event.phase)] += 1
         live.tokens += event.tokens
         begun_s, worker = live.begun or (now_s - event.latency_s, event.worker)
         live.begun = None
@@ -182,27 +179,22 @@ class LogFacts:
         self.forecasts.append(ForecastPair(totals[0][1], half[1], live.tokens))
 
 
-def read_log(path: Path) -> Iterator[Event]:
-    """The events of a log, typed; StoreError with the line where one cannot be read. A torn last line is left out."""
-    reader = EventReader(path)
-    for line, values in reader:
+def read_log(path: Path, line: int = 1) -> Iterator[Event]:
+    """The events of a log from this line on, typed; a torn last line is left out.
+
+    StoreError with the line where one cannot be read.
+    """
+    for number, values in EventReader(path, line=line):
         try:
             yield events.from_dict(values)
         except StoreError as error:
-            raise StoreError(f"{path}, line {line}: {error}") from error
+            raise StoreError(f"{path}, line {number}: {error}") from error
 
 
 def log_facts(path: Path, trainers: Sequence[str] = ()) -> tuple[LogFacts, str]:
-    """The facts of a log, and why they end before its end (empty: they do not). A damaged log is read up to the damage."""
+    """The facts of a log, and why they end before its end; see `LogFacts.read_on`."""
     facts = LogFacts(trainers)
-    if not path.is_file():
-        return facts, f"there is no event log ({path.name}): the run has observe.event_log=false, or has not begun"
-    try:
-        for event in read_log(path):
-            facts.add(event)
-    except StoreError as error:
-        return facts, str(error)
-    return facts, "" if facts.num_events else f"the event log ({path.name}) has no event yet"
+    return facts, facts.read_on(path)
 
 
 def trainers_of(config: dict[str, Any]) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], p
         from distributed.dashboard.core import BokehApplication
         from distributed.dashboard.scheduler import template_variables
 
-        from libra.observe.page_document import libra_document
+        from libra.observe.page_document import dashboard_document
     except ImportError as error:
         logger.warning("no Libra page: %s; to have one, type: pip install bokeh", error)
         return
@@ -82,7 +82,7 @@ def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], p
     if "libra" not in variables["pages"]:
         variables["pages"].insert(1, "libra")
     page = BokehApplication(
-        {"/libra": functools.partial(_serve, libra_document, feed)},
+        {"/libra": functools.partial(_serve, dashboard_document, feed)},
         scheduler,
         prefix=root,
         template_variables=variables,
@@ -93,8 +93,6 @@ def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], p
     logger.info("Libra page at %s", f"/{root}/libra" if root else "/libra")
 
 
-def _serve(
-    libra_document: Callable[..., None], feed: Feed, _scheduler: Scheduler, extra: dict[str, Any], doc: Any
-) -> None:
+def _serve(document: Callable[..., None], feed: Feed, _scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
     """Adapter to the arguments that Dask's BokehApplication passes."""
-    libra_document(feed, extra, doc)
+    document(feed, extra, doc)

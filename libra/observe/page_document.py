@@ -1,4 +1,4 @@
-"""The Bokeh document behind ``/libra``: tiles, tables of workers, and ten plots of one run, which the viewer can choose.
+"""The Bokeh document behind ``/libra``, of the scheduler's dashboard and of `libra page`: figures, plots and tables of one run.
 
 Invariants
 ----------
@@ -15,34 +15,64 @@ from bokeh.core.properties import without_property_validation
 from bokeh.document import Document
 from bokeh.layouts import column, row
 from bokeh.models.widgets import Div, Select
-from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+from jinja2 import Environment
 
-from libra.observe.page_html import STYLESHEET, overview_html, summary_html, workers_html
-from libra.observe.page_panels import (
-    BucketPanel,
-    IterationPanel,
-    LevelPanel,
-    OutcomePanel,
-    TimePanel,
-    VersionPanel,
-    WorkerTimePanel,
-    set_changed,
-)
+from libra.observe.color_scheme import COLORS, SCRIPT
+from libra.observe.page_html import STYLESHEET, decisions_html, overview_html, summary_html, workers_html
+from libra.observe.page_panels import LagPanel, OutcomePanel, RewardPanel, StepPanel, TimePanels, set_changed
 from libra.observe.page_snapshot import Feed, Snapshot
 
 UPDATE_MS: Final = 500
+GRID: Final = {
+    "display": "grid", "gap": "8px", "margin-top": "8px",
+    "grid-template-columns": "repeat(auto-fill, minmax(max(380px, 23%), 1fr))",
+}  # fmt: skip
+"""Three plots side by side at 1280 pixels, four at 2560."""
+TABLES: Final = GRID | {
+    "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 760px), 1fr))",
+    "align-items": "start",
+}
+
+_STYLE: Final = (
+    f"<style>{COLORS}\n"
+    "html, body { background: var(--back); color: var(--text); }\n"
+    ".navbar ul { background-color: var(--card) !important; border-bottom: 1px solid var(--line); }\n"
+    ".navbar li a { color: var(--text) !important; } .dropdown-content { background-color: var(--card) !important; }\n"
+    "#theme { position: fixed; right: 14px; bottom: 12px; z-index: 2; font: 12px system-ui, sans-serif; padding: 5px 10px; "
+    "color: var(--soft); background: var(--card); border: 1px solid var(--line); border-radius: 6px; cursor: pointer; }\n"
+    ".bk-tooltip { background: var(--card) !important; color: var(--text) !important; }\n</style>"
+)
+CONTENT: Final = (
+    f"{_STYLE}\n{{{{ plot_div }}}}\n{{{{ plot_script }}}}\n"
+    '<button id="theme" type="button" title="light or dark; ?theme=dark in the address does the same">light / dark</button>\n'
+    f"<script>{SCRIPT}</script>"
+)
+"""The page below Dask's links; jinja2."""
+ALONE: Final = (
+    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    '<link rel="icon" href="data:,"><title>{{ title }}</title>{{ bokeh_css }}{{ bokeh_js }}'
+    f"<style>body {{ margin: 0; padding: 10px 14px; }}</style></head><body>{CONTENT}</body></html>"
+)
+"""The page of `libra page`, which has no links."""
 
 
-def libra_document(feed: Feed, extra: dict[str, Any], doc: Document) -> None:
+def libra_document(feed: Feed, doc: Document) -> None:
     """Fill a document that Bokeh made for one visitor; Bokeh ends its periodic callback with the visitor's session."""
     page = LibraPage(feed)
     page.update()
-    doc.title = "Dask: Libra"
     doc.add_root(page.root)
-    doc.template = env.get_template("simple.html")
-    doc.template_variables.update(extra)
-    doc.theme = BOKEH_THEME
+    doc.title, doc.template = "Libra", Environment().from_string(ALONE)
     doc.add_periodic_callback(page.update, UPDATE_MS)
+
+
+def dashboard_document(feed: Feed, extra: dict[str, Any], doc: Document) -> None:
+    """The same among the pages of Dask's dashboard; ``extra`` are the variables of its templates."""
+    from distributed.dashboard.components.scheduler import env
+
+    libra_document(feed, doc)
+    doc.title = "Dask: Libra"
+    doc.template = env.from_string(f'{{% extends "simple.html" %}}{{% block content %}}{CONTENT}{{% endblock %}}')
+    doc.template_variables.update(extra)
 
 
 class LibraPage:
@@ -50,24 +80,19 @@ class LibraPage:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self.overview, self.summary, self.workers = (
-            Div(name=f"libra_{name}", stylesheets=[STYLESHEET], sizing_mode="stretch_width")
-            for name in ("overview", "summary", "workers")
+        self.overview, self.summary, self.decisions, self.workers = (
+            Div(name=f"libra_{name}", stylesheets=[STYLESHEET], sizing_mode="stretch_width", margin=0)
+            for name in ("overview", "summary", "decisions", "workers")
         )
-        self.workers.visible = False
         self.select = Select(name="libra_run", title="Show", options=[], value="", visible=False, width=240)
         self.select.on_change("value", lambda _attr, _old, _new: self.update())
-        self.levels, self.buckets, self.outcomes = LevelPanel(), BucketPanel(), OutcomePanel()
-        self.time, self.iterations, self.versions = TimePanel(), IterationPanel(), VersionPanel()
-        self.worker_time = WorkerTimePanel()
-        lines = (
-            (self.levels.plot, self.buckets.plot, self.outcomes.plot),
-            (self.worker_time.plot, self.time.queue_plot, self.time.slot_plot),
-            (self.time.token_plot, self.iterations.reward_plot, self.iterations.lag_plot, self.versions.plot),
-        )
-        self.plots = column(*(row(*line, sizing_mode="stretch_width") for line in lines), sizing_mode="stretch_width")
+        self.rewards, self.steps, self.time = RewardPanel(), StepPanel(), TimePanels()
+        self.lag, self.outcomes = LagPanel(), OutcomePanel()
+        panels = (self.rewards, self.steps, *self.time.panels, self.outcomes, self.lag)
+        self.plots = column(*(panel.card for panel in panels), sizing_mode="stretch_width", styles=GRID)
+        self.tables = column(self.decisions, self.workers, sizing_mode="stretch_width", styles=TABLES)
         head = row(self.overview, self.select, sizing_mode="stretch_width")
-        self.root = column(head, self.summary, self.workers, self.plots, sizing_mode="stretch_width")
+        self.root = column(head, self.summary, self.plots, self.tables, sizing_mode="stretch_width")
 
     @without_property_validation  # type: ignore[untyped-decorator]
     def update(self) -> None:
@@ -80,25 +105,14 @@ class LibraPage:
             self.select.value = runs[-1]
         set_changed(self.overview, "text", overview_html(snapshots, self.select.value))
         set_changed(self.overview, "visible", len(runs) != 1)
-        for model in (self.summary, self.plots):
+        for model in (self.summary, self.plots, self.tables):
             set_changed(model, "visible", bool(runs))
-        if not runs:
-            set_changed(self.workers, "visible", False)
-        else:
+        if runs:
             self._show(snapshots[runs.index(self.select.value)])
 
     def _show(self, snapshot: Snapshot) -> None:
         set_changed(self.summary, "text", summary_html(snapshot))
-        workers = workers_html(snapshot)
-        set_changed(self.workers, "text", workers)
-        set_changed(self.workers, "visible", bool(workers))
-        for panel in (
-            self.worker_time,
-            self.time,
-            self.levels,
-            self.buckets,
-            self.outcomes,
-            self.versions,
-            self.iterations,
-        ):
+        set_changed(self.decisions, "text", decisions_html(snapshot))
+        set_changed(self.workers, "text", workers_html(snapshot))
+        for panel in (self.rewards, self.steps, self.time, self.lag, self.outcomes):
             panel.show(snapshot)

@@ -1,101 +1,202 @@
-"""The panels of the Libra page. Each holds the plots and data sources of one subject; ``show`` brings them up to a snapshot."""
+"""The panels of the Libra page: each is a plot, its title, and a line that says what it shows or what it waits for.
+
+Invariants
+----------
+1. A panel without data draws no plot.
+2. Legends are above the curves. Colours of texts and grids come from the browser (`libra.observe.color_scheme`).
+"""
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any, Final, Literal
 
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.layouts import column
+from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
-from bokeh.plotting import figure
-from bokeh.transform import dodge
+from bokeh.models.widgets import Div
 
+from libra.observe.page_html import STYLESHEET
 from libra.observe.page_snapshot import Snapshot
+from libra.observe.plots import PHASE_COLORS, plot
+from libra.observe.run_facts import BANDS, MAX_SAMPLES
 from libra.observe.state_colors import STATE_COLORS
-from libra.observe.task_stream import PHASE_COLORS
-from libra.observe.worker_states import STATES
 from libra.types import Phase
-from libra.untrusted import shown_line
 
-MAX_SAMPLES: Final = 1200
-MAX_WORKERS: Final = 32
-"""Workers in the plot of worker time."""
-RATE_SAMPLES: Final = 6
-"""Samples (of 0.5 s) that one point of the tokens/s curve looks back."""
-NO_BUCKET, ONE_BUCKET = "no home yet", "all engines"
-"""Labels of trajectories that have generated nothing yet, and of the single bucket of workers that declare none."""
+RATE_S: Final = 3.0
+"""Seconds that one point of the tokens/s curve looks back, at least to the row before."""
 NO_NUMBER: Final = float("nan")
 """One shared object, so that lists with it compare as equal; Bokeh draws a gap for it."""
-CARD: Final[dict[str, Any]] = {"background": "#fff", "border": "1px solid #e0e4e7", "border-radius": "6px"}
+CARD: Final[dict[str, Any]] = {
+    "background": "var(--card)", "border": "1px solid var(--line)", "border-radius": "8px", "padding": "8px 12px",
+    "min-width": "0", "align-self": "start", "box-sizing": "border-box",
+}  # fmt: skip
 
-_ROLLOUT, _TOOL = PHASE_COLORS[Phase.ROLLOUT], PHASE_COLORS[Phase.TOOL]
-_CURRENT, _BEHIND, _TOKENS = "#2a9d6f", "#e9c46a", "#5e548e"
-_SAMPLE_COLUMNS: Final = ("t_s", "queued_rollout", "queued_tool", "used_rollout", "used_tool", "tokens_per_s")
-_BUCKET_COLUMNS: Final = ("bucket", "engines", "used", "slots", "at_home", "waiting", "left_tokens")
+_ROLLOUT, _TOOL = PHASE_COLORS["ROLLOUT"], PHASE_COLORS["TOOL"]
+_TRAINING, _HELD_OUT, _TOKENS, _SOFT = "#3f7fc4", "#2a9d6f", "#7b68b5", "#8fa1ab"
+_BAND_COLORS: Final = ("#8e2430", "#3f7fc4", "#6f9fd4", "#e0b44f", "#c3ccd1")
+_BAND_COLUMNS: Final = tuple(f"band_{number}" for number in range(len(BANDS)))
+_SAMPLE_COLUMNS: Final = (
+    "t_s", "queued_rollout", "queued_tool", "used_rollout", "used_tool", "tokens_per_s", *_BAND_COLUMNS,
+)  # fmt: skip
+_STEP_STATES: Final = (
+    "trajectories",
+    "grading",
+    "batch",
+    "training",
+    "moving",
+    "evaluation",
+    "lost",
+    "starting",
+    "nothing",
+)
 _OUTCOME_COLUMNS: Final = ("first", "half", "tokens")
+_SINCE: Final = "h:mm:ss since the start"
 
 
-class LevelPanel:
-    """Waiting trajectories by level."""
+class Panel:
+    """A card: title, line of text, plot."""
+
+    def __init__(self, title: str, what: str, waits: str, drawn: Any) -> None:
+        self.title, self.what, self.waits, self.plot = title, what, waits, drawn
+        self.head = Div(stylesheets=[STYLESHEET], sizing_mode="stretch_width", margin=0)
+        self.card = column(self.head, drawn, sizing_mode="stretch_width", styles=CARD)
+
+    def has_data(self, there: bool, note: str = "") -> None:
+        """Draw the plot or not; ``note`` follows the line of text."""
+        set_changed(self.plot, "visible", there)
+        line = f"{self.what} {note}".strip() if there else f"Waits for {self.waits}."
+        set_changed(self.head, "text", f'<h3>{self.title}</h3><p class="what">{escape(line)}</p>')
+
+
+class RewardPanel(Panel):
+    """Mean reward of training and of held-out questions."""
 
     def __init__(self) -> None:
-        self.source = _source("libra_levels", "level", "ROLLOUT", "TOOL")
-        self.plot = _figure("Waiting now, by level", "C-MLFQ level", "trajectories", x_range=[])
-        for phase, offset, color in ((Phase.ROLLOUT, -0.19, _ROLLOUT), (Phase.TOOL, 0.19, _TOOL)):
-            bars = _bars(self.plot, "level", str(phase), self.source, offset, 0.34, color, f"for {phase}")
-            _hover(self.plot, [("level", "@level"), (f"waiting for {phase}", f"@{phase}{{0,0}}")], bars)
-        self.plot.y_range.start = 0
-        self.plot.yaxis.ticker.min_interval = 1
-        _quiet_legend(self.plot.legend)
+        self.rewards, self.evaluations = (
+            _source("libra_rewards", "iteration", "reward"),
+            _source("libra_evaluations", "version", "reward"),
+        )
+        made = plot("", "iteration (held out: weights version)", "mean reward", height=230)
+        for source, x, color, dash, label in (
+            (self.rewards, "iteration", _TRAINING, "solid", "training"),
+            (self.evaluations, "version", _HELD_OUT, "dashed", "held out"),
+        ):
+            made.line(x, "reward", source=source, color=color, line_width=2, line_dash=dash, legend_label=label)
+            dots = made.scatter(x, "reward", source=source, color=color, size=6, legend_label=label)
+            _hover(made, [(x, f"@{x}"), (f"mean reward, {label}", "@reward{0.000}")], dots)
+        made.xaxis.ticker.min_interval = 1
+        super().__init__(
+            "Reward", "Mean reward of each iteration, and of the held-out questions: is it learning?",
+            "the end of the first iteration", made,
+        )  # fmt: skip
 
     def show(self, snapshot: Snapshot) -> None:
-        queue = snapshot["queue"]
-        numbers = sorted({0}.union(*(map(int, by_level) for by_level in queue.values())))
-        waiting = {
-            str(phase): [{int(k): v for k, v in queue.get(phase, {}).items()}.get(level, 0) for level in numbers]
-            for phase in Phase
-        }
-        names = [str(level) for level in numbers]
-        set_changed(self.plot.x_range, "factors", names)
-        set_changed(self.source, "data", {"level": names, **waiting})
-        set_changed(self.plot.y_range, "end", 1.15 * max(1, *waiting["ROLLOUT"], *waiting["TOOL"]))
+        training, held_out = snapshot["rewards"], snapshot["evaluations"]
+        means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean in training]
+        set_changed(self.rewards, "data", {"iteration": [int(k) for k, _ in training], "reward": means})
+        means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean, _ in held_out]
+        set_changed(self.evaluations, "data", {"version": [int(k) for k, _, _ in held_out], "reward": means})
+        self.has_data(bool(training or held_out))
 
 
-class TimePanel:
-    """Waiting trajectories, used slots and tokens per second, over time."""
+class StepPanel(Panel):
+    """The seconds of each step by what the training worker did."""
 
     def __init__(self) -> None:
-        self._shown: tuple[str, int] | None = None  # run and epoch that the source holds
+        self.source = _source("libra_steps", "step", *_STEP_STATES)
+        made = plot("", "step", "seconds", height=230)
+        colors = [STATE_COLORS[state] for state in _STEP_STATES]
+        bars = made.vbar_stack(
+            list(_STEP_STATES), x="step", width=0.8, source=self.source, color=colors, line_color=None,
+            legend_label=list(_STEP_STATES),
+        )  # fmt: skip
+        for state, drawn in zip(_STEP_STATES, bars, strict=True):
+            _hover(made, [("step", "@step"), (state, f"@{state}{{0.00}} s")], drawn)
+        made.legend.ncols = 5
+        made.y_range.start = 0
+        made.xaxis.ticker.min_interval = 1
+        super().__init__(
+            "Step time", "Seconds from one weights version to the next, by what training did or waited for: where to save time.",
+            "the first step", made,
+        )  # fmt: skip
+
+    def show(self, snapshot: Snapshot) -> None:
+        steps = snapshot["steps"]
+        columns = {state: [split.get(state, 0.0) for _, split in steps] for state in _STEP_STATES}
+        set_changed(self.source, "data", {"step": [int(step) for step, _ in steps], **columns})
+        for item in self.plot.legend[0].items:
+            set_changed(item, "visible", any(columns[item.label.value]))
+        self.has_data(bool(steps))
+
+
+class TimePanels:
+    """Tokens per second, waiting trajectories, and slots in use, over time: three panels of one source."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[Any, ...] | None = None  # run, epoch and spacing of the rows that the source holds
         self._last_sample_s = float("-inf")
         self.samples = _source("libra_samples", *_SAMPLE_COLUMNS)
-        self.queue_plot = _figure("Waiting", "seconds since the start", "trajectories")
-        shared = {"x_range": self.queue_plot.x_range}
-        self.slot_plot = _figure("Slots in use", "seconds since the start", "slots", **shared)
+        self.tokens = Panel(
+            "Tokens per second", f"Generated by all engines, over the {RATE_S:.0f} s before.", "generated tokens", self._tokens()
+        )  # fmt: skip
+        self.queue = Panel(
+            "Waiting", "Trajectories that wait to generate, by the policy's level (the lower, the sooner), and for tools.",
+            "a trajectory without a free slot", self._queue(),
+        )  # fmt: skip
+        self.slots = Panel(
+            "Slots in use", "Trajectories that generate or run tools at each moment; dashed: slots of all workers.",
+            "the first trajectory", self._slots(),
+        )  # fmt: skip
+        self.panels = (self.tokens, self.queue, self.slots)
+
+    def _tokens(self) -> Any:
+        made = plot("", _SINCE, "tokens/s", height=230)
+        curve = made.line("t_s", "tokens_per_s", source=self.samples, color=_TOKENS, line_width=2)
+        made.varea("t_s", 0, "tokens_per_s", source=self.samples, color=_TOKENS, alpha=0.15)
+        _hover(made, [("at", "@t_s{00:00:00}"), ("tokens/s", "@tokens_per_s{0,0}")], curve, mode="vline")
+        return _over_time(made)
+
+    def _queue(self) -> Any:
+        made = plot("", _SINCE, "trajectories", height=230, x_range=self.tokens.plot.x_range)
+        made.varea_stack(
+            list(_BAND_COLUMNS),
+            x="t_s",
+            source=self.samples,
+            color=list(_BAND_COLORS),
+            legend_label=list(BANDS),
+            alpha=0.85,
+        )
+        curve = made.line(
+            "t_s", "queued_tool", source=self.samples, color=_TOOL, line_width=2, legend_label="for tools"
+        )
+        tips = [(name, f"@{each}{{0,0}}") for name, each in zip(BANDS, _BAND_COLUMNS, strict=True)]
+        _hover(made, [("at", "@t_s{00:00:00}"), *tips, ("for tools", "@queued_tool{0,0}")], curve, mode="vline")
+        return _over_time(made)
+
+    def _slots(self) -> Any:
+        made = plot("", _SINCE, "slots", height=230, x_range=self.tokens.plot.x_range)
         self.capacity = {}
-        for plot, what in ((self.queue_plot, "queued"), (self.slot_plot, "used")):
-            for phase, color in PHASE_COLORS.items():
-                curve = plot.step(
-                    "t_s", f"{what}_{phase.lower()}", source=self.samples, color=color, line_width=2, mode="after",
-                    legend_label=str(phase),
-                )  # fmt: skip
-                if phase is Phase.ROLLOUT:
-                    tips = [(str(each), f"@{what}_{each.lower()}{{0,0}}") for each in Phase]
-                    _hover(plot, [("time", "@t_s{0.0} s"), *tips], curve, mode="vline")
-            _quiet_legend(plot.legend)
-            plot.yaxis.ticker.min_interval = 1
-        for phase, color in PHASE_COLORS.items():
-            span = Span(location=0, dimension="width", line_color=color, line_dash="dashed", line_alpha=0.7)
-            self.slot_plot.add_layout(span)
-            self.capacity[phase] = span
-        self.token_plot = _figure("Tokens generated per second", "seconds since the start", "tokens/s", **shared)
-        curve = self.token_plot.line("t_s", "tokens_per_s", source=self.samples, color=_TOKENS, line_width=2)
-        self.token_plot.varea("t_s", 0, "tokens_per_s", source=self.samples, color=_TOKENS, alpha=0.12)
-        _hover(self.token_plot, [("time", "@t_s{0.0} s"), ("tokens/s", "@tokens_per_s{0,0}")], curve, mode="vline")
-        for plot in (self.queue_plot, self.slot_plot, self.token_plot):
-            plot.y_range.start = 0
+        for phase, color, label in ((Phase.ROLLOUT, _ROLLOUT, "generate"), (Phase.TOOL, _TOOL, "run tools")):
+            name = f"used_{phase.lower()}"
+            curve = made.step(
+                "t_s", name, source=self.samples, color=color, line_width=2, mode="after", legend_label=label
+            )
+            if phase is Phase.ROLLOUT:
+                tips = [("generate", "@used_rollout{0,0}"), ("run tools", "@used_tool{0,0}")]
+                _hover(made, [("at", "@t_s{00:00:00}"), *tips], curve, mode="vline")
+            span = self.capacity[phase] = Span(
+                location=0, dimension="width", line_color=color, line_dash="dashed", line_alpha=0.8
+            )
+            made.add_layout(span)
+        made.y_range = Range1d(start=0, end=1)
+        return _over_time(made)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Show one snapshot; for the same start of a run, only its new samples are sent."""
-        history, shown = list(snapshot["history"]), (snapshot["run"], snapshot["epoch"])
+        """Show one snapshot; of the same start of a run and with the same spacing, only new rows are sent."""
+        history = list(snapshot["history"])
+        spacing_s = history[1][0] - history[0][0] if len(history) > 1 else 0.0
+        shown = (snapshot["run"], snapshot["epoch"], spacing_s)
         if shown != self._shown:
             self._shown = shown
             self.samples.data = sample_columns(history)
@@ -106,96 +207,72 @@ class TimePanel:
             if first_new < len(history):
                 self.samples.stream(sample_columns(history, first_new), MAX_SAMPLES)
         self._last_sample_s = history[-1][0] if history else float("-inf")
-        total = {phase: sum(snapshot["queue"].get(phase, {}).values()) for phase in Phase}
-        waiting = ", ".join(f"{total[phase]:,} for {phase}" for phase in Phase)
-        set_changed(self.queue_plot.title, "text", f"Waiting: {waiting}")
         slots = snapshot["slots"]
         for phase, span in self.capacity.items():
             set_changed(span, "location", slots[phase]["total"])
-        text = ", ".join(f"{phase} {slots[phase]['used']:,} of {slots[phase]['total']:,}" for phase in Phase)
-        set_changed(self.slot_plot.title, "text", f"Slots in use: {text}")
-        top = max(1, *(part[side] for part in slots.values() for side in part))
-        set_changed(self.slot_plot.y_range, "end", 1.1 * top)
+        used = [row[column] for row in history for column in (3, 4)]
+        top = max([1, *(part["total"] for part in slots.values()), *used])
+        set_changed(self.slots.plot.y_range, "end", 1.1 * top)
+        for item, place in zip(self.queue.plot.legend[0].items, (*range(6, 6 + len(BANDS)), 2), strict=True):
+            set_changed(item, "visible", any(row[place] for row in history))
+        self.tokens.has_data(bool(snapshot["tokens"]))
+        self.queue.has_data(any(row[1] or row[2] for row in history))
+        now = ", ".join(f"{slots[phase]['used']:,} of {slots[phase]['total']:,} {phase}" for phase in Phase)
+        self.slots.has_data(any(used), f"Now {now}." if snapshot["state"] == "running" else "")
 
 
-class WorkerTimePanel:
-    """What each worker did since the start of the run, as shares of its time; the tooltip names the states."""
-
-    def __init__(self) -> None:
-        self.source = _source("libra_worker_time", "worker", *STATES)
-        self.plot = _figure(
-            "Where worker time went", "share of its time since the start", "", y_range=[], x_range=(0, 1)
-        )
-        bars = self.plot.hbar_stack(
-            list(STATES), y="worker", height=0.7, source=self.source, color=list(STATE_COLORS.values()), line_color=None
-        )
-        for state, drawn in zip(STATES, bars, strict=True):
-            _hover(self.plot, [("worker", "@worker"), (state, f"@{state}{{0.0%}}"), ("it", STATES[state])], drawn)
-        self.plot.xaxis.formatter = NumeralTickFormatter(format="0%")
-        self.plot.ygrid.visible = False
-
-    def show(self, snapshot: Snapshot) -> None:
-        rows = [row for row in snapshot["time"]["workers"] if row["seconds"]][:MAX_WORKERS]
-        totals = [sum(row["seconds"].values()) for row in rows]
-        data: dict[str, list[Any]] = {"worker": [shown_line(row["worker"], 40) for row in rows]}
-        for state in STATES:
-            pairs = zip(rows, totals, strict=True)
-            data[state] = [row["seconds"].get(state, 0.0) / total if total else 0.0 for row, total in pairs]
-        set_changed(self.plot, "visible", bool(rows))
-        set_changed(self.plot.y_range, "factors", data["worker"][::-1])
-        set_changed(self.source, "data", data)
-
-
-class BucketPanel:
-    """Waiting and running trajectories by bucket."""
+class LagPanel(Panel):
+    """Mean lag of iterations, where there is or may be any."""
 
     def __init__(self) -> None:
-        self.source = _source("libra_buckets", *_BUCKET_COLUMNS)
-        self.plot = _figure("Waiting and running now, by bucket", "bucket", "trajectories", x_range=[])
-        for name, offset, color, label in (
-            ("waiting", -0.27, _BEHIND, "waiting"), ("used", 0.0, _ROLLOUT, "slots taken"), ("slots", 0.27, "#c9d1d6", "slots"),
-        ):  # fmt: skip
-            _bars(self.plot, "bucket", name, self.source, offset, 0.25, color, label)
-        tips = [
-            ("bucket", "@bucket"),
-            ("engines", "@engines"),
-            ("waiting", "@waiting{0,0}"),
-            ("slots", "@used of @slots"),
-        ]
-        _hover(
-            self.plot, [*tips, ("at home", "@at_home{0,0}"), ("forecast remaining, mean tokens", "@left_tokens{0,0}")]
-        )
-        self.plot.y_range.start = 0
-        _quiet_legend(self.plot.legend)
+        self.source = _source("libra_lag", "iteration", "lag")
+        made = plot("", "iteration", "versions behind", height=230, y_range=Range1d(start=0, end=1))
+        made.line("iteration", "lag", source=self.source, color=_TRAINING, line_width=2)
+        dots = made.scatter("iteration", "lag", source=self.source, color=_TRAINING, size=6)
+        _hover(made, [("iteration", "@iteration"), ("mean lag", "@lag{0.00}")], dots)
+        self.bound = Span(location=0, dimension="width", line_color="#c62828", line_dash="dashed")
+        made.add_layout(self.bound)
+        made.xaxis.ticker.min_interval = 1
+        super().__init__(
+            "Lag", "How many weights versions the trained tokens were behind, on average; dashed: the bound.",
+            "the end of the first iteration", made,
+        )  # fmt: skip
 
     def show(self, snapshot: Snapshot) -> None:
-        buckets = snapshot["buckets"]
-        names = [NO_BUCKET if line["bucket"] is None else line["bucket"] or ONE_BUCKET for line in buckets]
-        columns = {name: [line[name] for line in buckets] for name in _BUCKET_COLUMNS[1:]}
-        set_changed(self.plot.x_range, "factors", names)
-        set_changed(self.source, "data", {"bucket": names, **columns})
-        set_changed(self.plot.y_range, "end", 1.15 * max([1, *columns["waiting"], *columns["slots"]]))
+        pairs, eta = snapshot["lag"], snapshot["eta"]
+        means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean in pairs]
+        set_changed(self.source, "data", {"iteration": [int(k) for k, _ in pairs], "lag": means})
+        set_changed(self.bound, "location", eta)
+        set_changed(self.plot.y_range, "end", 1.15 * max([1.0, eta, *(lag for lag in means if lag == lag)]))
+        self.has_data(bool(pairs) and (eta > 0 or any(means)))
+        if pairs and not self.plot.visible:
+            line = "None: with the bound 0, every token was trained on with the weights that made it."
+            set_changed(self.head, "text", f'<h3>{self.title}</h3><p class="what">{line}</p>')
 
 
-class OutcomePanel:
+class OutcomePanel(Panel):
     """Forecasts against outcomes."""
 
     def __init__(self) -> None:
         self.source = _source("libra_outcomes", *_OUTCOME_COLUMNS)
-        axes = {"x_axis_type": "log", "y_axis_type": "log"}
-        self.plot = _figure("Forecast against outcome", "generated tokens", "tokens forecast", **axes)
-        self.plot.line([1, 1e7], [1, 1e7], color="#b0bec5", line_dash="dashed")
+        axes = {
+            "x_axis_type": "log",
+            "y_axis_type": "log",
+            "x_range": Range1d(start=1, end=10),
+            "y_range": Range1d(start=1, end=10),
+        }
+        made = plot("", "generated tokens", "forecast tokens", height=230, **axes)
+        made.line([1, 1e7], [1, 1e7], color=_SOFT, line_dash="dashed")
         tips = [("generated", "@tokens{0,0}"), ("at first", "@first{0,0}"), ("half way", "@half{0,0}")]
-        for name, color, label in (("first", "#b0bec5", "at first"), ("half", _ROLLOUT, "half way")):
-            dots = self.plot.scatter(
-                "tokens", name, source=self.source, color=color, size=5, alpha=0.7, legend_label=label
-            )
-            _hover(self.plot, tips, dots)
-        for side in (self.plot.x_range, self.plot.y_range):
-            side.start, side.end = 1, 10
-        self.plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
-        _quiet_legend(self.plot.legend)
-        self.plot.legend.location = "bottom_right"
+        for name, color, label in (("first", _SOFT, "at first"), ("half", _ROLLOUT, "half way")):
+            dots = made.scatter("tokens", name, source=self.source, color=color, size=5, alpha=0.7, legend_label=label)
+            _hover(made, tips, dots)
+        for axis in made.axis:
+            axis.formatter = NumeralTickFormatter(format="0,0")
+        super().__init__(
+            "Forecasts", "The policy's forecast of a trajectory's tokens against what it generated; on the line: right.",
+            "a trajectory that was forecast and has ended", made,
+        )  # fmt: skip
 
     def show(self, snapshot: Snapshot) -> None:
         policy = snapshot["policy"]
@@ -207,81 +284,19 @@ class OutcomePanel:
             set_changed(side, "start", low / 1.5)
             set_changed(side, "end", high * 1.5)
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
-        set_changed(self.plot.title, "text", f"Forecast against outcome, the latest {len(lines)}{skill}")
-
-
-class IterationPanel:
-    """Mean reward and lag of iterations."""
-
-    def __init__(self) -> None:
-        self.rewards = _source("libra_rewards", "iteration", "reward")
-        self.lag = _source("libra_lag", "iteration", "lag")
-        self.reward_plot = _figure("Mean reward of each iteration", "iteration", "reward")
-        self.reward_plot.line("iteration", "reward", source=self.rewards, color=_CURRENT, line_width=2)
-        dots = self.reward_plot.scatter("iteration", "reward", source=self.rewards, color=_CURRENT, size=6)
-        _hover(self.reward_plot, [("iteration", "@iteration"), ("mean reward", "@reward{0.000}")], dots)
-        self.lag_plot = _figure(
-            "Mean lag at consumption", "iteration", "versions behind", y_range=Range1d(start=0, end=1)
-        )
-        bars = self.lag_plot.vbar("iteration", top="lag", width=0.7, source=self.lag, color="#8d99ae")
-        _hover(self.lag_plot, [("iteration", "@iteration"), ("lag", "@lag{0.00}")], bars)
-        self.bound = Span(location=0, dimension="width", line_color="#c62828", line_dash="dashed")
-        self.lag_plot.add_layout(self.bound)
-        for plot in (self.reward_plot, self.lag_plot):
-            plot.xaxis.ticker.min_interval = 1
-
-    def show(self, snapshot: Snapshot) -> None:
-        for source, name in ((self.rewards, "reward"), (self.lag, "lag")):
-            pairs = snapshot["rewards" if name == "reward" else "lag"]
-            means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean in pairs]
-            set_changed(source, "data", {"iteration": [int(k) for k, _ in pairs], name: means})
-        eta, lags = snapshot["eta"], list(self.lag.data["lag"])
-        set_changed(self.bound, "location", eta)
-        set_changed(self.lag_plot.y_range, "end", 1.15 * max([1.0, eta, *(lag for lag in lags if lag == lag)]))
-        set_changed(self.lag_plot.title, "text", f"Mean lag (bound {eta})")
-
-
-class VersionPanel:
-    """Weight versions that workers serve."""
-
-    def __init__(self) -> None:
-        self.source = _source("libra_served", "version", "workers", "names", "color")
-        self.plot = _figure("Weights served", "version", "workers", x_range=[])
-        bars = self.plot.vbar(
-            "version", top="workers", width=0.6, source=self.source, fill_color="color", line_color=None
-        )
-        self.plot.y_range.start = 0
-        self.plot.yaxis.ticker.min_interval = 1
-        _hover(self.plot, [("version", "@version"), ("workers", "@workers"), ("names", "@names")], bars)
-
-    def show(self, snapshot: Snapshot) -> None:
-        published, served = snapshot["versions"]["published"], snapshot["versions"]["served"]
-        by_version: dict[int, list[str]] = {published: []}
-        for worker, version in sorted(served.items()):
-            by_version.setdefault(version, []).append(str(worker))
-        ordered = sorted(by_version)[-8:]
-        names = [f"v{version}" for version in ordered]
-        counts = [len(by_version[version]) for version in ordered]
-        data: dict[str, list[Any]] = {
-            "version": names,
-            "workers": counts,
-            "names": [", ".join(by_version[version][:20]) for version in ordered],
-            "color": [_CURRENT if version == published else _BEHIND for version in ordered],
-        }
-        set_changed(self.plot.x_range, "factors", names)
-        set_changed(self.source, "data", data)
-        set_changed(self.plot.y_range, "end", 1.15 * max(1, *counts))
-        set_changed(self.plot.title, "text", f"Weights served, v{published} published")
+        self.has_data(bool(lines), f"The latest {len(lines)}{skill}.")
 
 
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
-    """Samples from index ``start`` on as columns, with tokens/s over the ``RATE_SAMPLES`` before each."""
+    """Rows from index ``start`` on as columns, with tokens/s over the ``RATE_S`` before each."""
     columns: dict[str, list[float]] = {name: [] for name in _SAMPLE_COLUMNS}
     for index in range(start, len(history)):
-        sample, before = history[index], history[max(0, index - RATE_SAMPLES)]
-        elapsed_s = sample[0] - before[0]
-        rate = (sample[5] - before[5]) / elapsed_s if elapsed_s > 0 else 0.0
-        for name, value in zip(_SAMPLE_COLUMNS, (*sample[:5], rate), strict=True):
+        sample, first = history[index], max(0, index - 1)
+        while first and sample[0] - history[first][0] < RATE_S:
+            first -= 1
+        elapsed_s = sample[0] - history[first][0]
+        rate = (sample[5] - history[first][5]) / elapsed_s if elapsed_s > 0 else 0.0
+        for name, value in zip(_SAMPLE_COLUMNS, (*sample[:5], rate, *sample[6:]), strict=True):
             columns[name].append(value)
     return columns
 
@@ -296,39 +311,14 @@ def _source(name: str, *columns: str) -> Any:
     return ColumnDataSource({column: [] for column in columns}, name=name)
 
 
-def _bars(plot: Any, x: str, top: str, source: Any, offset: float, width: float, color: str, label: str) -> Any:
-    """Bars beside those of other offsets."""
-    return plot.vbar(
-        dodge(x, offset, range=plot.x_range), top=top, width=width, source=source,
-        fill_color=color, line_color=None, legend_label=label,
-    )  # fmt: skip
+def _hover(made: Any, tips: list[tuple[str, str]], renderer: Any, *, mode: Literal["mouse", "vline"] = "mouse") -> None:
+    """Tooltips of one renderer."""
+    made.add_tools(HoverTool(renderers=[renderer], tooltips=tips, mode=mode))
 
 
-def _hover(
-    plot: Any, tips: list[tuple[str, str]], renderer: Any = None, *, mode: Literal["mouse", "vline"] = "mouse"
-) -> None:
-    """Tooltips of one renderer, None: of all."""
-    plot.add_tools(HoverTool(renderers="auto" if renderer is None else [renderer], tooltips=tips, mode=mode))
-
-
-def _figure(title: str, x_label: str, y_label: str, **options: Any) -> Any:
-    """An empty plot in the page's style."""
-    plot: Any = figure(
-        title=title, x_axis_label=x_label, y_axis_label=y_label, height=228, sizing_mode="stretch_width", tools="",
-        toolbar_location=None, outline_line_color=None, margin=3, styles=CARD, **options,
-    )  # fmt: skip
-    plot.title.text_color, plot.title.text_font_size = "#37474f", "13px"
-    plot.grid.grid_line_color = "#eceff1"
-    plot.xgrid.visible = False
-    plot.axis.axis_label_text_font_style, plot.axis.axis_label_text_font_size = "normal", "11px"
-    plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
-    plot.yaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
-    return plot
-
-
-def _quiet_legend(legend: Any) -> None:
-    """Make a legend small and transparent, since curves run under it; a click on an entry mutes its curve."""
-    legend.orientation, legend.location, legend.click_policy = "horizontal", "top_right", "mute"
-    legend.label_text_font_size, legend.glyph_height, legend.glyph_width = "10px", 10, 14
-    legend.background_fill_alpha, legend.border_line_color = 0.7, None
-    legend.padding, legend.margin, legend.spacing, legend.label_standoff = 2, 2, 8, 4
+def _over_time(made: Any) -> Any:
+    made.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
+    made.xaxis.ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
+    made.yaxis.formatter = NumeralTickFormatter(format="0,0")
+    made.y_range.start = 0
+    return made

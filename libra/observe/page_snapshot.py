@@ -3,9 +3,10 @@
 A snapshot is one dict per run:
 
 - ``run`` str, ``epoch`` int, ``uptime_s`` float, ``eta`` int (staleness bound), ``iterations`` int
+- ``state`` of `libra.observe.run_directory`; ``left_s`` estimated to the end of the last iteration, None: not known yet
 - ``iteration`` int: newest whose gate opened, -1 before the first
 - ``versions``: {"published": int, "served": {worker: int}}
-- ``slots``: {phase: {"used": int, "total": int}}; ``queue``: {phase: {level: parked tasks}}
+- ``slots``: {phase: {"used": int, "total": int}} of the run; ``queue``: {phase: {level: waiting trajectories}}
 - ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
 - ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens forecast at first, forecast half way,
   generated], ...]}
@@ -14,8 +15,12 @@ A snapshot is one dict per run:
 - ``time``: what workers did since the run's start, of `time_row`
 - ``quanta``: {phase: finished}; ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count} of
   trajectories that ended so, ``resampled`` int attempts that failed before
-- ``rewards``, ``lag``: [[iteration, mean], ...]
-- ``history``: [(t_s, queued_rollout, queued_tool, used_rollout, used_tool, tokens), ...], oldest first
+- ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean reward, held-out questions], ...]
+- ``steps``: [[step, {state: seconds of the training worker from the weights before to those of this step}], ...]
+- ``decisions``: [[t_s, what, why], ...], the newest first
+- ``history``: rows of `libra.observe.run_facts.RunFacts`, the oldest first
+
+The scheduler's are of this start of a run, those of `libra page` of all its starts, without the time between them.
 """
 
 from __future__ import annotations
@@ -76,11 +81,14 @@ class Feed:
 
 
 def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WINDOW_S) -> float:
-    """Tokens generated per second over the last ``window_s`` of history, 0.0 if it is shorter than two samples."""
+    """Tokens generated per second over the last ``window_s`` of history, or over its last row where rows are farther apart.
+
+    0.0 if it is shorter than two rows.
+    """
     if len(history) < 2:
         return 0.0
     last = history[-1]
-    first = next(row for row in history if row[0] >= last[0] - window_s)
+    first = next((row for row in reversed(history[:-1]) if row[0] <= last[0] - window_s), history[0])
     return (last[5] - first[5]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
@@ -88,9 +96,11 @@ def time_row(times: WorkerTimes, now_s: float) -> dict[str, Any]:
     """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
 
     ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None: no time yet), ``shares`` and ``now_shares`` {state: share},
-    ``workers``: [{"worker", "kind", "busy_frac", "seconds": {state: s}}, ...]; states as in `libra.observe.worker_time`.
+    ``workers``: [{"worker", "kind", "state" (empty: it has left), "busy_frac", "slots_used_frac" (None: no slots),
+    "seconds": {state: s}}, ...]; states as in `libra.observe.worker_time`.
     """
     whole, now = times.times(now_s), times.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
+    states = times.states()
     return {
         "until_s": whole.until_s,
         "busy_frac": whole.busy_frac,
@@ -98,55 +108,120 @@ def time_row(times: WorkerTimes, now_s: float) -> dict[str, Any]:
         "shares": whole.shares,
         "now_shares": now.shares,
         "workers": [
-            {"worker": each.worker, "kind": each.kind, "busy_frac": each.busy_frac, "seconds": dict(each.seconds)}
+            {
+                "worker": each.worker, "kind": each.kind, "state": states.get(each.worker, ""), "busy_frac": each.busy_frac,
+                "slots_used_frac": each.slots_used_frac, "seconds": dict(each.seconds),
+            }
             for each in whole.workers
         ],
-    }
-
-
-def _busy(time: Mapping[str, Any]) -> tuple[str, str]:
-    """The figure of busy worker time: now, and with causes over the run."""
-    busy, now = time.get("busy_frac"), time.get("now_busy_frac")
-    if busy is None:
-        return "–", "no worker yet"
-    causes = sorted(time["shares"].items(), key=lambda pair: -pair[1])[:3]
-    split = ", ".join(f"{state} {100 * share:.0f} %" for state, share in causes)
-    return f"{100 * busy:.0f} %", f"{100 * (now or 0.0):.0f} % in the last {BUSY_WINDOW_S:.0f} s; {split}"
+    }  # fmt: skip
 
 
 def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     """The figures of one run: name -> (value, remark), both as shown."""
-    published, served = snapshot["versions"]["published"], snapshot["versions"]["served"]
-    rewards, quanta, failures = snapshot["rewards"], snapshot["quanta"], snapshot["failures"]
-    failed = {name: count for name, count in failures.items() if count and name != "none"}
-    iteration = snapshot["iteration"]
-    behind = sum(version < published for version in served.values())
+    time, left_s, iteration = snapshot["time"], snapshot["left_s"], snapshot["iteration"]
+    busy, now = time["busy_frac"], time["now_busy_frac"]
+    rewards, quanta, lag = snapshot["rewards"], snapshot["quanta"], snapshot["lag"]
+    running = snapshot["state"] == "running"
+    mean_rate = snapshot["tokens"] / snapshot["uptime_s"] if snapshot["uptime_s"] > 0 else 0.0
+    last_minute = f"{_percent(now)} in the last {BUSY_WINDOW_S:.0f} s" if running else "of the whole run"
+    waiting = {phase: sum(levels.values()) for phase, levels in snapshot["queue"].items()}
     return {
-        "busy": _busy(snapshot["time"]),
-        "iteration": (
-            f"{iteration}" if iteration >= 0 else "–",
-            f"of 0–{snapshot['iterations'] - 1}, lag bound {snapshot['eta']}",
-        ),
+        "busy": (_percent(busy), "no worker yet" if busy is None else last_minute),
         "reward": (
             _reward(rewards[-1][1]) if rewards else "–",
-            f"in {rewards[-1][0]}; {_reward(rewards[0][1])} in {rewards[0][0]}" if rewards else "none finished",
+            f"iteration {rewards[-1][0]}; {_reward(rewards[0][1])} in {rewards[0][0]}"
+            if rewards
+            else "no iteration finished",
         ),
-        "tokens_per_s": (f"{tokens_per_s(snapshot['history']):,.0f}", f"last {RATE_WINDOW_S:.0f} s"),
-        "tokens": (f"{snapshot['tokens']:,}", "generated"),
-        "groups": (f"{snapshot['groups']:,}", "committed"),
-        "quanta_rollout": (f"{quanta.get('ROLLOUT', 0):,}", "generations finished"),
-        "quanta_tool": (f"{quanta.get('TOOL', 0):,}", "actions finished"),
-        "version": (
-            f"v{published}",
-            f"on {len(served) - behind} of {len(served)} engines" if served else "on no engine yet",
+        "evaluation": _evaluated(snapshot["evaluations"]),
+        "iteration": (f"{iteration}" if iteration >= 0 else "–", f"of 0–{snapshot['iterations'] - 1}"),
+        "left": _left(left_s, snapshot),
+        "step": _step(snapshot["steps"]),
+        "tokens_per_s": (
+            (f"{tokens_per_s(snapshot['history']):,.0f}", f"last {RATE_WINDOW_S:.0f} s; {mean_rate:,.0f} over the run")
+            if running
+            else (f"{mean_rate:,.0f}", "over the run")
         ),
+        "waiting": (f"{sum(waiting.values()):,}", _queue(snapshot["queue"]) or "no trajectory waits for a slot"),
+        "lag": (
+            f"{lag[-1][1]:.2f}" if lag and _is_number(lag[-1][1]) else "–",
+            f"versions behind, bound {snapshot['eta']}",
+        ),
+        "version": _version(snapshot["versions"]),
+        "failures": _failures(snapshot),
+        "tokens": (f"{snapshot['tokens']:,}", "generated tokens"),
+        "groups": (f"{snapshot['groups']:,}", "committed groups"),
+        "quanta_rollout": (f"{quanta.get('ROLLOUT', 0):,}", "generations"),
+        "quanta_tool": (f"{quanta.get('TOOL', 0):,}", "tool calls"),
         "policy": (snapshot["policy"]["name"], _trust(snapshot["policy"])),
-        "failures": (
-            f"{sum(failed.values()):,}",
-            (", ".join(f"{name} {count:,}" for name, count in sorted(failed.items())) or "no trajectory failed")
-            + (f"; {snapshot['resampled']:,} tried again" if snapshot.get("resampled") else ""),
-        ),
     }
+
+
+def duration(seconds: float) -> str:
+    """Seconds for readers, e.g. ``1 h 05 min``; in whole units, so that the text seldom changes."""
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest_s:02d} s" if minutes else f"{rest_s} s"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
+    """The estimated rest of a run that goes on; of another how long it took."""
+    took = duration(snapshot["uptime_s"])
+    if snapshot["state"] != "running":
+        return ("done" if snapshot["state"] == "finished" else "stopped"), f"after {took}"
+    if left_s is None:
+        return "–", "known after the first iteration"
+    return f"{duration(left_s)}", f"by the mean of the last iterations; up {took}"
+
+
+def _step(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, str]:
+    """Seconds of the last step, and what most of them went to."""
+    if not steps:
+        return "–", "no step finished"
+    step, split = steps[-1]
+    total = sum(split.values())
+    parts = sorted(split.items(), key=lambda pair: -pair[1])[:2]
+    return f"{total:.1f} s", f"step {step}: " + ", ".join(f"{state} {seconds:.1f} s" for state, seconds in parts)
+
+
+def _evaluated(evaluations: Sequence[tuple[int, float | None, int]]) -> tuple[str, str]:
+    if not evaluations:
+        return "–", "nothing evaluated yet"
+    version, mean, prompts = evaluations[-1]
+    first = f"; {_reward(evaluations[0][1])} of v{evaluations[0][0]}" if len(evaluations) > 1 else ""
+    return _reward(mean), f"v{version}, {prompts:,} questions{first}"
+
+
+def _queue(queue: Mapping[str, Mapping[Any, int]]) -> str:
+    """Waiting trajectories by phase and level, in words."""
+    words = {"ROLLOUT": "to generate", "TOOL": "for tools"}
+    parts = []
+    for phase, levels in queue.items():
+        shown = ", ".join(f"{n:,} at {k}" for k, n in sorted(levels.items(), key=lambda pair: int(pair[0]))[:4])
+        if levels:
+            parts.append(f"{words[phase]}, by level: {shown}{', ...' if len(levels) > 4 else ''}")
+    return "; ".join(parts)
+
+
+def _version(versions: Mapping[str, Any]) -> tuple[str, str]:
+    published, served = versions["published"], versions["served"]
+    behind = sum(version < published for version in served.values())
+    on = f"on {len(served) - behind} of {len(served)} engines" if served else "on no engine yet"
+    return f"v{published}", on
+
+
+def _failures(snapshot: Snapshot) -> tuple[str, str]:
+    failed = {name: count for name, count in snapshot["failures"].items() if count and name != "none"}
+    words = ", ".join(f"{name} {count:,}" for name, count in sorted(failed.items())) or "no trajectory failed"
+    again = f"; {snapshot['resampled']:,} tried again" if snapshot.get("resampled") else ""
+    return f"{sum(failed.values()):,}", words + again
 
 
 def _trust(policy: Mapping[str, Any]) -> str:
@@ -159,6 +234,10 @@ def _trust(policy: Mapping[str, Any]) -> str:
     return f"{policy['objective']}, skill {policy['skill']:.2f} ({followed or 'progress'})"
 
 
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
 def _reward(mean: float | None) -> str:
-    """A mean reward as shown; a dash where no trajectory of the iteration could be graded."""
-    return "–" if mean is None or math.isnan(mean) else f"{mean:.3f}"
+    """A mean reward as shown; a dash where no trajectory could be graded."""
+    return f"{mean:.3f}" if mean is not None and math.isfinite(mean) else "–"

@@ -5,6 +5,7 @@ Invariant: segments of a `WorkerClock` are in the order of time, one begins wher
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -184,7 +185,8 @@ class WorkerClock:
     def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
         """Seconds and GPU-seconds by state between two times; folded segments count where ``since_s`` is not positive."""
         seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
-        for index, segment in enumerate(self.segments):
+        first = max(0, bisect_left(self.segments, since_s, key=lambda each: each.start_s) - 1)
+        for index, segment in enumerate(self.segments[first:], first):
             end_s = self.segments[index + 1].start_s if index + 1 < len(self.segments) else until_s
             elapsed = min(end_s, until_s) - max(segment.start_s, since_s)
             if elapsed > 0 and segment.state != AWAY:

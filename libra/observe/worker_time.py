@@ -86,6 +86,26 @@ class WorkerTimes:
             found.append(WorkerTime(name, clock.kind, dict(seconds), dict(gpu_s), clock.slots_used_frac(end_s)))
         return RunTime(tuple(found), since_s, end_s)
 
+    def states(self) -> dict[str, str]:
+        """What each worker does now, of those that are there."""
+        now = {name: clock.segments[-1].state for name, clock in sorted(self._clocks.items()) if clock.segments}
+        return {name: state for name, state in now.items() if state != AWAY}
+
+    def training_split(self, since_s: float, until_s: float) -> dict[str, float]:
+        """Seconds by state between two times, of the training worker that was there the longest."""
+        trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer"]
+        found: list[dict[str, float]] = [{**clock.totals(max(since_s, 1e-9), until_s)[0]} for clock in trainers]
+        return max(found, key=lambda seconds: sum(seconds.values()), default={})
+
+    def in_use(self, phase: Phase) -> int:
+        """Trajectories that have a slot of this phase."""
+        return self._num_generating if phase is Phase.ROLLOUT else self._num_acting
+
+    def time_of(self, event: Event) -> float:
+        """Its time over all starts of the run, if it is the next one."""
+        base_s = self.now_s if isinstance(event, events.RunStarted) else self._base_s
+        return max(self.now_s, base_s + event.t_s)
+
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
         """(start, stop, state) of each worker, those kept, without absences; in seconds of `now_s`."""
         found: dict[str, list[tuple[float, float, str]]] = {}
@@ -104,7 +124,7 @@ class WorkerTimes:
             self._begin()
             for name in self._trainers:
                 self._clock(name, "trainer")
-        self.now_s = max(self.now_s, self._base_s + event.t_s)
+        self.now_s = self.time_of(event)
         handler = _HANDLERS.get(type(event))
         if handler is not None:
             handler(self, event)

@@ -60,7 +60,6 @@ class Applier:
                     )
                     kicks = True
                 case OpenGate(iteration=iteration, reason=reason):
-                    state.counts.iteration = max(state.counts.iteration, iteration)
                     state.log.emit(events.GateOpened, iteration=iteration, reason=reason)
                     logging.getLogger("libra.scheduler").info(
                         "%s: iteration %d of %s begins", reason, iteration, state.run

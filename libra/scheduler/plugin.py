@@ -35,6 +35,7 @@ from libra.events.reports import (
     DeclaredReport,
     DriverReport,
     EngineReport,
+    EvaluationReport,
     GroupReport,
     IterationReport,
     JoinedReport,
@@ -81,7 +82,6 @@ from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.unready_workers import NotReady
 from libra.store.batch_membership import read_batch
 from libra.store.event_log import EventLog, open_large
-from libra.types import Phase
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -241,7 +241,7 @@ class LibraPlugin(SchedulerPlugin):
     def progress(self, run: str, epoch: int) -> tuple[int, int]:
         """Trajectories that have ended, and tokens generated, since this start of the run."""
         state = self.runs.get(run)
-        return (0, 0) if state is None or state.epoch != epoch else (state.num_ended, state.counts.tokens)
+        return (0, 0) if state is None or state.epoch != epoch else (state.num_ended, state.log.facts.tokens)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
@@ -318,8 +318,10 @@ class LibraPlugin(SchedulerPlugin):
                 self._driver_reported(state, report)
             case StepReport(step=step, loss=loss, train_s=train_s):
                 state.log.emit(events.StepFinished, step=step, loss=loss, train_s=train_s)
-            case IterationReport():
-                self._iteration_reported(state, report)
+            case IterationReport(iteration=iteration, reward=reward, lag=lag):
+                state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
+            case EvaluationReport(version=version, reward=reward, prompts=prompts):
+                state.log.emit(events.EvaluationFinished, version=version, reward=reward, prompts=prompts)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A worker joins: new slots may be free."""
@@ -449,21 +451,12 @@ class LibraPlugin(SchedulerPlugin):
 
     def _group_reported(self, state: RunState, report: GroupReport) -> None:
         if report.split == "train":
-            state.counts.groups += 1
             state.workers.keeps_rows(report.iteration, report.group, report.block)
-            state.counts.failures.update(report.failures)
-            state.counts.resampled += report.resampled
-        fields = ("split", "iteration", "group", "oldest_version", "reward", "failures")
+        fields = ("split", "iteration", "group", "oldest_version", "reward", "failures", "resampled")
         state.log.emit(events.GroupCommitted, **{name: getattr(report, name) for name in fields})
         if report.split == "train":
             done = CommittedGroup(report.iteration, report.group, report.oldest_version)
             self._apply(state, state.admission.group_committed(done))
-
-    def _iteration_reported(self, state: RunState, report: IterationReport) -> None:
-        if report.reward is not None:
-            state.counts.rewards.append((report.iteration, report.reward))
-        state.counts.lags.append((report.iteration, report.lag))
-        state.log.emit(events.IterationFinished, iteration=report.iteration, reward=report.reward, lag=report.lag)
 
     # ---------------------------------------------------------------- for the dashboard
 
@@ -472,20 +465,16 @@ class LibraPlugin(SchedulerPlugin):
             return
         bound_key_cache()
         self.trajectories.kick()  # a worker takes tasks a moment after the hook `add_worker`
-        dispatcher = self.trajectories.dispatcher
-        waiting = {phase: dispatcher.num_waiting(phase) for phase in Phase}
-        used = {phase: dispatcher.slots(phase)[0] for phase in Phase}
         for state in self.runs.values():
-            state.sample(waiting, used)
+            state.sample()
             self.missing_roles.look(state)
 
     def snapshots(self) -> list[dict[str, Any]]:
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
-        slots = self.trajectories.slots()
         buckets = self.trajectories.dispatcher.buckets()
         roles: Any = self._scheduler.plugins.get("libra-roles")
         return [
-            state.dashboard_row(slots, self.trajectories.levels(state.run), buckets)
+            state.dashboard_row(buckets)
             | {"roles": roles.roles(state.run, state.epoch) if roles is not None else []}
             | {"not_ready": self.not_ready.rows(state.run)}
             for state in self.runs.values()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from libra.events import Event, PolicySnapshot, to_json
-from libra.observe.worker_time import WorkerTimes
+from libra.observe.run_facts import RunFacts
 from libra.policy import Admission, Ordering
 from libra.store.event_log import EventLog
 
@@ -41,19 +41,19 @@ class RunLog:
     file : EventLog or None
         None: the run keeps no log, and only the newest event is known.
     trainers : sequence of str
-        Names of its training workers, for ``times``.
+        Names of its training workers, for ``facts``.
 
     Attributes
     ----------
     started_s : float
         Unix time of the run's start; events count from it.
-    times : WorkerTimes
-        What each worker did since the run's start, as the events of this log show it.
+    facts : RunFacts
+        Counts, curves and worker time since the run's start, as the events of this log show them.
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
         self.started_s = time.time()
-        self.times = WorkerTimes(trainers, keep=KEPT_SEGMENTS)
+        self.facts = RunFacts(trainers, keep=KEPT_SEGMENTS)
         self._run, self._file = run, file
         self._closed: EventLog | None = None
         self._newest: Event | None = None
@@ -68,7 +68,7 @@ class RunLog:
     def emit(self, kind: Callable[Concatenate[str, float, P], Event], *values: P.args, **fields: P.kwargs) -> None:
         """Append an event of `libra.events` with these fields; run and time are filled in."""
         self._newest = event = kind(self._run, round(time.time() - self.started_s, 6), *values, **fields)
-        self.times.add(event)
+        self.facts.add(event)
         if self._file is not None:
             self._num_events += 1
             self._file.write_line(to_json(event))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,6 @@ from libra.scheduler.run_log import RunLog
 from libra.scheduler.version_holders import Holders
 from libra.types import EndReason, Phase
 
-HISTORY_ROWS = 1200
-"""Rows kept for the dashboard's plots: ten minutes at two a second."""
 KEPT_BLOCKS = 8192
 """Maximum number of groups for which the worker that keeps their rows is recorded."""
 
@@ -135,43 +133,6 @@ class RunWorkers:
 
 
 @dataclass(slots=True)
-class RunCounts:
-    """Counts and curves of a run, for the dashboard.
-
-    ``failures``: trajectories of committed training groups that ended so, by class; ``resampled``: attempts that failed before.
-    """
-
-    iteration: int = -1
-    quanta: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    resampled: int = 0
-    tokens: int = 0
-    groups: int = 0
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    lags: list[tuple[int, float]] = field(default_factory=list)
-    history: deque[tuple[float, int, int, int, int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_ROWS))
-
-    def sample(self, t_s: float, waiting: Mapping[Phase, int], used: Mapping[Phase, int]) -> None:
-        """Add a row to the plots."""
-        row = (waiting[Phase.ROLLOUT], waiting[Phase.TOOL], used[Phase.ROLLOUT], used[Phase.TOOL], self.tokens)
-        self.history.append((round(t_s, 3), *row))
-
-    def dashboard_row(self) -> dict[str, Any]:
-        """As JSON-able values."""
-        return {
-            "iteration": self.iteration,
-            "quanta": {str(phase): self.quanta[phase] for phase in Phase},
-            "tokens": self.tokens,
-            "groups": self.groups,
-            "failures": dict(self.failures),
-            "resampled": self.resampled,
-            "rewards": [list(row) for row in self.rewards],
-            "lag": [list(row) for row in self.lags],
-            "history": [list(row) for row in self.history],
-        }
-
-
-@dataclass(slots=True)
 class RunState:
     """One run in the scheduler, by parts; a new one comes with each registration.
 
@@ -184,7 +145,6 @@ class RunState:
     log: RunLog
     parked: ParkedNodes = field(default_factory=ParkedNodes)
     workers: RunWorkers = field(default_factory=RunWorkers)
-    counts: RunCounts = field(default_factory=RunCounts)
     notices: Notices = field(default_factory=Notices)
     num_ended: int = 0
     learned_ended: int = 0
@@ -204,9 +164,9 @@ class RunState:
         """Where it keeps its files."""
         return Path(self.registration.directory)
 
-    def sample(self, waiting: Mapping[Phase, int], used: Mapping[Phase, int]) -> None:
-        """Twice a second: a row for the dashboard's plots, and everything logged so far to the disk."""
-        self.counts.sample(self.log.uptime_s, waiting, used)
+    def sample(self) -> None:
+        """Twice a second: the rows of the dashboard's plots that are due, and everything logged so far to the disk."""
+        self.log.facts.sample(self.log.uptime_s)
         if self.log.snapshot_is_due:
             self.emit_snapshot()
         self.log.flush()
@@ -225,26 +185,15 @@ class RunState:
             self.policy.learn()
             self.log.emit(events.PolicyLearned, seconds=round(time.perf_counter() - began_s, 6))
 
-    def dashboard_row(
-        self, slots: dict[str, dict[str, int]], queue: dict[str, dict[int, int]], buckets: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """The run as shown on the dashboard page; ``slots`` and ``queue`` are by phase, ``buckets``
-        `Dispatcher.buckets`."""
+    def dashboard_row(self, buckets: list[dict[str, Any]]) -> dict[str, Any]:
+        """The run as shown on the dashboard page; ``buckets``: `Dispatcher.buckets`."""
         nothing: dict[str, Any] = {"objective": "", "skill": None, "weights": {}, "outcomes": []}
         policy = self.policy.dashboard_row() if isinstance(self.policy, Inspectable) else nothing
-        return {
-            "run": self.run,
-            "epoch": self.epoch,
-            "uptime_s": round(self.log.uptime_s, 3),
-            "eta": self.registration.eta,
-            "iterations": self.registration.iterations,
-            "versions": {"published": self.admission.version, "served": dict(self.workers.served)},
-            "slots": slots,
-            "queue": queue,
+        facts, now_s = self.log.facts, self.log.uptime_s
+        return facts.snapshot(now_s) | {
             "buckets": buckets,
             "policy": {"name": self.policy.name, **policy},
-            "time": time_row(self.log.times, self.log.uptime_s),
-            **self.counts.dashboard_row(),
+            "time": time_row(facts.times, now_s),
         }
 
 

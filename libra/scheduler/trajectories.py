@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -282,8 +281,6 @@ class Trajectories:
         if report.goes_on:
             tracked.reported = False
             self._signs[key] = time.monotonic()
-        state.counts.quanta[phase] += 1
-        state.counts.tokens += report.tokens
         latency_s = round(report.stop_s - report.start_s, 6)
         name = report.tool if phase is Phase.TOOL else "generate"
         self.stream.add(key, address, phase, report.start_s, report.stop_s, name)
@@ -316,23 +313,6 @@ class Trajectories:
                 self._forget_home(tracked)
 
     # ---------------------------------------------------------------- for the dashboard
-
-    def slots(self) -> dict[str, dict[str, int]]:
-        """Slots by phase: taken, and in total."""
-        return {str(phase): dict(zip(("used", "total"), self.dispatcher.slots(phase), strict=True)) for phase in Phase}
-
-    def levels(self, run: str) -> dict[str, dict[int, int]]:
-        """How many trajectories of a run wait at each level, by phase."""
-        return {
-            str(phase): dict(
-                Counter(p.level for key, p in self.dispatcher.waiting(phase).items() if self._of(key, run))
-            )
-            for phase in Phase
-        }
-
-    def _of(self, key: str, run: str) -> bool:
-        tracked = self.tracked.get(key)
-        return tracked is not None and tracked.run.run == run
 
     def phase_of(self, key: str) -> Phase:
         """The phase that a task runs, or waits for."""

@@ -180,9 +180,16 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
     """A snapshot of a run in its fourth iteration of six; keyword arguments replace entries."""
 
     def make(**changes: Any) -> dict[str, Any]:
-        history = [(0.5 * i, max(0, 40 - i // 2), i % 7, min(16, i), 1 + i % 4, 37 * i) for i in range(120)]
+        def row(i: int) -> tuple[float, ...]:
+            queued = max(0, 40 - i // 2)
+            return (0.5 * i, queued, i % 7, min(16, i), 1 + i % 4, 37 * i, 0, queued // 2, queued - queued // 2, 0, 0)
+
+        history = [row(i) for i in range(120)]
         return {
             "run": "demo", "epoch": 1, "uptime_s": 60.0, "eta": 1, "iterations": 6, "iteration": 3,
+            "state": "running", "left_s": 95.5, "evaluations": [[0, 0.25, 64], [2, 0.5, 64]],
+            "steps": [[0, {"trajectories": 9.0, "training": 1.5}], [1, {"trajectories": 6.0, "training": 1.5, "moving": 0.5}]],
+            "decisions": [[42.5, "iteration 3 may generate", "version 3 >= 3 - eta 1"]],
             "versions": {"published": 3, "served": {"rollout-0": 3, "rollout-1": 2}},
             "slots": {"ROLLOUT": {"used": 14, "total": 16}, "TOOL": {"used": 3, "total": 8}},
             "queue": {"ROLLOUT": {0: 21, 1: 9, 3: 2}, "TOOL": {0: 5}},
@@ -204,7 +211,8 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
                 "shares": {"generating": 0.5, "training": 0.125, "tail": 0.375},
                 "now_shares": {"generating": 0.75, "tail": 0.25},
                 "workers": [
-                    {"worker": "rollout-0", "kind": "engine", "busy_frac": 0.5, "seconds": {"generating": 30.0, "tail": 30.0}}
+                    {"worker": "rollout-0", "kind": "engine", "state": "tail", "busy_frac": 0.5, "slots_used_frac": 0.25,
+                     "seconds": {"generating": 30.0, "tail": 30.0}}
                 ],
             },
         } | changes  # fmt: skip

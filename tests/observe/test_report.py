@@ -212,7 +212,7 @@ def test_the_report_of_a_running_run_counts_what_is_there(recorded_run, prices, 
     assert report.log_error == ""
     assert report.facts.num_events == first_end + 1
     quanta = Counter(event["phase"] for event in whole[: first_end + 1] if event["name"] == "quantum_finished")
-    assert report.facts.quanta == quanta
+    assert report.facts.run.quanta == quanta
 
 
 def test_short_states_are_drawn_with_their_neighbours_and_no_time_is_lost():

@@ -9,7 +9,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, HoverTool
 
 from libra.observe.html import missing
-from libra.observe.report.plots import curve, plot
+from libra.observe.plots import curve, plot
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, label
 

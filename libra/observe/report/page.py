@@ -14,6 +14,7 @@ from bokeh.resources import Resources
 
 from libra.errors import ConfigError, disk_refusal
 from libra.hardware.prices import Prices
+from libra.observe.color_scheme import SCRIPT
 from libra.observe.html import STYLE, Html, duration, missing, named_number, number, percent, text
 from libra.observe.report import curves, records, where_time
 from libra.observe.report.reported_run import Cost, ReportedRun
@@ -23,34 +24,6 @@ SECTIONS: Final[tuple[Callable[[Sequence[ReportedRun]], Section], ...]] = (
     curves.rewards, where_time.worker_time, where_time.gantt, curves.seconds, curves.lengths, curves.forecasts,
     records.decisions, curves.mismatch, records.failures, records.samples, records.settings,
 )  # fmt: skip
-
-# Texts and grids of canvases take the page's colours, now and when the viewer changes the scheme.
-SCRIPT: Final = """
-(() => {
-  const dark = window.matchMedia('(prefers-color-scheme: dark)');
-  const paint = () => {
-    const css = getComputedStyle(document.documentElement);
-    const [ink, soft, line] = ['--text', '--soft', '--line'].map((name) => css.getPropertyValue(name).trim());
-    for (const doc of Bokeh.documents)
-      for (const model of doc._all_models.values()) {
-        if (/Axis$/.test(model.type)) {
-          model.major_label_text_color = soft; model.axis_label_text_color = soft;
-          model.axis_line_color = line; model.major_tick_line_color = line;
-        }
-        else if (model.type === 'Grid') model.grid_line_color = line;
-        else if (model.type === 'Title') model.text_color = ink;
-        else if (model.type === 'Legend') model.label_text_color = soft;
-      }
-  };
-  const begin = () => {
-    if (!Bokeh.documents.length) return setTimeout(begin, 20);
-    paint();
-    document.documentElement.dataset.painted = '1';
-  };
-  begin();
-  dark.addEventListener('change', paint);
-})();
-"""
 
 
 def write_report(
@@ -149,7 +122,7 @@ def figures_of(run: ReportedRun) -> dict[str, tuple[str, str, str]]:
     )
     failed = records.failure_counts(run)
     wall_s = time.until_s or _wall_s(run)
-    rate = run.facts.tokens / wall_s if wall_s else None
+    rate = run.facts.run.tokens / wall_s if wall_s else None
     starts = f"{run.facts.starts} starts" if run.facts.starts > 1 else "one start"
     return {
         "busy": ("Busy", percent(time.busy_frac), split or "no event log"),
@@ -157,7 +130,7 @@ def figures_of(run: ReportedRun) -> dict[str, tuple[str, str, str]]:
         "evaluation": ("Reward, held out", number(held[-1] if held else None), _at_first(held)),
         "iterations": ("Iterations", f"{len(run.rows)}", f"of {run.iterations}, {run.state}"),
         "wall": ("Time", duration(wall_s) if wall_s else "–", starts),
-        "tokens": ("Generated tokens", f"{run.facts.tokens:,}", f"{number(rate, ',.0f')} per second"),
+        "tokens": ("Generated tokens", f"{run.facts.run.tokens:,}", f"{number(rate, ',.0f')} per second"),
         "cost": ("Cost", "–", cost) if isinstance(cost, str) else _cost_tile(cost),
         "failures": ("Failures", "–" if failed is None else f"{sum(failed.values()):,}", "of stored trajectories"),
     }

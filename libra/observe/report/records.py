@@ -12,7 +12,8 @@ import yaml
 from libra import events
 from libra.errors import ModelError, StoreError
 from libra.observe.decision_outcomes import Outcome
-from libra.observe.html import Html, duration, missing, named_number, number, percent, table, text
+from libra.observe.decision_words import decision_words, trouble_words
+from libra.observe.html import Html, duration, missing, named_number, percent, table, text
 from libra.observe.inspect_page import headline, trajectory_text
 from libra.observe.log_facts import Logged
 from libra.observe.report.reported_run import ReportedRun
@@ -48,7 +49,7 @@ def _decisions_of(run: ReportedRun) -> list[Part]:
 
 
 def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str, str, str, str]:
-    what, why = _decision_words(logged.event)
+    what, why = decision_words(logged.event)
     predicted = realised = "–"
     if isinstance(logged.event, events.PlanRealised):
         predicted, realised = percent(logged.event.predicted_gain_frac), percent(logged.event.realised_gain_frac)
@@ -56,46 +57,6 @@ def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str
         outcome = outcomes[logged.outcome]
         predicted, realised = outcome.predicted_words or predicted, outcome.realised_words
     return duration(logged.t_s), what, predicted, realised, shown_line(why, 300)
-
-
-def _engines(engines: Sequence[tuple[int, ...]]) -> str:
-    return ", ".join(f"{count} x tp{tp}" for tp, count, *_ in engines) or "no engine"
-
-
-def _decision_words(event: events.Event) -> tuple[str, str]:
-    """Decision and reason."""
-    match event:
-        case events.LayoutPlanned():
-            return f"start with {event.train_gpus} training, {_engines(event.engines)}", event.reason
-        case events.PlanConsidered():
-            verdict = "accepted" if event.accepted else "not accepted"
-            plan = f"{event.train_gpus} training, {_engines(event.engines)}"
-            return f"after iteration {event.iteration}: {plan}: {verdict}", event.reason
-        case events.PlanAccepted():
-            carried = ", ".join(f"{name} {words}" for name, words in event.commands)
-            return f"carry out the plan of iteration {event.iteration}", carried
-        case events.PlanBlocked():
-            return f"plan of iteration {event.iteration} cannot be carried out", f"missing: {event.missing}"
-        case events.PlanRealised():
-            cost = f", cost {number(event.cost_s, ',.2f', ' s')}" if event.cost_s is not None else ""
-            what = f"result of the plan of iteration {event.iteration}, in iteration {event.realised_iteration}"
-            return f"{what}, by the forecast of its batch", f"change {event.generation}{cost}"
-        case events.RoleChangeStarted():
-            return f"change {event.generation} of {', '.join(event.assignments)}", event.reason
-        case events.RoleChanged():
-            roles = f"{event.worker}: {event.from_role} tp{event.from_tp} to {event.to_role} tp{event.to_tp}"
-            return roles, f"change {event.generation} took {number(event.seconds, ',.2f', ' s')}"
-        case events.RoleRestored():
-            return f"{event.worker}: {event.role} tp{event.tp} again", f"change {event.generation} was undone"
-        case events.RoleChangeFailed():
-            return f"change {event.generation} failed", event.detail
-        case events.RoleChangeCancelled():
-            return f"change {event.generation} was cancelled", "on request"
-        case events.SlotsSet():
-            return f"{event.worker}: at most {event.slots} trajectories at once", event.reason
-        case events.BoundariesSet():
-            return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}", event.reason
-    return event.name, ""
 
 
 # ---------------------------------------------------------------- failures
@@ -116,7 +77,10 @@ def _failures_of(run: ReportedRun) -> list[Part]:
         found = [(f"{count:,}", failure, shown_line(detail, 300)) for (failure, detail), count in counted]
         parts.append(table(("attempts", "class", "detail"), found, (0,)))
     if run.facts.troubles:
-        rows = [_trouble_row(each) for each in list(run.facts.troubles)[-MAX_ROWS:]]
+        rows = [
+            (duration(each.t_s), *(shown_line(word, 300) for word in trouble_words(each.event)))
+            for each in list(run.facts.troubles)[-MAX_ROWS:]
+        ]
         parts.append(table(("at", "what", "where", "detail"), rows, (0,)))
     elif run.log_error:
         parts.append(missing(f"Troubles of workers are not known: {run.log_error}."))
@@ -141,24 +105,6 @@ def _failure_table(run: ReportedRun) -> Html:
     counts = [named_number(f"failure_{name}", run.name, f"{ended.get(name, 0):,}") for name in names]
     rows = [(name, Html(count), f"{retried[name]:,}") for name, count in zip(names, counts, strict=True)]
     return table(("class", "trajectories", "attempts tried again"), rows, (1, 2))
-
-
-def _trouble_row(logged: Logged) -> tuple[str, str, str, str]:
-    event = logged.event
-    match event:
-        case events.WorkerLost():
-            words = "worker lost", event.address, ""
-        case events.WorkerSetupFailed():
-            words = "setup failed", event.worker, event.detail
-        case events.EngineQuarantined():
-            words = "engine failed the version check", event.worker, event.detail
-        case events.StallDetected():
-            words = f"no progress for {duration(event.idle_s)}", event.worker or event.key, event.detail
-        case events.GangLost() | events.RoleMemberFailed():
-            words = event.name.replace("_", " "), event.worker, event.detail
-        case _:
-            words = event.name, "", ""
-    return duration(logged.t_s), *(shown_line(word, 300) for word in words)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- samples

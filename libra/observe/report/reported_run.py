@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from libra.errors import StoreError
 from libra.hardware.prices import Price, Prices
 from libra.observe.log_facts import LogFacts, log_facts, trainers_of
-from libra.observe.report.plots import RUN_COLORS
+from libra.observe.plots import RUN_COLORS
 from libra.observe.run_directory import (
     evaluations,
     finite,
@@ -73,7 +73,7 @@ class ReportedRun:
         self.state = state_of(directory, len(self.rows), self.iterations)
         self.facts: LogFacts
         self.facts, self.log_error = log_facts(directory / "events.jsonl", trainers_of(self.config))
-        self.time: RunTime = self.facts.times.times()
+        self.time: RunTime = self.facts.run.times.times()
         self.store: TrajectoryStore | None = None
         self.store_error = ""
         self._open_store()

@@ -34,6 +34,6 @@ def for_each(runs: Sequence[ReportedRun], make: Callable[[ReportedRun], Sequence
 
 def label(runs: Sequence[ReportedRun], run: ReportedRun, what: str) -> str:
     """Label of a curve: what it is, and of which run where there are several."""
-    from libra.observe.report.plots import plain
+    from libra.observe.plots import plain
 
     return f"{plain(run.name)}: {what}" if len(runs) > 1 else what

@@ -9,7 +9,7 @@ from typing import Any, Final
 from bokeh.models import ColumnDataSource, HoverTool
 
 from libra.observe.html import Html, missing, number, percent, swatch, table, text
-from libra.observe.report.plots import PHASE_COLORS, legend_only, plain, plot, spans
+from libra.observe.plots import PHASE_COLORS, legend_only, plain, plot, spans
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
 from libra.observe.state_colors import STATE_COLORS
@@ -117,7 +117,7 @@ def _gantt_of(run: ReportedRun) -> list[Part]:
 
 
 def _workers_plot(run: ReportedRun) -> Any:
-    by_worker = {name: found for name, found in run.facts.times.segments().items() if found}
+    by_worker = {name: found for name, found in run.facts.run.times.segments().items() if found}
     bars = coarse(by_worker, MAX_SPANS)
     states = [state for state in STATES if any(bar[3] == state for bar in bars)]
     names = [plain(name) for name in by_worker]

@@ -1,6 +1,6 @@
-"""Plots of the report in one style: transparent, so that the page's colours show in light and dark.
+"""Plots of reports and of the page in one style: transparent, so that the page's colours show in light and dark.
 
-The colours of texts and grids are set in the browser (`SCRIPT` of `libra.observe.report.page`), which knows the scheme.
+The colours of texts and grids are set in the browser (`libra.observe.color_scheme`), which knows the scheme.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def plot(title: str, x_label: str, y_label: str, *, height: int = 270, **options
     )  # fmt: skip
     made.toolbar.logo, made.toolbar.autohide = None, True
     made.xgrid.visible = False
+    made.title.visible = bool(title)
     made.title.text_font_size, made.title.text_font_style = "13px", "normal"
     made.axis.axis_label_text_font_style = "normal"
     made.axis.minor_tick_line_color = None

@@ -1,0 +1,286 @@
+"""What the page shows of a run, from its events: live in the scheduler, or afterwards from the log, with the same result.
+
+Invariants
+----------
+1. Nothing here reads a clock: time comes with the events, and with `RunFacts.sample`.
+2. ``history`` has at most ``MAX_SAMPLES`` rows, evenly spaced over the whole run: when it is full, every second row goes.
+3. What later iterations replace (a resumed run does some of them again) is counted once: curves are by iteration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from libra import events
+from libra.events import Event
+from libra.observe.decision_words import DECISIONS, TROUBLES, decision_words, trouble_words
+from libra.observe.html import percent
+from libra.observe.worker_time import WorkerTimes
+from libra.types import Phase
+from libra.untrusted import shown_line
+
+SAMPLE_S: Final = 0.5
+"""Seconds between two rows of the history, at first."""
+MAX_SAMPLES: Final = 1200
+MAX_STEPS: Final = 400
+"""Steps whose split is kept."""
+LAST_DECISIONS: Final = 8
+"""Kept of decisions and troubles; half as many of iterations and steps that were let through."""
+RATE_INTERVALS: Final = 10
+"""Iterations from whose mean duration the end of the run is estimated."""
+BANDS: Final = ("overdue", "level 0–1", "level 2–10", "level 11–40", "level 41 and later")
+_BAND_TOPS: Final = (-1, 1, 10, 40)
+
+
+def band(level: int) -> int:
+    """Index in `BANDS` of a policy's level."""
+    return sum(level > top for top in _BAND_TOPS)
+
+
+class RunFacts:
+    """Counts, curves and worker time of a run, event by event.
+
+    Parameters
+    ----------
+    trainers : sequence of str
+        Names of the training workers; see `WorkerTimes`.
+    keep : int or None
+        Segments kept per worker; see `WorkerTimes`.
+
+    Attributes
+    ----------
+    times : WorkerTimes
+    tokens : int
+        Generated so far.
+    quanta : Counter
+        Finished, by phase.
+    history : list
+        Rows (t_s, queued_rollout, queued_tool, used_rollout, used_tool, tokens, waiting for ROLLOUT in each of `BANDS`).
+    """
+
+    def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
+        self.times = WorkerTimes(trainers, keep=keep)
+        self.run = self.policy = ""
+        self.epoch = self.eta = self.iterations = 0
+        self.iteration, self.published = -1, -1
+        self.tokens = self.groups = self.resampled = 0
+        self.quanta: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.history: list[tuple[float, ...]] = []
+        self._interval_s, self._next_s = SAMPLE_S, 0.0
+        self._ended: dict[int, tuple[float, float | None, float]] = {}  # by iteration: when, reward, lag
+        self._began_s = self._published_s = 0.0
+        self._evaluations: dict[int, tuple[float | None, int]] = {}
+        self._steps: dict[int, dict[str, float]] = {}
+        self._decided: deque[tuple[float, Event]] = deque(maxlen=LAST_DECISIONS)
+        self._opened: deque[tuple[float, Event]] = deque(maxlen=LAST_DECISIONS // 2)
+        self._sent: tuple[float, events.QuantumDispatched] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """A start of the run: nothing waits, and no worker has said what it has."""
+        self._waiting: dict[str, tuple[Phase, int]] = {}
+        self._levels: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
+        self._capacity: dict[str, tuple[int, int]] = {}
+        self._served: dict[str, int] = {}
+
+    # ---------------------------------------------------------------- reading
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        """What `libra.observe.page_snapshot` lists, as far as events tell it; JSON-able."""
+        ended = sorted(self._ended.items())
+        total = [sum(slots) for slots in zip(*self._capacity.values(), strict=True)] or [0, 0]
+        return {
+            "run": self.run, "epoch": self.epoch, "eta": self.eta, "iterations": self.iterations,
+            "uptime_s": round(now_s, 3), "state": "running", "left_s": self.left_s(now_s),
+            "iteration": self.iteration,
+            "versions": {"published": max(self.published, 0), "served": dict(sorted(self._served.items()))},
+            "slots": {
+                str(phase): {"used": self.times.in_use(phase), "total": number}
+                for phase, number in zip(Phase, total, strict=True)
+            },
+            "queue": {str(phase): {k: n for k, n in sorted(self._levels[phase].items()) if n} for phase in Phase},
+            "quanta": {str(phase): self.quanta[phase] for phase in Phase},
+            "tokens": self.tokens, "groups": self.groups, "failures": dict(self.failures), "resampled": self.resampled,
+            "rewards": [[k, reward] for k, (_, reward, _) in ended if reward is not None],
+            "lag": [[k, lag] for k, (_, _, lag) in ended],
+            "evaluations": [[version, *found] for version, found in sorted(self._evaluations.items())],
+            "steps": [[step, split] for step, split in sorted(self._steps.items())],
+            "decisions": self._decisions(),
+            "history": [list(row) for row in self.history],
+        }  # fmt: skip
+
+    def left_s(self, now_s: float) -> float | None:
+        """Estimated seconds to the end of the last iteration; None before one has ended."""
+        if not self._ended:
+            return None
+        times = sorted(t_s for t_s, _, _ in self._ended.values())[-RATE_INTERVALS - 1 :]
+        each_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else times[0] - self._began_s
+        left = self.iterations - 1 - max(self._ended)
+        return max(0.0, left * each_s - max(0.0, now_s - times[-1])) if left > 0 else 0.0
+
+    def _decisions(self) -> list[list[Any]]:
+        """[t_s, what, why] of the last decisions, the newest first."""
+        logged = [*self._decided, *self._opened, *([self._sent] if self._sent else [])]
+        rows = []
+        for t_s, event in sorted(logged, key=lambda each: -each[0]):
+            what, why = _words(event)
+            rows.append([round(t_s, 3), shown_line(what, 200), shown_line(why, 300)])
+        return rows
+
+    # ---------------------------------------------------------------- events
+
+    def add(self, event: Event) -> None:
+        """Take the next event of the log."""
+        self.sample(self.times.time_of(event))
+        self.times.add(event)
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+
+    def sample(self, now_s: float) -> None:
+        """Add the rows of the history that are due by ``now_s``."""
+        while self._next_s <= now_s:
+            waiting = self._levels[Phase.ROLLOUT]
+            bands = [0] * len(BANDS)
+            for level, number in waiting.items():
+                bands[band(level)] += number
+            used = (self.times.in_use(phase) for phase in Phase)
+            queued = (self._levels[phase].total() for phase in Phase)
+            self.history.append((round(self._next_s, 3), *queued, *used, self.tokens, *bands))
+            if len(self.history) > MAX_SAMPLES:
+                del self.history[1::2]
+                self._interval_s *= 2
+            self._next_s = self.history[-1][0] + self._interval_s
+
+    def _run_started(self, event: events.RunStarted) -> None:
+        self.run, self.epoch, self.eta, self.policy = event.run, event.epoch, event.eta, event.policy
+        self.iterations = event.iterations
+        self._published_s = -1.0  # what the next version took is not a step's time
+        self._begin()
+
+    def _waits(self, key: str, where: tuple[Phase, int] | None) -> None:
+        """The trajectory waits for a slot of a phase, at a level; None: it does not wait."""
+        if (before := self._waiting.pop(key, None)) is not None:
+            phase, level = before
+            self._levels[phase][level] -= 1
+            if not self._levels[phase][level]:
+                del self._levels[phase][level]
+        if where is not None:
+            self._waiting[key] = where
+            self._levels[where[0]][where[1]] += 1
+
+    def _parked(self, event: events.TrajectoryParked) -> None:
+        self._waits(event.key, (Phase(event.phase), _level(event.priority)))
+
+    def _priority_set(self, event: events.PrioritySet) -> None:
+        if (before := self._waiting.get(event.key)) is not None:
+            self._waits(event.key, (before[0], _level(event.priority)))
+
+    def _dispatched(self, event: events.QuantumDispatched) -> None:
+        self._waits(event.key, None)
+        self._sent = self.times.now_s, event
+
+    def _finished(self, event: events.QuantumFinished) -> None:
+        self.quanta[str(event.phase)] += 1
+        self.tokens += event.tokens
+
+    def _group_committed(self, event: events.GroupCommitted) -> None:
+        if event.split == "train":
+            self.groups += 1
+            self.failures.update(event.failures)
+            self.resampled += event.resampled
+
+    def _gate_opened(self, event: events.GateOpened) -> None:
+        if self.iteration < 0:
+            self._began_s = self.times.now_s
+        self.iteration = max(self.iteration, event.iteration)
+        self._opened.append((self.times.now_s, event))
+
+    def _version_published(self, event: events.VersionPublished) -> None:
+        now_s = self.times.now_s
+        if event.version > self.published >= 0 and self._published_s >= 0:
+            self._steps[event.version - 1] = {
+                state: round(seconds, 6)
+                for state, seconds in self.times.training_split(self._published_s, now_s).items()
+            }
+            while len(self._steps) > MAX_STEPS:
+                del self._steps[min(self._steps)]
+        self.published, self._published_s = max(self.published, event.version), now_s
+
+    def _iteration_finished(self, event: events.IterationFinished) -> None:
+        self._ended[event.iteration] = self.times.now_s, event.reward, event.lag
+
+    def _evaluated(self, event: events.EvaluationFinished) -> None:
+        self._evaluations[event.version] = event.reward, event.prompts
+
+    def _capacity_told(self, event: events.WorkerCapacity) -> None:
+        self._capacity[event.worker] = event.rollout_slots, event.tool_slots
+
+    def _version_served(self, event: events.VersionServed) -> None:
+        self._served[event.worker] = event.version
+
+    def _withdrawn(self, event: events.WorkerWithdrawn | events.WorkerSetupFailed) -> None:
+        self._capacity.pop(event.worker, None)
+        self._served.pop(event.worker, None)
+
+    def _noted(self, event: Event) -> None:
+        self._decided.append((self.times.now_s, event))
+
+    def _setup_failed(self, event: events.WorkerSetupFailed) -> None:
+        self._withdrawn(event)
+        self._noted(event)
+
+    def _role_changed(self, event: events.RoleChanged) -> None:
+        if event.to_role != "rollout":
+            self._served.pop(event.worker, None)
+        self._noted(event)
+
+
+def _words(event: Event) -> tuple[str, str]:
+    """A decision and its reason."""
+    match event:
+        case events.QuantumDispatched():
+            return f"{event.key} gets a {event.phase} slot of {event.worker}", event.reason
+        case events.GateOpened():
+            return f"iteration {event.iteration} may generate", event.reason
+        case events.BatchOpened():
+            return f"step {event.batch} may train on {len(event.members)} groups", event.reason
+    if isinstance(event, TROUBLES):
+        what, where, why = trouble_words(event)
+        return f"{what}: {where}", why
+    what, why = decision_words(event)
+    if isinstance(event, events.PlanRealised):
+        what += f": predicted gain {percent(event.predicted_gain_frac)}, realised {percent(event.realised_gain_frac)}"
+    return what, why
+
+
+def _level(priority: Sequence[int]) -> int:
+    """The policy's level in a priority (deadline, level, order); 0 of a policy without levels."""
+    return int(priority[1]) if len(priority) > 1 else 0
+
+
+_HANDLERS: Final[Mapping[type[Event], Callable[[RunFacts, Any], None]]] = {
+    **dict.fromkeys((*DECISIONS, *TROUBLES), RunFacts._noted),
+    events.RunStarted: RunFacts._run_started,
+    events.TrajectoryParked: RunFacts._parked,
+    events.PrioritySet: RunFacts._priority_set,
+    events.QuantumDispatched: RunFacts._dispatched,
+    events.QuantumContinued: lambda self, event: self._waits(event.key, None),
+    events.PlacementVoid: lambda self, event: self._waits(event.key, None),
+    events.TrajectoryEnded: lambda self, event: self._waits(event.key, None),
+    events.QuantumFinished: RunFacts._finished,
+    events.GroupCommitted: RunFacts._group_committed,
+    events.GateOpened: RunFacts._gate_opened,
+    events.BatchOpened: lambda self, event: self._opened.append((self.times.now_s, event)),
+    events.VersionPublished: RunFacts._version_published,
+    events.IterationFinished: RunFacts._iteration_finished,
+    events.EvaluationFinished: RunFacts._evaluated,
+    events.WorkerCapacity: RunFacts._capacity_told,
+    events.VersionServed: RunFacts._version_served,
+    events.WorkerWithdrawn: RunFacts._withdrawn,
+    events.WorkerSetupFailed: RunFacts._setup_failed,
+    events.RoleChanged: RunFacts._role_changed,
+}

@@ -1,0 +1,137 @@
+"""What the page shows of a run, from events alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from libra import events
+from libra.observe.run_facts import BANDS, MAX_SAMPLES, RunFacts, band
+
+
+def facts_of(*given):
+    facts = RunFacts(("train-0",))
+    for event in given:
+        facts.add(event)
+    return facts
+
+
+def started(t_s=0.0, iterations=10):
+    return events.RunStarted("demo", t_s, 0, 1, iterations, 2, "cmlfq", "tools")
+
+
+def parked(t_s, key, level, phase="ROLLOUT"):
+    return events.TrajectoryParked("demo", t_s, key, phase, 0, 0, (0, level, 0), "")
+
+
+def sent(t_s, key, phase="ROLLOUT"):
+    return events.QuantumDispatched("demo", t_s, key, phase, 0, "rollout-0", (0, 1, 0), "by free slots", True)
+
+
+def finished(t_s, iteration, reward=0.5):
+    return events.IterationFinished("demo", t_s, iteration, reward, 1.0)
+
+
+def test_waiting_trajectories_are_counted_by_level_until_they_are_sent_or_end():
+    facts = facts_of(
+        started(), parked(0.1, "a", 41), parked(0.1, "b", 41), parked(0.1, "c", 1), parked(0.1, "d", 0, "TOOL")
+    )
+    assert facts.snapshot(0.1)["queue"] == {"ROLLOUT": {1: 1, 41: 2}, "TOOL": {0: 1}}
+    facts.add(events.PrioritySet("demo", 0.2, "b", (0, -1, 0), "overdue"))
+    assert facts.snapshot(0.2)["queue"]["ROLLOUT"] == {-1: 1, 1: 1, 41: 1}
+    facts.sample(0.5)
+    assert facts.history[-1] == (0.5, 3, 1, 0, 0, 0, 1, 1, 0, 0, 1)
+    facts.add(sent(0.6, "a"))
+    facts.add(events.TrajectoryEnded("demo", 0.7, "b", True))
+    facts.add(events.PlacementVoid("demo", 0.7, "c", "ROLLOUT"))
+    assert facts.snapshot(0.7)["queue"] == {"ROLLOUT": {}, "TOOL": {0: 1}}
+    facts.sample(1.0)
+    assert facts.history[-1][:5] == (1.0, 0, 1, 1, 0)
+    facts.add(started(0.0))  # another start: nobody has said that anything waits
+    assert facts.snapshot(1.0)["queue"] == {"ROLLOUT": {}, "TOOL": {}}
+
+
+def test_levels_fall_into_bands_in_their_order():
+    assert [band(level) for level in (-1, 0, 1, 2, 10, 11, 40, 41, 80)] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert len(BANDS) == band(80) + 1
+
+
+def test_the_history_spans_the_run_evenly_and_is_bounded():
+    facts = facts_of(started())
+    facts.sample(10_000.0)
+    times = [row[0] for row in facts.history]
+    assert MAX_SAMPLES / 2 <= len(times) <= MAX_SAMPLES
+    (spacing,) = {later - before for before, later in pairwise(times)}
+    assert times[0] == 0.0
+    assert 10_000.0 - times[-1] < spacing
+
+
+def test_time_to_go_is_by_the_mean_of_the_last_iterations():
+    facts = facts_of(started(iterations=20), events.GateOpened("demo", 2.0, 0, "first"))
+    assert facts.left_s(2.0) is None
+    facts.add(finished(12.0, 0))
+    assert facts.left_s(12.0) == pytest.approx(19 * 10.0)
+    for number in range(1, 12):
+        facts.add(finished(12.0 + 4.0 * number, number))
+    assert facts.left_s(56.0) == pytest.approx(8 * 4.0)
+    assert facts.left_s(59.0) == pytest.approx(8 * 4.0 - 3.0)
+    assert facts.left_s(1000.0) == 0.0
+    facts.add(finished(60.0, 19))
+    assert facts.left_s(60.0) == 0.0
+
+
+def test_an_iteration_that_is_done_again_after_a_resume_counts_once():
+    facts = facts_of(started(), finished(5.0, 0, 0.25), finished(9.0, 1, 0.5), started(0.0), finished(4.0, 1, 0.75))
+    assert facts.snapshot(13.0)["rewards"] == [[0, 0.25], [1, 0.75]]
+
+
+def test_a_step_is_split_by_what_training_did_between_two_versions():
+    facts = facts_of(
+        started(),
+        events.VersionPublished("demo", 1.0, 0, "d", 1),
+        parked(1.0, "a", 1),
+        events.BatchParked("demo", 1.0, 0),
+        sent(1.5, "a"),
+        events.TrajectoryEnded("demo", 4.0, "a", True),
+        events.BatchOpened("demo", 5.0, 0, ((0, 0),), "1 group committed"),
+        events.StepFinished("demo", 8.0, 0, 0.1, 2.0),
+        events.VersionPublished("demo", 8.5, 1, "d", 1),
+    )
+    ((step, split),) = facts.snapshot(9.0)["steps"]
+    assert step == 0
+    assert split == pytest.approx({"trajectories": 3.0, "grading": 1.0, "batch": 1.0, "training": 2.0, "moving": 0.5})
+    facts.add(started(0.0))
+    facts.add(events.VersionPublished("demo", 20.0, 2, "d", 1))
+    assert [step for step, _ in facts.snapshot(30.0)["steps"]] == [0]  # across a restart there is no step time
+
+
+def test_decisions_are_in_words_the_newest_first_with_gains_and_troubles():
+    facts = facts_of(
+        started(),
+        events.GateOpened("demo", 1.0, 3, "version 2 >= 3 - eta 1"),
+        events.WorkerLost("demo", 2.0, "tcp://h:1"),
+        events.PlanRealised("demo", 3.0, 4, 1, 0.25, 0.125, 5, 2.0),
+        sent(4.0, "trajectory-x"),
+    )
+    words = [what for _, what, _ in facts.snapshot(4.0)["decisions"]]
+    assert words == [
+        "trajectory-x gets a ROLLOUT slot of rollout-0",
+        "result of the plan of iteration 4, in iteration 5, by the forecast of its batch: predicted gain 25.0 %, realised 12.5 %",
+        "worker lost: tcp://h:1",
+        "iteration 3 may generate",
+    ]
+    assert facts.snapshot(4.0)["decisions"][-1][2] == "version 2 >= 3 - eta 1"
+
+
+def test_slots_and_served_versions_are_those_of_workers_that_are_there():
+    def capacity(worker, rollout, tool):
+        return events.WorkerCapacity("demo", 1.0, worker, "", rollout, tool, 0, 0.0, 0.0, 0.0, 0.0)
+
+    facts = facts_of(started(), capacity("rollout-0", 16, 0), capacity("rollout-1", 8, 0), capacity("tool-0", 0, 4))
+    for worker in ("rollout-0", "rollout-1"):
+        facts.add(events.VersionServed("demo", 1.5, 0, worker, 0.1))
+    assert facts.snapshot(2.0)["slots"] == {"ROLLOUT": {"used": 0, "total": 24}, "TOOL": {"used": 0, "total": 4}}
+    facts.add(events.WorkerWithdrawn("demo", 3.0, "rollout-1"))
+    assert facts.snapshot(3.0)["slots"]["ROLLOUT"]["total"] == 16
+    assert facts.snapshot(3.0)["versions"]["served"] == {"rollout-0": 0}
