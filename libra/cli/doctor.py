@@ -13,7 +13,7 @@ from rich.text import Text
 
 from libra.cli.check_result import Check
 from libra.cli.doctor_cluster import cluster_checks
-from libra.cli.doctor_machine import machine_checks
+from libra.cli.doctor_machine import environment_check, machine_checks
 from libra.cluster.settings import SETTINGS
 from libra.config import RunConfig
 
@@ -22,7 +22,11 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     """Every check of this machine and, where there is an address, of the cluster behind it."""
-    checks = list(machine_checks(config, local_cluster=scheduler is None))
+    from libra.cli.doctor_start import start_checks  # here: the driver takes two seconds to import
+
+    check, environment = environment_check(config)
+    checks = [*machine_checks(config, local_cluster=scheduler is None), check]
+    checks += start_checks(config, environment, local_cluster=scheduler is None)
     if scheduler is not None:
         return [*checks, *cluster_checks(scheduler, config)]
     detail = f"a run starts its own local cluster with the {len(SETTINGS)} settings it needs"

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 import libra.config.model_paths
 from libra.cli.check_result import Check
 from libra.config import RunConfig, resolve_model
+from libra.envs import Environment
 from libra.errors import ClusterError, LibraError
 
 GIB = 2**30
@@ -45,7 +46,6 @@ def machine_checks(config: RunConfig, *, local_cluster: bool) -> Iterator[Check]
     yield disk_check(config.run.dir)
     yield shared_memory_check(Path("/dev/shm"))
     yield model_check(config.model.path)
-    yield environment_check(config)
 
 
 def installed_version_of(package: str) -> str | None:
@@ -225,18 +225,22 @@ def model_check(path: str) -> Check:
     return Check("model", "warn", f"{path} is not cached and will be downloaded", f"hf download {path}")
 
 
-def environment_check(config: RunConfig) -> Check:
-    """The environment can be imported and constructed; with the sandbox's level if it runs code that a model writes."""
+def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
+    """The environment can be imported and constructed; with the sandbox's level if it runs code that a model writes. And it."""
     from libra.envs import make_environment
 
     name = config.environment.name
     try:
         environment = make_environment(name, dict(config.environment.args), config.run.seed)
     except LibraError as error:
-        return Check("environment", "fail", str(error), "environment.name=tool_arithmetic")
+        return Check("environment", "fail", str(error), "environment.name=tool_arithmetic"), None
     except Exception as error:  # noqa: BLE001  (the boundary to the user's own module, whose error is the result)
         detail = f"{name} cannot be constructed: {type(error).__name__}: {error}"
-        return Check("environment", "fail", detail, "environment.name=tool_arithmetic")
+        return Check("environment", "fail", detail, "environment.name=tool_arithmetic"), None
+    return _isolation(name, environment), environment
+
+
+def _isolation(name: str, environment: Environment) -> Check:
     if not environment.isolation:
         return Check("environment", "ok", name)
     detail = f"{name}, programs of the model confined by {environment.isolation}"

@@ -122,10 +122,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     """
     check_environment(request.environment)
     check_score(request.score)
-    check_own_parts(request.config.trainer)
-    loader_of(request.config.model.loader)
-    policy = request.config.policy
-    check_ordering(policy.name, objective=policy.objective, patience=policy.patience)
+    check_parts(request.config)
     started_here = request.client is None and request.config.cluster.scheduler is None
     if started_here:
         check_main()
@@ -139,7 +136,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
         check_runnable(config)
     if started_here:
         check_engine(config)
-    _check_data(config, environment, model, started_here=started_here)
+    check_data(config, environment, model, started_here=started_here)
     if request.resume:
         if spec.directory.is_dir():
             refuse_running(spec.directory)  # whose files may come and go while they are checked
@@ -158,7 +155,14 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
 
 
-def _check_data(config: RunConfig, environment: Environment, model: ModelFiles, *, started_here: bool) -> None:
+def check_parts(config: RunConfig) -> None:
+    """ConfigError if a part of the user's own cannot be imported, or does not do what its protocol says."""
+    check_own_parts(config.trainer)
+    loader_of(config.model.loader)
+    check_ordering(config.policy.name, objective=config.policy.objective, patience=config.policy.patience)
+
+
+def check_data(config: RunConfig, environment: Environment, model: ModelFiles, *, started_here: bool) -> None:
     """Check that model, prompts and evaluation fit each other and section ``rollout``."""
     check_positions(model, config.rollout.max_context_tokens)
     check_evaluation(config, environment)

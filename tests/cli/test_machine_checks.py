@@ -126,7 +126,7 @@ def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch
 
 @pytest.mark.parametrize("override", ["environment.name=nothing", "environment.args.nothing=1"])
 def test_an_environment_that_cannot_be_made_fails(override: str) -> None:
-    check = checks.environment_check(config_from_dict({}, [override]))
+    check, _ = checks.environment_check(config_from_dict({}, [override]))
     assert check.state == "fail"
     assert "nothing" in check.detail
 
@@ -134,7 +134,7 @@ def test_an_environment_that_cannot_be_made_fails(override: str) -> None:
 def test_an_environment_module_that_raises_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_environment.py").write_text("raise KeyError('no such table')")
     monkeypatch.syspath_prepend(tmp_path)
-    check = checks.environment_check(config_from_dict({}, ["environment.name=broken_environment:Mine"]))
+    check, _ = checks.environment_check(config_from_dict({}, ["environment.name=broken_environment:Mine"]))
     assert check.state == "fail"
     assert "KeyError: 'no such table'" in check.detail
 
@@ -168,7 +168,7 @@ def test_the_table_shows_state_advice_and_count() -> None:
 
 def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named() -> None:
     level, _ = available()
-    check = checks.environment_check(
+    check, _ = checks.environment_check(
         config_from_dict({}, ["environment.name=python_tests", "environment.args.isolation=best"])
     )
     assert check.state == ("warn" if level is Level.RLIMITS else "ok")

@@ -1,0 +1,69 @@
+"""What `libra run` would refuse in a configuration before any worker starts, as checks of `libra doctor`: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from libra.cli.check_result import Check
+from libra.config import RunConfig, resolve_model
+from libra.driver.launch_layout import laid_out
+from libra.driver.model_checks import checked_model
+from libra.driver.run_directory import check_free
+from libra.driver.run_start import check_data, check_parts
+from libra.driver.worker_imports import worker_parts
+from libra.envs import Environment
+from libra.errors import LibraError
+from libra.worker.engine_factory import check_engine
+
+
+def start_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
+    """The checks of a run's start, in its order.
+
+    Parameters
+    ----------
+    environment : Environment or None
+        None: it could not be made, and its data are not looked at; nor are they where a part of the user's own is refused.
+    local_cluster : bool
+        Whether the run would start its own workers.
+
+    A model on a hub is not fetched, and what needs its files is left out.
+    """
+    own = ", ".join(name for _, name in worker_parts(config)) or "none"
+    parts = refusal("own parts", lambda: check_parts(config))
+    yield parts or Check("own parts", "ok", own)
+    if config.run.name is not None:
+        directory = config.run.dir / config.run.name
+        yield refusal("run name", lambda: check_free(directory)) or Check("run name", "ok", f"{directory} is free")
+    yield refusal("layout", lambda: laid_out(config, started_here=local_cluster)) or Check("layout", "ok", "can start")
+    if local_cluster and config.rollout.engine != "vllm":  # of which the check of the machine's engines tells
+        refused = refusal("engine", lambda: check_engine(config))
+        yield refused or Check("engine", "ok", config.rollout.engine)
+    yield from _data_checks(config, environment if parts is None else None, local_cluster=local_cluster)
+
+
+def _data_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
+    """Files of the model; then whether context, evaluation and prompts fit each other."""
+    try:
+        directory = resolve_model(config.model.path)
+    except LibraError:
+        return  # the check of the model tells it
+    if not isinstance(directory, Path):
+        return
+    refused = refusal("model files", lambda: checked_model(config.model.path))
+    yield refused or Check("model files", "ok", f"{directory}: whole, with a tokenizer that fits")
+    if refused is None and environment is not None:
+        model = checked_model(config.model.path)
+        fits = f"evaluation and prompts fit {config.rollout.max_context_tokens:,} tokens of context"
+        check = refusal("data", lambda: check_data(config, environment, model, started_here=local_cluster))
+        yield check or Check("data", "ok", fits)
+
+
+def refusal(name: str, check: Callable[[], object]) -> Check | None:
+    """The failed check of what ``check`` refuses, with what its message has to type; None if it refuses nothing."""
+    try:
+        check()
+    except LibraError as error:
+        detail, _, advice = " ".join(str(error).split()).rpartition("; ")
+        return Check(name, "fail", detail or advice, advice.removeprefix("type ") if detail else "")
+    return None
