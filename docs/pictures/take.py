@@ -47,6 +47,7 @@ async def photograph(address: str) -> None:
         raise SystemExit("take.py: no Chromium on PATH; type apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile:
         async with driver.open_page(executable, Path(profile), address) as page:
+            await page.call("Emulation.setScrollbarsHidden", hidden=True)
             size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
             await page.call("Emulation.setDeviceMetricsOverride", **size)
             for scheme in ("light", "dark"):
