@@ -200,7 +200,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("cluster", "tool_workers", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
     ("cluster", "device", _run()),
-    ("observe", "tensorboard event_log progress on_iteration on_batch on_evaluation", _run()),
+    ("observe", "tensorboard trackers event_log progress on_iteration on_batch on_evaluation", _run()),
     ("store", "keep_versions keep_journals", _run()),
     ("weights", "transfer", _run()),
     ("watchdog", "timeout_s", _run()),

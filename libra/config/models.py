@@ -389,7 +389,10 @@ class ObserveSection(Section):
     """What a run displays and records besides the trajectories."""
 
     tensorboard: bool = True
-    """Write metrics for TensorBoard into the run directory."""
+    """Write metrics, settings and sample texts for TensorBoard into the run directory."""
+    trackers: Annotated[tuple[Literal["wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
+    """Experiment trackers that get the same: Weights & Biases, MLflow, trackio; `pip install NAME` installs each. They write into
+    the run directory, unless their own variables send it elsewhere (WANDB_MODE=online, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID)."""
     event_log: bool = True
     """Write every scheduling event and decision to events.jsonl; its older lines are kept compressed in events/."""
     progress: bool = True

@@ -32,6 +32,7 @@ from libra.driver.start_records import log_start, newest_logged
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.graph.iteration import ResumePoint, Score
 from libra.model_loader import build_tokenizer, loader_of
+from libra.observe.trackers import check_trackers
 from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
 from libra.store.epochs import take_epoch
@@ -123,6 +124,11 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     check_environment(request.environment)
     check_score(request.score)
     check_parts(request.config)
+    check_own_parts(request.config.trainer)
+    check_trackers(request.config.observe.trackers)
+    loader_of(request.config.model.loader)
+    policy = request.config.policy
+    check_ordering(policy.name, objective=policy.objective, patience=policy.patience)
     started_here = request.client is None and request.config.cluster.scheduler is None
     if started_here:
         check_main()

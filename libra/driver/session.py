@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +34,17 @@ from libra.driver.run_start import RunRequest, named, prepare
 from libra.driver.run_summary import RunSummary
 from libra.driver.scheduler_calls import SchedulerCalls
 from libra.driver.submitted_graphs import SubmittedGraphs
-from libra.errors import MismatchAlarm, NothingToLearn, shell_path
+from libra.errors import LibraError, MismatchAlarm, NothingToLearn, shell_path
 from libra.graph.batch_nodes import batch_numbers
 from libra.graph.evaluation_nodes import read_evaluation
 from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
+from libra.observe.samples import EVERY, sample_texts
 from libra.observe.start_stages import StartStages
+from libra.observe.token_text import load_decode
+from libra.observe.trackers import Trackers
 from libra.store.batch_membership import read_batch_facts
 from libra.worker.batch_rows import members_of
 from libra.worker.step_records import step_numbers
@@ -161,7 +165,10 @@ class Session:
         logs.open()
         self._stages.begin("workers")
         self.client, self.cluster = connect_run(start.config, request.client, logs.path.parent, exits)
-        self.metrics = MetricsLog(self.directory, tensorboard=start.config.observe.tensorboard)
+        observe, plain = start.config.observe, start.config.model_dump(mode="json")
+        tensorboard = ("tensorboard",) if observe.tensorboard else ()
+        trackers = Trackers((*tensorboard, *observe.trackers), self.directory, start.spec.run, plain)
+        self.metrics = MetricsLog(self.directory, trackers)
         exits.callback(self.metrics.close)
         self.calls = SchedulerCalls(self.client, start.spec)
         self._stages.begin("engines")
@@ -261,6 +268,7 @@ class Session:
                 self.checkpoints.score(k + 1, values["reward"])
             self._write_metrics(k, values)  # before the group records are removed from which they could be made
             self._call_back(k, values)
+            self._track_samples(k)
             self.checkpoints.follow(k, checkpoint, last=k + 1 == total)
             if self.planning is not None:
                 self.planning.after(k, values | {"evaluation_s": self._evaluated_s}, total - k - 1)
@@ -294,6 +302,16 @@ class Session:
             rows = read_batch_facts(self.spec.batches_dir, k)["groups"]
             self.callbacks.batch(k, members_of({"members": rows}, self.spec.groups_dir))
         self.callbacks.iteration(values)
+
+    def _track_samples(self, k: int) -> None:
+        """Texts of one group of the batch for the trackers, now and then."""
+        trackers = self.metrics.trackers
+        if not trackers or (k % EVERY and k + 1 < self.config.run.iterations):
+            return
+        with contextlib.suppress(LibraError):  # without them it goes on
+            rows = read_batch_facts(self.spec.batches_dir, k)["groups"][:1]
+            members = members_of({"members": rows}, self.spec.groups_dir)
+            trackers.texts(k, sample_texts(members, load_decode(self.directory)))
 
     def _next_evaluation(self, k: int) -> int:
         """The iteration before which iteration ``k`` may not submit ahead: an evaluation comes first, or the run ends."""

@@ -1,6 +1,6 @@
-"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and optionally TensorBoard.
+"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers (`libra.observe.trackers`).
 
-1. A step's line is on disk when `MetricsLog.write` returns; the JSON lines are the record, TensorBoard a view of it.
+1. A step's line is on disk when `MetricsLog.write` returns; the JSON lines are the record, trackers have views of it.
 2. Every line holds ``step``, ``wall_time_s`` (seconds since the Unix epoch) and the values; NaN and infinity are null.
 """
 
@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from libra.errors import StoreError
+from libra.observe.trackers import Trackers
 from libra.store.line_log import LineLog, read_lines
 
 _RESERVED = ("step", "wall_time_s")
@@ -26,19 +27,19 @@ class MetricsLog:
     Parameters
     ----------
     run_dir : Path
-        Directory of ``metrics.jsonl``, which is appended to, and ``tensorboard/``.
-    tensorboard : bool
-        Also write TensorBoard event files; show them with ``tensorboard --logdir RUN/tensorboard``.
+        Directory of ``metrics.jsonl``, which is appended to.
+    trackers : Trackers, optional
+        Get the same numbers; closed with this log.
     clock : callable
         Seconds since the Unix epoch.
     """
 
     def __init__(
-        self, run_dir: str | Path, tensorboard: bool = True, *, clock: Callable[[], float] = time.time
+        self, run_dir: str | Path, trackers: Trackers | None = None, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._clock = clock
         self._lines = LineLog(Path(run_dir) / "metrics.jsonl", buffer_lines=1)
-        self._board = _Board(Path(run_dir) / "tensorboard") if tensorboard else None
+        self.trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record values of one step; StoreError if a value is not a number, or its name is reserved."""
@@ -55,15 +56,14 @@ class MetricsLog:
             whole = isinstance(value, int) and not isinstance(value, bool)
             line[name] = value if whole else numbers[name] if math.isfinite(numbers[name]) else None
         self._lines.write_line(json.dumps(line, allow_nan=False))
-        if self._board is not None:
-            self._board.write(step, wall_time_s, numbers)
+        if self.trackers is not None:
+            self.trackers.numbers(step, wall_time_s, numbers)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._lines.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self.trackers is not None:
+            self.trackers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -72,27 +72,6 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Board:
-    """TensorBoard scalars through its own writer: no torch, no TensorFlow."""
-
-    def __init__(self, directory: Path) -> None:
-        # Lazy: a run without TensorBoard must not load it.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(directory))
-
-    def write(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(self._event(wall_time=wall_time_s, step=step, summary=self._summary(value=scalars)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

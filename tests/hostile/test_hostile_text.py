@@ -37,6 +37,7 @@ from libra.config import resolve_model
 from libra.envs import TOOL_FORMATS, run_action, run_grader, tool
 from libra.errors import RewardFault, ToolFault, Unstorable
 from libra.observe.metrics import MetricsLog, read_metrics
+from libra.observe.trackers import Trackers
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.rollout.special_tokens import SpecialTokens
 from libra.store.event_log import EventLog, read_events
@@ -323,7 +324,7 @@ def test_every_text_goes_through_the_event_log(tmp_path: Path) -> None:
 
 
 def test_metrics_and_tensorboard_take_every_number(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=True, clock=lambda: 0.0) as metrics:
+    with MetricsLog(tmp_path, Trackers(("tensorboard",), tmp_path, "demo", {}), clock=lambda: 0.0) as metrics:
         for step, value in enumerate((1e308, -1e308, math.inf, math.nan, 1e-320, 10**30, np.float32(3e38))):
             metrics.write(step, {"reward": value})
     assert [line["reward"] for line in read_metrics(tmp_path)][:5] == [1e308, -1e308, None, None, 1e-320]

@@ -236,7 +236,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, c
             "trainer": {"prompts": 2, "group_size": 2, "lr": 1e-3},
             "evaluation": {"prompts": 4},
             "cluster": {"threads": 1, "dashboard_port": 0},
-            "observe": {"progress": False, "tensorboard": False},
+            "observe": {"progress": False},
         }
     )
     return run(config, client=cluster_client).directory

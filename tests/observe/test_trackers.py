@@ -1,0 +1,229 @@
+"""Trackers get a run's numbers by group, its settings and sample texts; one that fails or is not installed ends nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from libra.config import config_from_dict
+from libra.errors import ConfigError
+from libra.observe import trackers as module
+from libra.observe.metric_groups import grouped
+from libra.observe.metrics import MetricsLog, read_metrics
+from libra.observe.samples import MAX_CHARS, sample_texts
+from libra.observe.trackers import Trackers, check_trackers, settings_of
+
+CONFIG = {
+    "run": {"name": "demo", "seed": 7, "from_checkpoint": None},
+    "trainer": {"lr": 0.5, "lora_targets": ["q", "v"]},
+    "observe": {"tensorboard": True},
+}
+TEXT = "what is <b>2+2</b>?\n# 4"
+
+# A tracker in a process of its own: its library may leave threads and processes behind. Arguments: name, directory.
+WRITE = """
+import json, pathlib, sys
+from libra.observe.metrics import MetricsLog
+from libra.observe.trackers import Trackers
+name, directory, config, text = sys.argv[1], pathlib.Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+trackers = Trackers((name,), directory, "demo", config)
+with MetricsLog(directory, trackers) as log:
+    for step in range(3):
+        log.write(step, {"reward": step / 4, "train_s": 1.5, "loss": float("nan") if step == 1 else 0.5})
+    log.write(3, {"evaluation/reward": 0.875, "evaluation/reward/1 operation": 1.0})
+    trackers.texts(3, {"samples/best": text})
+    assert trackers, "it failed"
+"""
+
+
+def written_by(name, directory):
+    """Have a tracker write into ``directory``; skips where its package is absent."""
+    try:
+        check_trackers([name])
+    except ConfigError:
+        pytest.skip(f"{name} is not installed: pip install {name}")
+    own = ("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE, name, directory, json.dumps(CONFIG), TEXT],
+        capture_output=True, text=True, check=False, env={k: v for k, v in os.environ.items() if k not in own},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
+    assert "gets nothing more" not in done.stderr
+
+
+def test_every_metric_of_a_run_has_a_group_and_none_hides_another(recorded_run):
+    names = {name for line in read_metrics(recorded_run) for name in line} - {"step", "wall_time_s"}
+    names |= {"resampled/tool", "evaluation/reward/1 operation", "plan/proposed_step_s", "forecast_skill"}
+    groups = {grouped(name): name for name in names}
+    assert len(groups) == len(names)
+    assert {name.split("/")[0] for name in groups} == {"reward", "train", "time", "lag", "failures", "forecast", "plan"}
+    assert grouped("tokens_per_s") == "time/tokens_per_s"
+    assert grouped("evaluation/reward/1 operation") == "reward/held_out_by/1 operation"
+    assert grouped("a_metric_of_my_own") == "train/a_metric_of_my_own"
+
+
+def test_settings_are_plain_values_of_the_sections_that_matter():
+    assert settings_of(CONFIG) == {
+        "run.name": "demo", "run.seed": 7, "trainer.lr": 0.5, "trainer.lora_targets": "['q', 'v']"
+    }  # fmt: skip
+
+
+def test_tensorboard_has_groups_settings_and_texts(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    written_by("tensorboard", tmp_path)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("reward/mean")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert [scalar.value for scalar in board.Scalars("time/train_s")] == [1.5, 1.5, 1.5]
+    assert math.isnan(board.Scalars("train/loss")[1].value)
+    assert [scalar.value for scalar in board.Scalars("reward/held_out")] == [0.875]
+    ((text,),) = (event.tensor_proto.string_val for event in board.Tensors("samples/best"))
+    assert text.decode().splitlines() == [f"    {line}" for line in TEXT.splitlines()]  # Markdown shows it as it is
+    about = board.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
+    told = metadata.parse_session_start_info_plugin_data(about.plugin_data.content).hparams
+    assert (told["trainer.lr"].number_value, told["run.name"].string_value) == (0.5, "demo")
+
+
+def test_a_run_tracks_its_numbers_settings_and_a_sample_of_its_last_iteration(recorded_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(recorded_run / "tensorboard"))
+    board.Reload()
+    rows = {line["step"]: line for line in read_metrics(recorded_run) if "reward" in line}
+    assert [(s.step, s.value) for s in board.Scalars("reward/mean")] == [
+        (step, pytest.approx(row["reward"])) for step, row in rows.items()
+    ]
+    assert {"train/loss", "time/iteration_s", "lag/mean", "failures/all", "reward/held_out"} <= set(
+        board.Tags()["scalars"]
+    )
+    texts = board.Tensors("samples/best")
+    assert [event.step for event in texts] == sorted(rows)  # the first of ten iterations, and the last of the run
+    assert b"reward" in texts[-1].tensor_proto.string_val[0]
+    assert "_hparams_/session_start_info" in board.Tags()["tensors"]
+
+
+def test_weights_and_biases_offline(tmp_path):
+    written_by("wandb", tmp_path)
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    written = run.read_bytes()
+    for word in (b"reward/mean", b"reward/held_out_by/1 operation", b"trainer.lr", b"samples/best"):
+        assert word in written, word
+    (page,) = (tmp_path / "wandb").glob("offline-run-*/files/media/html/samples/best*.html")
+    assert "what is &lt;b&gt;2+2&lt;/b&gt;?" in page.read_text()
+
+
+def test_mlflow_in_the_run_directory(tmp_path):
+    written_by("mlflow", tmp_path)
+    with sqlite3.connect(tmp_path / "mlflow" / "mlflow.db") as database:
+        found = database.execute("select step, value from metrics where key = 'reward/mean' order by step").fetchall()
+        assert found == [(0, 0.0), (1, 0.25), (2, 0.5)]
+        assert database.execute("select step from metrics where key = 'train/loss'").fetchall() == [(0,), (2,)]
+        assert database.execute("select value from params where key = 'trainer.lr'").fetchall() == [("0.5",)]
+        assert database.execute("select name, status from runs").fetchall() == [("demo", "FINISHED")]
+    (text,) = (tmp_path / "mlflow" / "artifacts").rglob("samples/best/step-000003.txt")
+    assert text.read_text() == TEXT
+
+
+def test_trackio_in_the_run_directory(tmp_path):
+    written_by("trackio", tmp_path)
+    with sqlite3.connect(tmp_path / "trackio" / "libra.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
+        (settings,) = database.execute("select config from configs").fetchall()
+    assert {name for name, _, _ in rows} == {"demo"}
+    logged = [(step, json.loads(values)) for _, step, values in rows]
+    assert [(step, values["reward/mean"]) for step, values in logged if "reward/mean" in values] == [
+        (0, 0.0), (1, 0.25), (2, 0.5)
+    ]  # fmt: skip
+    assert "train/loss" not in logged[1][1]
+    assert json.loads(settings[0])["trainer.lr"] == 0.5
+    assert any("2+2" in json.dumps(values) for _, values in logged)
+
+
+class Failing:
+    """A tracker whose service goes away after the first numbers."""
+
+    def __init__(self, directory, run, settings):
+        self.calls = []
+
+    def numbers(self, step, wall_time_s, values):
+        self.calls.append(step)
+        if step:
+            raise ConnectionError("no route to host\nand a second line")
+
+    def texts(self, step, texts):
+        raise AssertionError("it gets nothing more")
+
+    close = texts
+
+
+def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(module, "TRACKERS", {**module.TRACKERS, "wandb": Failing})
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsLog(tmp_path, Trackers(("wandb", "tensorboard"), tmp_path, "demo", CONFIG)) as log,
+    ):
+        for step in range(3):
+            log.write(step, {"reward": 0.5})
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb gets nothing more of this run: ConnectionError: no route to host"
+    ]
+    assert len(read_metrics(tmp_path)) == 3
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert len(board.Scalars("reward/mean")) == 3
+
+
+def test_a_tracker_that_does_not_open_is_one_warning(tmp_path, monkeypatch, caplog):
+    def refuses(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(module, "TRACKERS", {"trackio": refuses})
+    with caplog.at_level(logging.WARNING):
+        assert not Trackers(("trackio",), tmp_path, "demo", CONFIG)
+    assert [record.getMessage() for record in caplog.records] == [
+        "trackio gets nothing more of this run: OSError: no space left on device"
+    ]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monkeypatch, tmp_path, make_config):
+    from libra.driver.session import run
+
+    found = module.importlib.util.find_spec
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    config = make_config(observe={"trackers": ["wandb"], "progress": False})
+    with pytest.raises(
+        ConfigError,
+        match=re.escape("observe.trackers: wandb is not installed in this environment; type: pip install wandb"),
+    ):
+        run(config)
+    assert not (tmp_path / "demo").exists()
+    with pytest.raises(ConfigError, match=r"observe\.trackers"):
+        config_from_dict({"model": {"path": "libra/tiny-arithmetic"}, "observe": {"trackers": ["neptune"]}})
+
+
+def test_samples_are_the_best_and_the_worst_and_act_on_no_reader(recorded_run):
+    from libra.store.trajectories import TrajectoryStore
+
+    store = TrajectoryStore.open(recorded_run / "trajectories.zarr")
+    members = [store.trajectory(row) for row in range(3)]
+    for member, reward in zip(members, (0.25, 1.0, math.nan), strict=True):
+        member.reward = reward
+    texts = sample_texts(members, lambda ids: "\x1b[31mred" + "x" * (MAX_CHARS + 1))
+    assert set(texts) == {"samples/best", "samples/worst"}
+    assert "reward 1," in texts["samples/best"].splitlines()[0]
+    assert "reward 0.25," in texts["samples/worst"].splitlines()[0]
+    assert "\x1b" not in texts["samples/best"]
+    assert texts["samples/best"].endswith("... (cut here)")
+    assert sample_texts(members[2:], str) == {}
