@@ -124,11 +124,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     check_environment(request.environment)
     check_score(request.score)
     check_parts(request.config)
-    check_own_parts(request.config.trainer)
     check_trackers(request.config.observe.trackers)
-    loader_of(request.config.model.loader)
-    policy = request.config.policy
-    check_ordering(policy.name, objective=policy.objective, patience=policy.patience)
     started_here = request.client is None and request.config.cluster.scheduler is None
     if started_here:
         check_main()
