@@ -26,7 +26,7 @@ PICTURES = Path(__file__).parent
 ROOT = PICTURES.parents[1]
 SETTINGS = ("run.name=quickstart", "evaluation.every=4", "cluster.dashboard_port=0")
 LATE_ITERATION = 20
-WIDTH, HEIGHT = 1280, 900
+WIDTH, HEIGHT = 1280, 780
 
 
 def browser() -> Any:
