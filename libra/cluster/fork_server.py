@@ -11,19 +11,26 @@ Invariants
    was the same when the fork server started; where it is not, workers are not forked.
 3. No worker is forked with the state of another one's random numbers: `libra.cluster.forked` renews it.
 4. Ctrl-C in a terminal reaches neither this process nor a worker (`libra.cluster.worker_start`).
+5. A worker that ended comes back within seconds, and the others live on, whatever has become of this process: where it is gone,
+   another one like it is started; where it gives no answer, the worker is a Python of its own. The kernel says that a worker ended.
 """
 
 from __future__ import annotations
 
 import glob
 import json
+import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping
-from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from contextlib import contextmanager, suppress
+from multiprocessing import context, forkserver, popen_forkserver, popen_spawn_posix, resource_tracker, util
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from libra.config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 SWITCH = "LIBRA_FORK_SERVER"
 GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
@@ -54,7 +63,15 @@ READ_ONCE = (
     *("TRANSFORMERS_", "TOKENIZERS_", "PYTHON", "XDG_", "LIBRA_MODELS"),
 )  # fmt: skip
 """Beginnings of names of variables that a library reads when it is loaded or imported."""
+ANSWER_S = 5.0
+"""How long a worker waits for a fork server that is stopped, or that has answered before."""
+IMPORTS_S = 120.0
+"""How long it waits for one that imports."""
+EXIT_CODE_S = 1.0
+"""How long the exit code of a worker that has ended is waited for."""
 _started_with: dict[str, str] | None = None
+_answered_pid: int | None = None
+_lock = threading.Lock()
 
 
 def may_have_gpu() -> bool:
@@ -92,11 +109,101 @@ def begin(config: RunConfig, wanted: Mapping[str, str]) -> bool:
     return True
 
 
-def keep_preload() -> None:
-    """Keep Dask from naming modules of its own to import, which it does whenever it asks for the method."""
+def take_over() -> None:
+    """Make this process's workers of the method ``forkserver`` ours: `_started`, and no module that Dask adds to those imported."""
     import distributed.utils
 
     distributed.utils._forkserver_preload_set = True  # type: ignore[attr-defined]
+    context.ForkServerProcess._Popen = staticmethod(_started)  # type: ignore[method-assign, assignment]
+
+
+class _Forked(popen_forkserver.Popen):
+    """A forked worker. That it ended is known by its process, and not by the fork server, which may be stopped or gone."""
+
+    _ended: int | None = None
+
+    def _launch(self, process_obj: Any) -> None:
+        super()._launch(process_obj)  # type: ignore[misc]
+        with suppress(OSError):  # it has ended, or the kernel is older than 5.3: the fork server says it
+            self._ended = os.pidfd_open(self.pid)
+            util.Finalize(self, os.close, (self._ended,))
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """The exit code, 255 where nobody knows it; None while it lives."""
+        if self.returncode is None and self._ended is not None:
+            if not wait([self._ended], 0 if flag == os.WNOHANG else None):
+                return None
+            if not wait([self.sentinel], EXIT_CODE_S):
+                self.returncode = 255
+        return super().poll(flag)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """As `poll`, after at most ``timeout`` seconds; None: until it ends."""
+        if self.returncode is None and self._ended is not None and not wait([self._ended], timeout):
+            return None
+        return self.poll(0)
+
+
+class _Leave:
+    """Read by a process that the fork server forked to show that it answers, which ends there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (0,)
+
+
+def _started(process: Any) -> Any:
+    """A worker's process: forked, or a Python of its own where the fork server gives no answer (`multiprocessing`'s ``Popen``)."""
+    for _ in range(2):
+        try:
+            _keep_running()
+            if _answers():
+                return _Forked(process)
+            break
+        except (OSError, EOFError):  # gone since
+            continue
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    logger.warning(
+        "the process that workers are forked from gives no answer: a worker is started without it, which takes some seconds more; "
+        "if it is stopped, type kill -CONT %s",
+        pid,
+    )
+    return popen_spawn_posix.Popen(process)
+
+
+def _keep_running() -> None:
+    """Start the fork server again if it has ended, as it was started."""
+    with _lock:
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if pid is None or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            with sigint_blocked(), _in_environment(_started_with or os.environ):
+                forkserver.ensure_running()
+
+
+def _answers() -> bool:
+    """Whether the fork server forks a process, which ends at once; OSError or EOFError if it has ended itself."""
+    global _answered_pid
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    status, data = forkserver.connect_to_new_process([])
+    try:
+        os.write(data, pickle.dumps(_Leave()))
+        begun_s = running_s = time.monotonic()
+        while not wait([status], 0.2):
+            now_s = time.monotonic()
+            if _answered_pid != pid and not _is_stopped(pid):
+                running_s = now_s
+            if now_s - running_s > ANSWER_S or now_s - begun_s > IMPORTS_S:
+                return False
+        forkserver.read_signed(status)
+    finally:
+        os.close(status)
+        os.close(data)
+    _answered_pid = pid
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 @contextmanager
@@ -145,6 +252,8 @@ def _in_environment(wanted: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     own = {name: before.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    for name in before.keys() - wanted.keys():  # set since then
+        del os.environ[name]
     os.environ.update({**wanted, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", OWN_PATH_VARIABLE: json.dumps(own)})
     try:
         yield

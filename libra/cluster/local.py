@@ -237,7 +237,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     inherited = inherited_environment(config)
     forked = fork_server.begin(config, inherited)
     if forked:
-        fork_server.keep_preload()
+        fork_server.take_over()
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
     dask.config.set(
         {

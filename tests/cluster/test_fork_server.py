@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client
 
+from libra import keys
 from libra.cluster import fork_server
 from libra.cluster.local import local_cluster
 from libra.cluster.worker_environment import inherited_environment
@@ -33,6 +36,7 @@ def as_it_is() -> dict[str, Any]:
         "random": np.random.random(),  # noqa: NPY002  what a user's reward may call
         "torch": "torch" in sys.modules,
         "parent": os.getppid(),
+        "pid": os.getpid(),
     }
 
 
@@ -61,6 +65,52 @@ def test_a_forked_worker_is_like_one_that_was_started(tmp_path: Path, monkeypatc
     assert len({worker["parent"] for worker in found.values()} | {os.getpid()}) == 2, (
         "all of one parent, not the driver"
     )
+
+
+def the_server() -> int:
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+@pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
+def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.5)
+    config = make()
+    if not fork_server.begin(config, inherited_environment(config)):
+        pytest.skip("a cluster of other settings is alive in this process")
+    with local_cluster(config, tmp_path) as cluster, Client(cluster) as client:
+
+        def on(resource: str) -> dict[str, Any]:
+            found: dict[str, Any] = client.submit(as_it_is, resources={resource: 1}, pure=False).result(timeout=90)
+            return found
+
+        trainer, tools, first = on(keys.TRAIN), on(keys.TOOL), the_server()
+        monkeypatch.setenv("A_DRIVERS_OWN", "set after the fork server began")
+        ended = os.pidfd_open(first)
+        os.kill(first, signal.SIGKILL)
+        select.select([ended], [], [])
+        os.close(ended)
+        os.kill(trainer["pid"], signal.SIGKILL)
+        back = on(keys.TRAIN)
+        server = the_server()
+        assert back["parent"] == server != first
+        assert not back["blocked"] and back["random"] not in (trainer["random"], tools["random"])
+        variables = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
+        names = [each.partition(b"=")[0].decode() for each in variables]
+        assert fork_server.OWN_PATH_VARIABLE in names and b"MALLOC_ARENA_MAX=1" in variables
+        assert "A_DRIVERS_OWN" not in names
+        mask = Path(f"/proc/{server}/status").read_text().partition("SigBlk:")[2].split()[0]
+        assert int(mask, 16) & 1 << signal.SIGINT - 1
+        assert on(keys.TOOL)["pid"] == tools["pid"], "the others live on"
+        os.kill(server, signal.SIGSTOP)
+        try:
+            os.kill(back["pid"], signal.SIGKILL)
+            assert on(keys.TRAIN)["parent"] == os.getpid()
+        finally:
+            os.kill(server, signal.SIGCONT)
+    assert sum(f"kill -CONT {server}" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
