@@ -166,7 +166,10 @@ class RunProgress:
                 self._live.start(refresh=True)
                 self._move_log_handlers(streams)
             except BaseException:  # Ctrl-C: the terminal is given back
-                self._end_live()
+                try:
+                    self._end_live()
+                except IndexError:  # it came before rich had put on its hook, which it now takes off
+                    self._console.show_cursor(True)
                 raise
         return self
 

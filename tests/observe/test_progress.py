@@ -225,6 +225,18 @@ def test_log_records_go_above_the_table_and_handlers_are_given_back(monkeypatch)
     assert handler.stream is stderr
 
 
+def test_ctrl_c_while_the_display_starts_is_ctrl_c_and_gives_the_cursor_back(monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+
+    def interrupted(hook):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(console, "push_render_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt), RunProgress("demo", 2, URL, console=console, refreshes_per_s=0):
+        pass
+    assert console.file.getvalue().rindex("\x1b[?25h") > console.file.getvalue().rindex("\x1b[?25l")
+
+
 def test_figure_text():
     assert figure_text(None, ".1f") == figure_text(math.nan, ".1f") == "-"
     assert figure_text({"tool": 2, "worker": 3}, ",.0f") == "5"
