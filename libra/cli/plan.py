@@ -14,6 +14,7 @@ import click
 from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
+from libra.config.streaming import streaming_words
 from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
 from libra.errors import ConfigError, PlanError, shell_path
 from libra.planner.build_plan import compare, plan
@@ -63,6 +64,7 @@ def print_plan(
     path = trace or config.planner.trace
     turns = None if path is None else read_trace(path, config.planner.tool_s)
     snapshot, note = snapshot_of(config, turns, what_if)
+    note = "\n".join(part for part in (note, streaming_words(config)) if part)
     planner = Planner()
     answer = plan(snapshot, planner)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]

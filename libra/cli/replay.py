@@ -18,7 +18,7 @@ from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast
 from libra.errors import ConfigError, RunDirectoryError, StoreError, shell_path
 from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
 from libra.orderings import blank
-from libra.policy import OpenBatch
+from libra.policy import OpenBatch, OpenWave
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
 
@@ -234,7 +234,7 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
     if hasattr(command, "priority"):
         yield f"  before: {list(before) if before is not None else 'no priority yet'}"
         yield f"  after:  {list(command.priority)} (iteration, level, order; smaller goes first)"
-    if isinstance(command, OpenBatch):
+    if isinstance(command, OpenBatch | OpenWave):
         yield f"  members: {', '.join(f'group {g} of iteration {i}' for i, g in command.members)}"
     yield f"  reason: {command.reason}"
     yield f"  event:  line {told.line}, {event_text(told.event)}"
@@ -245,7 +245,16 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
 
 
 _ABOUT_ALL = (events.RunStarted, events.VersionPublished)
-_ABOUT_GATES = (events.GateParked, events.GateOpened, events.BatchParked, events.BatchOpened, events.GroupCommitted)
+_ABOUT_GATES = (
+    events.GateParked,
+    events.GateOpened,
+    events.BatchParked,
+    events.BatchOpened,
+    events.GroupCommitted,
+    events.WaveParked,
+    events.WaveOpened,
+    events.WaveTrained,
+)
 
 
 def _words(name: str) -> tuple[bytes, ...]:
@@ -303,7 +312,7 @@ def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject 
                 known[key] = known[short] = known[f"{parsed.node}-{short}"] = subject
         elif isinstance(event, events.GateParked | events.GateOpened):
             known[f"gate-{event.iteration}"] = ("gate", event.iteration)
-        elif isinstance(event, events.BatchParked | events.BatchOpened):
+        elif isinstance(event, events.BatchParked | events.BatchOpened | events.WaveParked):
             known[f"batch-{event.batch}"] = ("batch", event.batch)
     parsed_name = keys.parse(name)
     if name not in known and parsed_name is not None and parsed_name.node in ("gate", "batch"):

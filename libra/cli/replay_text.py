@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from libra import events
-from libra.policy import Command, OpenBatch, OpenGate, Place, Prefer, SetPriority
+from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority
 from libra.untrusted import shown_line
 
 MAX_EVENT_CHARS = 3000
@@ -20,6 +20,7 @@ NAMES = {
     "Place": "dispatches",
     "OpenGate": "gate openings",
     "OpenBatch": "batch openings",
+    "OpenWave": "wave openings",
 }
 """The name of each command, in the plural."""
 
@@ -31,7 +32,7 @@ def subject_of(command: Command) -> Subject:
             return "trajectory", key
         case OpenGate(iteration=iteration):
             return "gate", iteration
-        case OpenBatch(batch=batch):
+        case OpenBatch(batch=batch) | OpenWave(batch=batch):
             return "batch", batch
 
 
@@ -51,6 +52,8 @@ def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, in
         case events.GateParked(iteration=iteration) | events.GateOpened(iteration=iteration):
             return kind == "gate" and iteration == which
         case events.BatchParked(batch=batch) | events.BatchOpened(batch=batch):
+            return kind == "batch" and batch == which
+        case events.WaveParked(batch=batch) | events.WaveOpened(batch=batch) | events.WaveTrained(batch=batch):
             return kind == "batch" and batch == which
         case events.VersionPublished():
             return kind in ("gate", "batch") and event.version <= int(which)
@@ -99,6 +102,18 @@ def _text_of(event: events.Event) -> str:
             return _other_text(event)
 
 
+def _wave_text(event: events.WaveParked | events.WaveOpened | events.WaveTrained) -> str:
+    wave = f"wave {event.wave} of batch {event.batch}"
+    match event:
+        case events.WaveParked():
+            return f"{wave} requests its groups"
+        case events.WaveOpened():
+            return f"{wave} opens with {len(event.members)} groups: {event.reason}"
+        case events.WaveTrained():
+            missing = f", {event.missing} were still missing" if event.missing else ""
+            return f"{wave}: {event.groups} groups trained in {event.train_s:.3g} s{missing}"
+
+
 def _other_text(event: events.Event) -> str:
     match event:
         case events.QuantumLost():
@@ -112,6 +127,8 @@ def _other_text(event: events.Event) -> str:
             return f"{which} is committed, oldest version {event.oldest_version}"
         case events.BatchParked():
             return f"batch {event.batch} waits for its groups"
+        case events.WaveParked() | events.WaveOpened() | events.WaveTrained():
+            return _wave_text(event)
         case events.BatchOpened():
             return f"batch {event.batch} opens with {len(event.members)} groups: {event.reason}"
         case events.VersionPublished():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from libra.config.models import RunSections
+from libra.config.streaming import streaming_obstacle
 
 _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
@@ -19,7 +20,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _mismatch,
-        _lora, _schedules, _planner, _layout_auto, _as_planned,
+        _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -196,6 +197,11 @@ def _mismatch(config: RunSections) -> Iterator[str]:
             f"trainer.mismatch_action: {trainer.mismatch_action} needs an alarm, and trainer.mismatch_alarm=null; type "
             "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn"
         )
+
+
+def _streaming(config: RunSections) -> Iterator[str]:
+    if config.trainer.streaming == "on" and (obstacle := streaming_obstacle(config)) is not None:
+        yield f"trainer.streaming: on, but {obstacle}, or trainer.streaming=auto"
 
 
 def _lora(config: RunSections) -> Iterator[str]:

@@ -35,6 +35,7 @@ from libra.config.effect_conditions import (
 )
 from libra.config.field_help import sections
 from libra.config.models import RunSections
+from libra.config.streaming import GROUP_ADVANTAGES
 from libra.config.yaml_text import one_line_yaml
 
 Reading = Mapping[CommandName, tuple[Need, ...]]
@@ -80,6 +81,11 @@ _CLIPS = is_not("trainer.loss", "sapo", "reinforce")
 _CORRECTS = is_not("trainer.correction", "none")
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
+_STREAMS = (
+    is_("trainer.epochs", 1),
+    is_("trainer.minibatches", 1),
+    is_("trainer.advantage", *GROUP_ADVANTAGES),
+)
 _REPLICAS = either(above("cluster.train_workers", 1), is_("planner.layout", "auto"))
 _VLLM = is_("rollout.engine", "vllm")
 _NO_TRACE = (missing("planner.trace"), without("--trace"))
@@ -165,6 +171,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "kl_estimator kl_bound", _run(_HAS_KL)),
     ("trainer", "mismatch_action", _run(given("trainer.mismatch_alarm"))),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
+    ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
     ("trainer", "offload", {"run": (is_("trainer.layout", "fsdp2"), _REPLICAS, GPU), "plan": ()}),
     ("checkpoint", "every keep keep_best", _run()),
     ("evaluation", "prompts", _run()),

@@ -266,6 +266,10 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
     compute."""
+    streaming: Literal["off", "auto", "on"] = "off"
+    """Add up the gradient of a batch in waves of complete groups while its other groups are generated. Needs one optimizer step
+    per batch and advantages of a group alone; auto: where that is so. A batch then is the groups of its own iteration, also with
+    `run.eta` above 0. The result changes only by the rounding of sums."""
     offload: bool = False
     """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no effect."""
 

@@ -287,7 +287,7 @@ def _check_batches(check: RunCheck) -> None:
 
 def _check_sealed(check: RunCheck) -> None:
     """Files that are checked only against their seal."""
-    directories = (check.files.evaluations_dir, check.files.steps_dir)
+    directories = (check.files.evaluations_dir, check.files.steps_dir, check.files.waves_dir)
     paths = [path for directory in directories for path in _entries(directory) if path.suffix == ".json"]
     for path in [*paths, check.files.checkpoints_dir / "scores.json"]:
         try:

@@ -13,6 +13,7 @@ log                    its sound lines
 segment                nothing: it stays, and a resumed run does not read it
 weights, checkpoints   nothing: a resumed run publishes the version again, and repeats the steps since a checkpoint
 journal record         nothing: the quantum runs again, with the same seed
+wave                   nothing: the groups of it and of those after it go into other waves
 =====================  ==========================================================================================
 
 1. Nothing is deleted: what is replaced goes to ``damaged/`` in the run directory.
@@ -174,6 +175,14 @@ def _set_aside_whole(kinds: dict[str, list[str]], repairs: Repairs) -> None:
         for name in dict.fromkeys("/".join(name.split("/")[:2]) for name in kinds.get(kind, ())):
             if name != SCORES and repairs.exists(name):
                 repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
+    for name in kinds.get("waves", ()):
+        batch = name.rpartition("-")[0]
+        for path in sorted((repairs.run / "waves").glob(f"{Path(batch).name}-*.json")):
+            if (later := f"waves/{path.name}") >= name:
+                aside = repairs.set_aside(later)
+                repairs.done(
+                    f"{later}: set aside as {aside}; its groups go into other waves, if their step is not taken yet"
+                )
     best = repairs.run / "checkpoints" / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()

@@ -27,6 +27,7 @@ from libra.store.exclusive_files import create_exclusive
 from libra.store.group_records import group_path, read_group, write_group
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
+from libra.store.wave_records import groups_of, read_waves
 from libra.types import Trajectory, TrajectoryId
 from libra.worker.grading import grade
 from libra.worker.run_spec import RunSpec
@@ -139,6 +140,9 @@ def repair_batch(check: RunCheck, repairs: Repairs, name: str) -> None:
         repairs.cannot(name, str(error))
         return
     rows = member_rows(config.trainer, [*groups.values()], [group_path(files.groups_dir, *group) for group in groups])
+    waves = [row for wave in read_waves(files.waves_dir, number) for row in wave]
+    if groups_of(waves) == tuple(groups):  # a streamed step, which is repeated in the same waves
+        rows = waves
     if members:
         for row, group in zip(rows, groups.values(), strict=True):
             row["advantages"] = [member.advantage for member in group]

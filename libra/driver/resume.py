@@ -22,11 +22,12 @@ from libra.errors import ConfigError, RunDirectoryError, StoreError
 from libra.events import from_dict
 from libra.graph.iteration import ResumePoint, Score
 from libra.orderings import blank
-from libra.policy.admission import GroupId
 from libra.policy.log_replay import learned
+from libra.policy.waves import GroupId
 from libra.store.batch_membership import batch_path, read_batch, read_batch_facts
 from libra.store.event_log import from_last_snapshot
 from libra.store.trajectory_journal import Journal
+from libra.store.wave_records import groups_of, read_waves
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def read_point(spec: RunSpec) -> ResumePoint:
         if match is not None
     )
     consumed = {group for batch in members for group in batch}
+    waves = [groups_of(rows) for rows in read_waves(spec.waves_dir, len(members))]
     started: dict[GroupId, int] = {}
     journal = Journal(spec.journal_dir)
     for match in map(_RECORD.fullmatch, _names(spec.journal_dir)):
@@ -62,17 +64,20 @@ def read_point(spec: RunSpec) -> ResumePoint:
             if record["kind"] == "generation" and len(record["weight_versions"]):
                 oldest = int(record["weight_versions"].min())
                 started[group] = min(oldest, started.get(group, oldest))
-    return ResumePoint(members, committed, started)
+    return ResumePoint(members, committed, started, waves)
 
 
 def prune_groups(spec: RunSpec, first: int, before: int) -> int:
     """Remove the group records of batches ``first`` to ``before - 1``, which no kept checkpoint needs; returns ``before``.
 
-    Those of evaluations at older versions go with them. All are in the store by then. A missing record is not an error.
+    Those of evaluations at older versions and of waves go with them. All are in the store by then; a missing one is no error.
     """
     for batch in range(first, before):
         for row in read_batch_facts(spec.batches_dir, batch)["groups"]:
             (spec.groups_dir / Path(row["path"]).name).unlink(missing_ok=True)
+    for path in spec.waves_dir.glob("wave-*.json"):
+        if int(path.name.split("-")[1]) < before:
+            path.unlink(missing_ok=True)
     for path in spec.groups_dir.glob("eval-*.group"):
         if int(path.name.split("-")[1]) < before:
             path.unlink(missing_ok=True)

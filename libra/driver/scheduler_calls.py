@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from libra.config.streaming import most_waves, wave_groups
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
@@ -17,7 +18,7 @@ from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
-from libra.policy import Admission
+from libra.policy import Admission, Waves
 from libra.policy.step_lengths import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.gang_plugin import GangPlugin
@@ -76,6 +77,8 @@ class SchedulerCalls:
             eta=config.run.eta,
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
+            waves=most_waves(config),
+            wave_groups=wave_groups(config),
             event_log=config.observe.event_log,
             restored=_admission(start) if start.resumed else None,
             watchdog_s=config.watchdog.timeout_s,
@@ -161,6 +164,8 @@ def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
 
 def _admission(start: RunStart) -> dict[str, Any]:
     """Admission as earlier starts of the run left it."""
+    waves = Waves(most_waves(start.config), wave_groups(start.config))
+    waves.take_over({start.point.batches: start.point.waves} if start.point.waves else {})
     return Admission.resumed(
         start.config.run.eta,
         start.config.trainer.prompts,
@@ -168,6 +173,7 @@ def _admission(start: RunStart) -> dict[str, Any]:
         opened=dict(enumerate(start.point.members)),
         committed=(),  # their group nodes report again
         started=start.point.started,
+        waves=waves,
     ).snapshot()
 
 

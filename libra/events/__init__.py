@@ -48,6 +48,9 @@ from libra.events.runs import (
     PromptsNamed,
     RunStarted,
     StepFinished,
+    WaveOpened,
+    WaveParked,
+    WaveTrained,
 )
 from libra.events.trajectories import (
     BucketsPreferred,
@@ -133,6 +136,9 @@ __all__ = [
     "VersionChecked",
     "VersionPublished",
     "VersionServed",
+    "WaveOpened",
+    "WaveParked",
+    "WaveTrained",
     "WorkerCapacity",
     "WorkerJoined",
     "WorkerLost",

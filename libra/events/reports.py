@@ -221,6 +221,16 @@ class StepReport(Report, frozen=True, tag="step"):
     train_s: float
 
 
+class WaveReport(Report, frozen=True, tag="wave"):
+    """Rank 0 added the gradient of a wave; fields as in `libra.events.WaveTrained`."""
+
+    batch: int
+    wave: int
+    groups: int
+    missing: int
+    train_s: float
+
+
 class IterationReport(Report, frozen=True, tag="iteration"):
     """An iteration ended; ``reward`` None: no trajectory had one."""
 

@@ -80,6 +80,36 @@ class BatchOpened(Event, frozen=True):
     reason: str
 
 
+class WaveParked(Event, frozen=True):
+    """A wave of a streamed step requests its groups."""
+
+    batch: int
+    wave: int
+
+
+class WaveOpened(Event, frozen=True):
+    """A wave of step ``batch`` may train on these groups, each (iteration, group), for this reason.
+
+    Without members: the waves before it have all groups of the batch.
+    """
+
+    batch: int
+    wave: int
+    members: tuple[tuple[int, int], ...]
+    reason: str
+
+
+class WaveTrained(Event, frozen=True):
+    """The gradient of a wave with ``groups`` groups was added, in ``train_s`` seconds; ``missing`` groups of its batch were
+    not complete when it opened."""
+
+    batch: int
+    wave: int
+    groups: int
+    missing: int
+    train_s: float
+
+
 class StepFinished(Event, frozen=True):
     """All ranks took step ``step``."""
 

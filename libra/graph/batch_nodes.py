@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from libra.config.models import TrainerSection
 from libra.errors import RecordExists, TrainError
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
 from libra.store.group_records import group_path, read_group
+from libra.store.wave_records import read_waves
 from libra.train import GroupRewards, batch_advantages
 from libra.train.own_parts import estimator_of
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
@@ -38,33 +39,40 @@ def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
     return found
 
 
-async def batch(run: str, batch: int) -> dict[str, Any]:
-    """Compute advantages and commit the membership before the step. The plugin opens the node once it knows the members."""
+async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Compute advantages and commit the membership before the step. The plugin opens the node once it knows the members.
+
+    The members of a streamed step are those of its ``waves``, in that order, with the advantages that are committed.
+    """
     host = host_here(run)
     trainer = host.spec.config.trainer
     members = await host.context.worker.scheduler.libra_members(run=run, batch=batch)
     paths = [group_path(host.spec.groups_dir, *member) for member in members]
     groups = [read_group(path) for path in paths]
     trajectories = [trajectory for group in groups for trajectory in group]
-    rows = member_rows(trainer, groups, paths)
-    lag = _lags(trajectories, batch)
-    if lag.size and lag.max() > host.spec.config.run.eta:
-        raise TrainError(
-            f"batch {batch}: a token has lag {lag.max()}, above run.eta={host.spec.config.run.eta}; no step was taken on it"
-        )
+    streamed = [row for wave in read_waves(host.spec.waves_dir, batch) for row in wave] if waves else []
+    rows = streamed if len(streamed) == len(groups) else member_rows(trainer, groups, paths)
+    lag = check_lags(trajectories, batch, host.spec.config.run.eta)
     try:
         commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
     except RecordExists:
         rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
-    if trainer.dispatch == "peer":
-        blocks = await host.context.worker.scheduler.libra_blocks(run=run, groups=members)
-        for row, group, block in zip(rows, groups, blocks, strict=True):
-            row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
+    if trainer.dispatch == "peer" and not waves:
+        await with_blocks(host, members, groups, rows)
     return {
         "batch": batch,
         "members": rows,
         "stats": _batch_stats(trajectories, rows, lag) | generated_for(groups, rows),
     }
+
+
+async def with_blocks(
+    host: LibraHost, members: Sequence[Any], groups: list[list[Trajectory]], rows: list[dict[str, Any]]
+) -> None:
+    """Add to the rows of groups who keeps their trajectories in memory, and their lengths."""
+    blocks = await host.context.worker.scheduler.libra_blocks(run=host.spec.run, groups=members)
+    for row, group, block in zip(rows, groups, blocks, strict=True):
+        row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
 
 
 def member_rows(trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path]) -> list[dict[str, Any]]:
@@ -103,6 +111,14 @@ def _lags(trajectories: list[Trajectory], batch: int) -> np.ndarray:
     """Lag of every generated token that trains, in versions."""
     parts = [batch - t.weight_version[t.is_action] for t in trajectories if t.failure.trains]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def check_lags(trajectories: list[Trajectory], batch: int, eta: int) -> np.ndarray:
+    """Lag of every generated token that trains, in versions; TrainError if one is above the bound."""
+    lag = _lags(trajectories, batch)
+    if lag.size and lag.max() > eta:
+        raise TrainError(f"batch {batch}: a token has lag {lag.max()}, above run.eta={eta}; no step was taken on it")
+    return lag
 
 
 def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag: np.ndarray) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin opens them (staleness bound);
 trajectories wait parked between their quanta. ``batch`` does not depend on the groups of its iteration: it takes the committed
-groups that are due, and later batches take the others.
+groups that are due, and later batches take the others. In a streamed run (``trainer.streaming``) the step is waves instead, which
+the plugin opens as groups are complete.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dask import delayed
 from dask.delayed import Delayed
 
 from libra import keys
-from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, training_nodes
-from libra.policy.admission import GroupId
+from libra.config.streaming import most_waves
+from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, training_nodes, wave_nodes
+from libra.policy.waves import GroupId
 from libra.worker.checkpoint_writer import checkpoint_is_due
 from libra.worker.run_spec import RunSpec
 
@@ -38,11 +40,14 @@ class ResumePoint:
         Groups whose record exists, consumed or not; an evaluation's iteration is its version.
     started : dict of GroupId to int
         Groups that are not committed and have records in the journal, with the oldest version in them.
+    waves : list of tuples of GroupId
+        Groups of each committed wave of the next batch, in order, if its step is streamed.
     """
 
     members: list[tuple[GroupId, ...]] = field(default_factory=list)
     committed: frozenset[tuple[str, int, int]] = frozenset()
     started: dict[GroupId, int] = field(default_factory=dict)
+    waves: list[tuple[GroupId, ...]] = field(default_factory=list)
 
     @property
     def batches(self) -> int:
@@ -106,13 +111,9 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
     run = spec.run
     groups = iteration_groups(spec, k, score=score, point=point)
 
-    with parked():
-        batch = node(batch_nodes.batch, spec.key("batch", k), run, k)
+    batch, steps = streamed_step(spec, k) if most_waves(spec.config) else whole_step(spec, k)
     with on(keys.COMMIT):
         stored = node(batch_nodes.store, spec.key("store", k), run, batch)
-    with on_ranks(spec, on(keys.TRAIN)):
-        ranks = range(spec.config.cluster.train_workers)
-        steps = [node(training_nodes.step, spec.key("step", k, rank), run, batch, rank) for rank in ranks]
     with on(keys.GRADE):
         updated = node(training_nodes.update, spec.key("update", k), run, steps)
     published = on_every_rank(spec, training_nodes.publish, "publish", (k,), updated)
@@ -122,6 +123,34 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
     with on(keys.GRADE):
         end = node(training_nodes.summary, spec.key("summary", k), run, k, batch, updated, published, stored)
     return Graph(end, groups, saved)
+
+
+def whole_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
+    """Batch ``k``, and its step on every rank."""
+    with parked():
+        batch = node(batch_nodes.batch, spec.key("batch", k), spec.run, k)
+    with on_ranks(spec, on(keys.TRAIN)):
+        ranks = range(spec.config.cluster.train_workers)
+        return batch, [node(training_nodes.step, spec.key("step", k, rank), spec.run, batch, rank) for rank in ranks]
+
+
+def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
+    """Batch ``k``, and its step on every rank in waves: each adds its part of the gradient while other groups are generated.
+
+    Which groups a wave has, and how many waves have any, is known when they run: each waits parked, as ``batch`` does.
+    """
+    run, ranks, closed = spec.run, range(spec.config.cluster.train_workers), []
+    with parked():
+        waves = [node(wave_nodes.wave, spec.key("wave", k, j), run, k, j) for j in range(most_waves(spec.config))]
+        batch = node(batch_nodes.batch, spec.key("batch", k), run, k, waves)
+    with on_ranks(spec, on(keys.TRAIN)):
+        for rank in ranks:
+            added = [
+                node(wave_nodes.accumulate, spec.key("accumulate", k, j, rank), run, wave, rank)
+                for j, wave in enumerate(waves)
+            ]
+            closed.append(node(wave_nodes.close, spec.key("close", k, rank), run, batch, added, rank))
+    return batch, closed
 
 
 def on_every_rank(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from libra.worker.host import LibraHost, host_here
 from libra.worker.run_spec import RunSpec
 from libra.worker.step_records import read_step_record, write_step_record
 from libra.worker.weight_publishing import assist, publish_checked
+
+if TYPE_CHECKING:
+    from libra.train import StepReport as TrainReport
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +42,21 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
             result = trainer.checkpoints.step(lazy_batch(batch, fetcher), batch["batch"])
         else:
             result = trainer.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
-        if (reason := pause_reason(host.spec, result.as_dict())) is not None:
-            trainer.paused = batch["batch"], reason
-        numbers = {**result.as_dict(), "rank": rank, "train_s": time.time() - started_s}
-        numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
-        numbers |= fetcher.numbers if fetcher is not None else {}
-        if rank == 0:
-            write_step_record(host.spec, batch["batch"], numbers)
+        found = fetcher.numbers if fetcher is not None else {}
+        return finished_step(host, result, rank, time.time() - started_s, found)
+
+
+def finished_step(
+    host: LibraHost, result: TrainReport, rank: int, train_s: float, found: Mapping[str, float]
+) -> dict[str, Any]:
+    """The numbers of a step that replica ``rank`` took, with what else was ``found``; rank 0 writes them into the step's record."""
+    trainer = host.training
+    if (reason := pause_reason(host.spec, result.as_dict())) is not None:
+        trainer.paused = result.step, reason
+    numbers = {**result.as_dict(), "rank": rank, "train_s": train_s, **found}
+    numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
+    if rank == 0:
+        write_step_record(host.spec, result.step, numbers)
     return numbers
 
 

@@ -28,6 +28,7 @@ from libra.observe.worker_states import AWAY, STATES, Kind, RunTime, WorkerClock
 from libra.types import Phase
 
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}
+_NOT_WAITING: Final = frozenset({"starting", "lost", "training"})
 _NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training"})
 
 
@@ -281,6 +282,11 @@ class WorkerTimes:
             if clock.kind == "trainer":
                 clock.relabel(self._prepared_s, self.now_s - event.train_s, "batch", _NOT_TRAINING)
 
+    def _wave_trained(self, event: events.WaveTrained) -> None:
+        for clock in self._clocks.values():
+            if clock.kind == "trainer":
+                clock.relabel(self.now_s - event.train_s, self.now_s, "training", _NOT_WAITING)
+
     def _version_published(self, event: events.VersionPublished) -> None:
         self._published = max(self._published, event.version)
         self._prepared_s = self.now_s
@@ -377,6 +383,8 @@ _HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
     events.GateParked: lambda self, event: self._gates.add(event.iteration),
     events.GateOpened: WorkerTimes._gate_opened,
     events.BatchParked: lambda self, event: self._batches_parked.add(event.batch),
+    events.WaveParked: lambda self, event: self._batches_parked.add(event.batch),
+    events.WaveTrained: WorkerTimes._wave_trained,
     events.BatchOpened: WorkerTimes._batch_opened,
     events.StepFinished: WorkerTimes._step_finished,
     events.VersionPublished: WorkerTimes._version_published,

@@ -17,6 +17,7 @@ from libra.policy.messages import (
     HomeForgotten,
     OpenBatch,
     OpenGate,
+    OpenWave,
     Place,
     Prefer,
     Priority,
@@ -43,6 +44,7 @@ from libra.policy.ordering import (
 )
 from libra.policy.paper_rule import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
+from libra.policy.waves import Waves
 
 __all__ = [
     "CMLFQ",
@@ -68,6 +70,7 @@ __all__ = [
     "OnlineLearner",
     "OpenBatch",
     "OpenGate",
+    "OpenWave",
     "Oracle",
     "Ordering",
     "PaperRule",
@@ -82,6 +85,7 @@ __all__ = [
     "TrajectoryEnded",
     "TrajectoryParked",
     "VersionPublished",
+    "Waves",
     "WorkerJoined",
     "WorkerLeft",
     "boundaries_of",

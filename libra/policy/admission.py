@@ -16,19 +16,22 @@ Invariants
 5. ``restore(snapshot())`` changes no later decision.
 6. Its size does not grow with the number of iterations: members are kept of the newest batches, and iterations that are consumed
    whole, each with ``groups_per_batch`` groups, are one number.
+7. In a run whose steps are streamed (`libra.policy.waves`) batch ``j`` is instead the groups of iteration ``j``, in the order of
+   its waves; by 1 they meet their deadlines. Its waves open once version ``j`` is published, and it when they have all groups.
 
 `libra.policy.staleness` keeps the same bound for producers without iterations, group by group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from libra.policy.messages import OpenBatch, OpenGate
+from libra.policy.messages import OpenBatch, OpenGate, OpenWave
+from libra.policy.waves import GroupId, Members, Waves
 
-GroupId = tuple[int, int]
+Opened = OpenGate | OpenBatch | OpenWave
 
 KEPT_BATCHES = 64
 """Batches, besides the staleness bound, whose members are kept for a step that is repeated because its result was lost."""
@@ -52,6 +55,8 @@ class Admission:
         Largest lag in versions, 0 for synchronous training.
     groups_per_batch : int
         Groups (prompts) per optimizer step, B, and of each iteration.
+    waves : Waves, optional
+        The waves of each step. None: steps are not streamed.
 
     Attributes
     ----------
@@ -59,8 +64,9 @@ class Admission:
         Members of the newest batches, by number.
     """
 
-    def __init__(self, eta: int, groups_per_batch: int) -> None:
+    def __init__(self, eta: int, groups_per_batch: int, waves: Waves | None = None) -> None:
         self.eta = eta
+        self.waves = waves or Waves()
         self.groups_per_batch = groups_per_batch
         self.version = -1
         self._gates: set[int] = set()
@@ -82,6 +88,7 @@ class Admission:
         opened: Mapping[int, Iterable[GroupId]],
         committed: Iterable[CommittedGroup],
         started: Mapping[GroupId, int],
+        waves: Waves | None = None,
     ) -> Self:
         """The bookkeeping of a run that continues, from what is on disk.
 
@@ -95,9 +102,13 @@ class Admission:
             Every group whose record is written; those that a batch of ``opened`` has consumed are ignored.
         started : mapping
             Groups that have generated something and are not committed, with the version of their oldest token.
+        waves : Waves, optional
+            With those whose members are committed.
         """
-        admission = cls(eta, groups_per_batch)
+        admission = cls(eta, groups_per_batch, waves)
         admission.version = version
+        for batch in admission.waves.opened:
+            admission._consume(admission.waves.taken(batch))
         for batch, members in opened.items():
             admission._open(batch, tuple(members))
         admission._in_flight = {
@@ -121,6 +132,7 @@ class Admission:
             "consumed": [[iteration, sorted(groups)] for iteration, groups in sorted(self._consumed.items())],
             "whole_below": self._whole_below,
             "told_below": self._told_below,
+            "waves": self.waves.snapshot(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -131,18 +143,19 @@ class Admission:
         self._in_flight = {(iteration, group): oldest for iteration, group, oldest in snapshot["in_flight"]}
         self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
         self.opened = {}
+        self.waves.restore(snapshot.get("waves", {}))
         # Snapshots of older logs have the members of every batch instead.
         self._whole_below, self._told_below = int(snapshot.get("whole_below", 0)), int(snapshot.get("told_below", 0))
         self._consumed = {int(iteration): set(groups) for iteration, groups in snapshot.get("consumed", ())}
         for batch, members in snapshot["opened"]:
             self._open(batch, tuple((iteration, group) for iteration, group in members))
 
-    def gate_parked(self, iteration: int) -> tuple[OpenGate | OpenBatch, ...]:
+    def gate_parked(self, iteration: int) -> tuple[Opened, ...]:
         """Iteration ``iteration`` waits at its gate."""
         self._gates.add(iteration)
         return self._decide()
 
-    def batch_parked(self, batch: int) -> tuple[OpenGate | OpenBatch, ...]:
+    def batch_parked(self, batch: int) -> tuple[Opened, ...]:
         """Step ``batch`` requests its groups. A batch that was opened before gets the same members again."""
         if batch in self.opened:
             return (OpenBatch(batch, self.opened[batch], "opened before; same members"),)
@@ -151,7 +164,19 @@ class Admission:
         self._batches.add(batch)
         return self._decide()
 
-    def version_published(self, version: int) -> tuple[OpenGate | OpenBatch, ...]:
+    def wave_parked(self, batch: int, wave: int) -> tuple[Opened, ...]:
+        """Wave ``wave`` of step ``batch`` requests its groups. One that was opened before gets the same members again."""
+        if batch < self._told_below:
+            return (OpenWave(batch, wave, (), "opened long before; its members are in its file"),)
+        again = self.waves.parked(batch, wave)
+        return self._decide() if again is None else (again,)
+
+    def wave_trained(self, batch: int, wave: int) -> tuple[Opened, ...]:
+        """The gradient of a wave was added: the trainer is free for the next."""
+        self.waves.trained(batch, wave)
+        return self._decide()
+
+    def version_published(self, version: int) -> tuple[Opened, ...]:
         """Version ``version`` can be pulled."""
         self.version = max(self.version, version)
         return self._decide()
@@ -162,7 +187,7 @@ class Admission:
         if group_id not in self._committed and not self._is_consumed(iteration, group):
             self._in_flight[group_id] = min(version, self._in_flight.get(group_id, version))
 
-    def group_committed(self, done: CommittedGroup) -> tuple[OpenGate | OpenBatch, ...]:
+    def group_committed(self, done: CommittedGroup) -> tuple[Opened, ...]:
         """The record of a group is written; a second call changes nothing."""
         group_id = (done.iteration, done.group)
         if group_id in self._committed or self._is_consumed(*group_id):
@@ -172,39 +197,67 @@ class Admission:
         self._committed[group_id] = done.iteration - self.eta if oldest is None else oldest
         return self._decide()
 
-    def _decide(self) -> tuple[OpenGate | OpenBatch, ...]:
-        commands: list[OpenGate | OpenBatch] = []
+    def _decide(self) -> tuple[Opened, ...]:
+        commands: list[Opened] = []
         for iteration in sorted(self._gates):
             if iteration - self.eta <= self.version:
                 self._gates.discard(iteration)
                 commands.append(OpenGate(iteration, f"version {self.version} >= {iteration} - eta {self.eta}"))
+        for batch in self.waves.waiting:
+            commands += self._next_waves(batch)
         for batch in sorted(self._batches):
-            if batch > self.version or len(self._committed) < self.groups_per_batch:
+            if batch > self.version or (found := self._members_for(batch)) is None:
                 continue
-            ranked = sorted(self._committed, key=lambda g: (self._committed[g], g))
-            members = tuple(ranked[: self.groups_per_batch])
-            if not self._deadlines_hold_after(batch, members):
-                continue
-            for group_id in members:
-                del self._committed[group_id]
+            members, reason = found
             self._batches.discard(batch)
             self._open(batch, members)
-            carried = len(self._committed)
-            commands.append(OpenBatch(batch, members, f"{len(members)} groups committed, {carried} carried over"))
+            commands.append(OpenBatch(batch, members, reason))
         return tuple(commands)
+
+    def _next_waves(self, batch: int) -> Iterator[OpenWave]:
+        """Open the waves of ``batch`` that can: one with members, or all that are left over."""
+        while batch <= self.version:
+            committed = [group for group in self._committed if group[0] == batch]
+            wave = self.waves.next(batch, self.groups_per_batch, committed)
+            if wave is None:
+                return
+            self._consume(wave.members)
+            yield wave
+
+    def _members_for(self, batch: int) -> tuple[Members, str] | None:
+        """The groups of ``batch``, and why it opens; None if it does not yet."""
+        if self.waves.most:
+            members = self.waves.taken(batch)
+            waves = sum(bool(wave) for wave in self.waves.opened.get(batch, ()))
+            return (
+                (members, f"{len(members)} groups in {waves} waves") if len(members) == self.groups_per_batch else None
+            )
+        if len(self._committed) < self.groups_per_batch:
+            return None
+        ranked = sorted(self._committed, key=lambda g: (self._committed[g], g))
+        members = tuple(ranked[: self.groups_per_batch])
+        if not self._deadlines_hold_after(batch, members):
+            return None
+        carried = len(self._committed) - len(members)
+        return members, f"{len(members)} groups committed, {carried} carried over"
 
     def _open(self, batch: int, members: tuple[GroupId, ...]) -> None:
         self.opened[batch] = members
+        self._consume(members)
+        while len(self.opened) > KEPT_BATCHES + self.eta:
+            oldest = min(self.opened)
+            del self.opened[oldest]
+            self.waves.forget(oldest)
+            self._told_below = max(self._told_below, oldest + 1)
+
+    def _consume(self, members: Members) -> None:
         for iteration, group in members:
+            self._committed.pop((iteration, group), None)
             if not self._is_consumed(iteration, group):
                 self._consumed.setdefault(iteration, set()).add(group)
         while len(self._consumed.get(self._whole_below, ())) >= self.groups_per_batch:
             del self._consumed[self._whole_below]
             self._whole_below += 1
-        while len(self.opened) > KEPT_BATCHES + self.eta:
-            oldest = min(self.opened)
-            del self.opened[oldest]
-            self._told_below = max(self._told_below, oldest + 1)
 
     def _is_consumed(self, iteration: int, group: int) -> bool:
         return iteration < self._whole_below or group in self._consumed.get(iteration, ())

@@ -32,6 +32,7 @@ from libra.policy.messages import (
     HomeForgotten,
     OpenBatch,
     OpenGate,
+    OpenWave,
     Place,
     Prefer,
     Priority,
@@ -51,6 +52,11 @@ from libra.types import Phase, tool_outcome
 NOISE_FRAC = 1e-7
 """Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
 Commands are compared exactly, because the numbers they rest on are rounded first."""
+
+
+_LoggedCommand = (
+    events.PrioritySet | events.BucketsPreferred | events.GateOpened | events.BatchOpened | events.WaveOpened
+)
 
 
 class Logged(NamedTuple):
@@ -155,7 +161,7 @@ class _Objects:
         return self._admitted(event) if received is None else self._handle(received)
 
     def _admitted(self, event: events.Event) -> tuple[Command, ...] | None:
-        """Answers about gates and batches; None if the event is about neither."""
+        """Answers about gates, batches and waves; None if the event is about none of them."""
         match event:
             case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
                 return (
@@ -165,6 +171,10 @@ class _Objects:
                 return self.admission.gate_parked(iteration)
             case events.BatchParked(batch=batch):
                 return self.admission.batch_parked(batch)
+            case events.WaveParked(batch=batch, wave=wave):
+                return self.admission.wave_parked(batch, wave)
+            case events.WaveTrained(batch=batch, wave=wave):
+                return self.admission.wave_trained(batch, wave)
         return None
 
     def _handle(self, event: Event) -> tuple[Command, ...]:
@@ -239,16 +249,11 @@ def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bla
     waiting: _Answers | None = None
     fresh = False
     for line, event in lines:
-        if isinstance(event, events.PrioritySet | events.BucketsPreferred | events.GateOpened | events.BatchOpened):
+        if isinstance(event, _LoggedCommand):
             if waiting is None:
                 command = _command(line, event)
-                yield Told(
-                    line,
-                    event,
-                    (Logged(line, command, None),),
-                    (),
-                    f"no event precedes it, yet {_shown(command)}",
-                )
+                difference = f"no event precedes it, yet {_shown(command)}"
+                yield Told(line, event, (Logged(line, command, None),), (), difference)
             else:
                 waiting.add(line, _command(line, event))
             continue
@@ -371,6 +376,8 @@ def _command(line: int, event: events.Event) -> Command:
             return OpenGate(iteration, reason)
         case events.BatchOpened(batch=batch, members=members, reason=reason):
             return OpenBatch(batch, members, reason)
+        case events.WaveOpened(batch=batch, wave=wave, members=members, reason=reason):
+            return OpenWave(batch, wave, members, reason)
     raise AssertionError(event)
 
 
@@ -485,4 +492,6 @@ def _shown(command: Command | None) -> str:
             return f"iteration {iteration} begins ({reason})"
         case OpenBatch(batch=batch, members=members, reason=reason):
             return f"batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
+        case OpenWave(batch=batch, wave=wave, members=members, reason=reason):
+            return f"wave {wave} of batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
     return "nothing"

@@ -207,6 +207,18 @@ class OpenBatch(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class OpenWave(msgspec.Struct, frozen=True, gc=False):
+    """Let wave ``wave`` of step ``batch`` train on these groups, given as (iteration, group).
+
+    Without members: the waves before it have all groups of the batch.
+    """
+
+    batch: int
+    wave: int
+    members: tuple[tuple[int, int], ...]
+    reason: str
+
+
 Event = (
     TrajectoryParked
     | GroupsNamed
@@ -219,4 +231,4 @@ Event = (
     | WorkerLeft
     | BoundariesSet
 )
-Command = SetPriority | Prefer | Place | OpenGate | OpenBatch
+Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave

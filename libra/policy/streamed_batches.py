@@ -16,7 +16,8 @@ Invariants
 
 from __future__ import annotations
 
-from libra.policy.admission import CommittedGroup, GroupId
+from libra.policy.admission import CommittedGroup
+from libra.policy.waves import GroupId
 
 
 class StreamedBatches:

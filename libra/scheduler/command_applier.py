@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from libra import events, keys
-from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, Prefer, SetPriority
+from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, OpenWave, Prefer, SetPriority
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
 
@@ -69,6 +69,10 @@ class Applier:
                     state.log.emit(events.BatchOpened, batch=batch, members=members, reason=reason)
                     logging.getLogger("libra.scheduler").info("%s: batch %d of %s opens", reason, batch, state.run)
                     self.open(state, state.parked.batches.pop(batch), keys.COMMIT)
+                case OpenWave(batch=batch, wave=wave, members=members, reason=reason):
+                    state.log.emit(events.WaveOpened, batch=batch, wave=wave, members=members, reason=reason)
+                    task_logger.debug("%s: wave %d of batch %d of %s opens", reason, wave, batch, state.run)
+                    self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)

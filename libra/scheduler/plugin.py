@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
+from msgspec import structs
 from tornado.ioloop import PeriodicCallback
 
 from libra import events, keys
@@ -45,8 +46,10 @@ from libra.events.reports import (
     PublishedReport,
     QuantumReport,
     ReadyReport,
+    Report,
     StepReport,
     TrajectoryReport,
+    WaveReport,
     decode,
 )
 from libra.observe.page import attach_page
@@ -58,6 +61,7 @@ from libra.policy import (
     CommittedGroup,
     Inspectable,
     VersionPublished,
+    Waves,
     boundaries_of,
     groups_named,
 )
@@ -80,7 +84,6 @@ from libra.scheduler.slot_limits import Concurrency
 from libra.scheduler.stall_watchdog import StallGuard
 from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.unready_workers import NotReady
-from libra.store.batch_membership import read_batch
 from libra.store.event_log import EventLog, open_large
 
 if TYPE_CHECKING:
@@ -111,7 +114,8 @@ class LibraPlugin(SchedulerPlugin):
             scheduler,
             {
                 "libra_register_run": self._register,
-                "libra_members": self.members,
+                "libra_members": lambda run, batch: self.runs[run].members(batch),
+                "libra_waves": lambda run, batch: self.runs[run].waves(batch),
                 "libra_blocks": lambda run, groups: [
                     self.runs[run].workers.blocks.get(tuple(group)) for group in groups
                 ],
@@ -170,7 +174,7 @@ class LibraPlugin(SchedulerPlugin):
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = log or (EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None)
-        admission = Admission(new.eta, new.groups_per_batch)
+        admission = Admission(new.eta, new.groups_per_batch, Waves(new.waves, new.wave_groups))
         if new.restored is not None:
             admission.restore(new.restored)
         if new.learned is not None:
@@ -258,15 +262,6 @@ class LibraPlugin(SchedulerPlugin):
         rows = [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
         return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
 
-    def members(self, run: str, batch: int) -> list[list[int]]:
-        """Groups of a batch that was opened, as [iteration, group]."""
-        state = self.runs[run]
-        members = state.admission.opened.get(batch)
-        if members is None:  # opened long before: it is committed
-            ids = read_batch(state.directory / "batches", batch)
-            members = tuple(dict.fromkeys((each.iteration, each.group) for each in ids))
-        return [list(member) for member in members]
-
     # ---------------------------------------------------------------- scheduler hooks
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -316,12 +311,8 @@ class LibraPlugin(SchedulerPlugin):
                 self.not_ready.failed(state, report)
             case DriverReport():
                 self._driver_reported(state, report)
-            case StepReport(step=step, loss=loss, train_s=train_s):
-                state.log.emit(events.StepFinished, step=step, loss=loss, train_s=train_s)
-            case IterationReport(iteration=iteration, reward=reward, lag=lag):
-                state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
-            case EvaluationReport(version=version, reward=reward, prompts=prompts):
-                state.log.emit(events.EvaluationFinished, version=version, reward=reward, prompts=prompts)
+            case _:
+                self._training_reported(state, report)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A worker joins: new slots may be free."""
@@ -387,6 +378,11 @@ class LibraPlugin(SchedulerPlugin):
             state.parked.batches[parsed.indices[0]] = key
             state.log.emit(events.BatchParked, batch=parsed.indices[0])
             self._apply(state, state.admission.batch_parked(parsed.indices[0]))
+        elif parsed.node == "wave":
+            batch, wave = parsed.indices
+            state.parked.waves[batch, wave] = key
+            state.log.emit(events.WaveParked, batch=batch, wave=wave)
+            self._apply(state, state.admission.wave_parked(batch, wave))
         else:
             self.trajectories.parked(key, state, parsed)
 
@@ -457,6 +453,18 @@ class LibraPlugin(SchedulerPlugin):
         if report.split == "train":
             done = CommittedGroup(report.iteration, report.group, report.oldest_version)
             self._apply(state, state.admission.group_committed(done))
+
+    def _training_reported(self, state: RunState, report: Report) -> None:
+        match report:
+            case StepReport(step=step, loss=loss, train_s=train_s):
+                state.log.emit(events.StepFinished, step=step, loss=loss, train_s=train_s)
+            case WaveReport(batch=batch, wave=wave):
+                state.log.emit(events.WaveTrained, **structs.asdict(report))
+                self._apply(state, state.admission.wave_trained(batch, wave))
+            case IterationReport(iteration=iteration, reward=reward, lag=lag):
+                state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
+            case EvaluationReport(version=version, reward=reward, prompts=prompts):
+                state.log.emit(events.EvaluationFinished, version=version, reward=reward, prompts=prompts)
 
     # ---------------------------------------------------------------- for the dashboard
 

@@ -18,6 +18,7 @@ from libra.policy import Admission, Fifo, Inspectable, OnlineLearner, Ordering, 
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
 from libra.scheduler.version_holders import Holders
+from libra.store.batch_membership import read_batch
 from libra.types import EndReason, Phase
 
 KEPT_BLOCKS = 8192
@@ -31,6 +32,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     eta, groups_per_batch : int
         Staleness bound, and groups per optimizer step.
+    waves, wave_groups : int
+        Most waves of a step (0: steps are not streamed), and fewest groups of one.
     event_log : bool
         Whether ``directory`` gets an ``events.jsonl``.
     restored : dict or None
@@ -60,6 +63,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iterations: int
     groups_per_batch: int
     event_log: bool
+    waves: int = 0
+    wave_groups: int = 1
     restored: dict[str, Any] | None = None
     watchdog_s: float | Literal["auto"] | None = None
     watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)
@@ -83,11 +88,12 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ParkedNodes:
-    """Keys of the gates and batches that wait: by iteration, by version that an evaluation waits for, by batch."""
+    """Keys of the gates, batches and waves that wait: by iteration, by version that an evaluation waits for, by batch and wave."""
 
     gates: dict[int, str] = field(default_factory=dict)
     eval_gates: dict[int, list[str]] = field(default_factory=dict)
     batches: dict[int, str] = field(default_factory=dict)
+    waves: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -163,6 +169,18 @@ class RunState:
     def directory(self) -> Path:
         """Where it keeps its files."""
         return Path(self.registration.directory)
+
+    def members(self, batch: int) -> list[list[int]]:
+        """Groups of a batch that was opened, as [iteration, group]."""
+        members = self.admission.opened.get(batch)
+        if members is None:  # opened long before: it is committed
+            ids = read_batch(self.directory / "batches", batch)
+            members = tuple(dict.fromkeys((each.iteration, each.group) for each in ids))
+        return [list(member) for member in members]
+
+    def waves(self, batch: int) -> list[list[list[int]]]:
+        """Groups of each wave of a batch that was opened, as [iteration, group]; empty if that was long before."""
+        return [[list(member) for member in wave] for wave in self.admission.waves.opened.get(batch, ())]
 
     def sample(self) -> None:
         """Twice a second: the rows of the dashboard's plots that are due, and everything logged so far to the disk."""

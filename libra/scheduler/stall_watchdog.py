@@ -130,6 +130,8 @@ class StallGuard:
             return Waiting(key, f"version {version} (published is {published})", "")
         if parsed.node == "batch":
             return Waiting(key, f"the groups of batch {index} (published is version {published})", "")
+        if parsed.node == "wave":
+            return Waiting(key, f"groups for wave {parsed.indices[1]} of batch {index}, or its trainer", "")
         phase = str(self._phase_of(key))
         return Waiting(key, f"a slot of {phase}", phase)
 

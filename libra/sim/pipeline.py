@@ -20,9 +20,9 @@ from msgspec.structs import replace
 
 from libra.errors import ConfigError
 from libra.policy import CommittedGroup, Ordering
-from libra.policy.admission import GroupId
 from libra.policy.streamed_batches import StreamedBatches
 from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
+from libra.policy.waves import GroupId
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec
 from libra.sim.simulation_options import SimulationOptions

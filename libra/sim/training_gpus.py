@@ -11,7 +11,7 @@ import numpy as np
 from libra.hardware import GPU, ModelShape
 from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
-from libra.policy.admission import GroupId
+from libra.policy.waves import GroupId
 from libra.sim.workload import Workload
 
 LAYOUT = Layout()

@@ -1,16 +1,17 @@
 """The gradient of an optimizer step: slices computed by core replicas and hybrids, merged as sums, checked, divided once.
 
-Every replica of the core runs `merged_gradient` with the same minibatch::
+Every replica of the core calls `add_slices` with the same samples, for the whole minibatch or for one wave of it after the other,
+and then `sum_over_core` once::
 
     plan       rank 0 announces how many hybrids take part; all cut the same slices
     own slice  sum of weight x gradient, undivided, and sum of weights
-    reduce     both summed over the core (all-reduce; fsdp2: reduce-scatter, in the backward pass; its adapters: all-reduce)
     hybrids    their sums added; the slice of one that was lost is cut again and computed by the core
-    check      the sum of weights is that of the minibatch, else no step is taken
+    reduce     both summed over the core (all-reduce at the end; shards: reduce-scatter, in each backward pass)
+    check      the sum of weights is that of the samples, else no step is taken
 
 Invariants
 ----------
-1. The result does not depend on how many replicas there are, except for the rounding of sums.
+1. The result does not depend on how many replicas or waves there are, except for the rounding of sums.
 2. A slice counts once or the step fails: a hybrid's sums are added whole, after all of them arrived, or not at all.
 3. A fault on one replica (NaN, a bad sequence) is raised by all, before anything is stepped.
 4. No replica waits for a hybrid that it did not plan with: one that joins contributes zeros until it has its state.
@@ -29,6 +30,7 @@ from libra.train.hybrid_pool import Contribution
 from libra.train.lazy_batch import present
 from libra.train.minibatch_slices import split
 from libra.train.model_layout import add_, in_shards
+from libra.train.replica_group import lost_connection
 from libra.train.replica_state import ReplicaState
 from libra.train.samples import Sample
 from libra.train.slice_gradient import SliceGradient
@@ -60,45 +62,90 @@ def offer_weights(state: ReplicaState) -> None:
         state.hybrids.publish(weights)
 
 
-def merged_gradient(
-    state: ReplicaState, gradient: SliceGradient, minibatch: Sequence[Sample], plan: StepSlices, step: int, tally: Tally
-) -> float:
-    """Leave the merged, undivided sum of weight x gradient in the parameters' ``grad``; returns the sum of weights.
+@dataclass(slots=True)
+class PartialGradient:
+    """What the parameters' ``grad`` holds before it is divided.
+
+    Attributes
+    ----------
+    merged, expected : float
+        Sums of weights of the slices that were added, and of the samples that were to be.
+    useful : bool
+        Whether any sample had a gradient.
+    connected : bool
+        Whether a hybrid was connected.
+    """
+
+    merged: float = 0.0
+    expected: float = 0.0
+    useful: bool = False
+    connected: bool = False
+
+    def check(self, step: int) -> None:
+        """TrainError unless every slice was merged once."""
+        if self.merged != self.expected:
+            raise TrainError(
+                f"train step {step}: slices of weight {self.merged:g} were merged where the samples weigh {self.expected:g}: one "
+                "is missing or was counted twice; no step is taken"
+            )
+
+
+def add_slices(
+    state: ReplicaState,
+    gradient: SliceGradient,
+    samples: Sequence[Sample],
+    partial: PartialGradient,
+    step: int,
+    tally: Tally,
+) -> None:
+    """Add the undivided sum of weight x gradient of ``samples`` to the parameters' ``grad``.
+
+    Where each replica holds the whole model, its ``grad`` is then its own part of the sum, rank 0's with those of the hybrids.
 
     Raises
     ------
     TrainError
-        A replica's loss is not finite, or slices are missing or repeated.
+        A replica's loss is not finite.
     GroupLost
         A replica of the core is lost.
     """
-    group, pool = state.group, state.hybrids
-    slices = split(minibatch, group.size + plan.hybrids)
+    weight = gradient.weight_of(samples)
+    partial.expected += weight
+    if not gradient.useful(samples):
+        partial.merged += weight
+        return
+    group, pool, planned = state.group, state.hybrids, plan(state)
+    slices = split(samples, group.size + planned.hybrids)
     given = slices[group.size :]
-    if pool is not None and plan.hybrids:
+    if pool is not None and planned.hybrids:
         pool.assign([present(part) for part in given], step, stepped=tally.stepped)
-    weight_sum = _core_slices(state, gradient, slices[: group.size], step, tally)
-    tally.at_least(replicas=group.size, hybrids=plan.hybrids, hybrids_joining=plan.joining)
-    if plan.hybrids:
-        weight_sum += _add_hybrids(state, gradient, given, step, tally)
-    expected = gradient.weight_of(minibatch)
-    if weight_sum != expected:
-        raise TrainError(
-            f"train step {step}: slices of weight {weight_sum:g} were merged where the minibatch weighs {expected:g}: one is "
-            "missing or was counted twice; no step is taken"
-        )
-    return weight_sum
+    partial.merged += _core_slices(state, gradient, slices[: group.size], step, tally)
+    tally.at_least(replicas=group.size, hybrids=planned.hybrids, hybrids_joining=planned.joining)
+    if planned.hybrids:
+        partial.merged += _add_hybrids(state, gradient, given, step, tally)
+    partial.useful, partial.connected = True, partial.connected or planned.connected
+
+
+def sum_over_core(state: ReplicaState, tally: Tally) -> None:
+    """Add up the parts of all replicas, whose sum each then has; not of shards, which every backward pass adds up."""
+    started = time.perf_counter()
+    parameters = list(state.optimized().values())
+    held = state.group.gather([parameter.grad is not None for parameter in parameters])
+    wanted = [parameter for parameter, *anywhere in zip(parameters, *held, strict=True) if any(anywhere)]
+    for parameter in wanted:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    own = [parameter.grad for parameter in wanted if parameter.grad is not None and not in_shards(parameter)]
+    if own:
+        tally.add(reduce_bytes=state.group.sum_(own))
+    tally.add(reduce_s=time.perf_counter() - started)
 
 
 def _core_slices(
     state: ReplicaState, gradient: SliceGradient, slices: Sequence[Sequence[Sample]], step: int, tally: Tally
 ) -> float:
-    """Compute one slice per replica of the core and add their sum to the gradients; returns the sum of weights."""
+    """Compute one slice per replica of the core, each into its own gradients; returns the sum of weights."""
     group = state.group
-    parameters = state.optimized()
-    before = {name: parameter.grad for name, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.grad = None
     part, fault, weight = tally.part(), None, 0.0
     try:
         weight = gradient.accumulate(present(slices[group.rank]), step, part)
@@ -108,27 +155,18 @@ def _core_slices(
         if group.size == 1:
             raise
         fault = str(error)
-    held = [parameter.grad is not None for parameter in parameters.values()]
-    facts = group.gather({"weight": weight, "fault": fault, "held": held, "sums": part.sums, "maxima": part.maxima})
+    except RuntimeError as error:
+        if not (state.is_sharded and lost_connection(error)):
+            raise
+        raise GroupLost(
+            f"training group: rank {group.rank} of {group.size} lost the others in a pass: {str(error).splitlines()[0]}; "
+            "a new group repeats the step"
+        ) from error
+    facts = group.gather({"weight": weight, "fault": fault, "sums": part.sums, "maxima": part.maxima})
     faults = [f"rank {rank}: {fact['fault']}" for rank, fact in enumerate(facts) if fact["fault"]]
     if faults:
         raise TrainError("; ".join(faults))
-    started = time.perf_counter()
-    anywhere = [any(column) for column in zip(*(fact["held"] for fact in facts), strict=True)]
-    wanted = [parameter for parameter, is_held in zip(parameters.values(), anywhere, strict=True) if is_held]
-    for parameter in wanted:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    own = [parameter.grad for parameter in wanted if parameter.grad is not None and not in_shards(parameter)]
-    if own:
-        tally.add(reduce_bytes=group.sum_(own))
-    for name, parameter in parameters.items():
-        held_before = before[name]
-        if parameter.grad is None:
-            parameter.grad = held_before
-        elif held_before is not None:
-            parameter.grad.add_(held_before)
-    tally.add(reduce_s=time.perf_counter() - started, **{n: v for n, v in part.sums.items() if n.endswith("_s")})
+    tally.add(**{name: value for name, value in part.sums.items() if name.endswith("_s")})
     for fact in facts:
         tally.take(fact["sums"], fact["maxima"])
     return float(sum(fact["weight"] for fact in facts))
@@ -146,17 +184,8 @@ def _add_hybrids(
         tally.add(hybrid_wait_s=time.perf_counter() - started)
     lost = group.from_first([number for number, result in enumerate(results) if result is None])
     arrived = [result for result in results if result is not None]
-    parameters = state.optimized()
-    names = group.from_first(sorted({name for result in arrived for name in result.gradients}))
-    for name in names:
-        parameter = parameters[name]
-        # One tensor at a time: the sum over hybrids is never a second model in memory.
-        total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        for result in arrived:
-            if name in result.gradients:
-                total += result.gradients.pop(name).to(total)
-        group.send_([total])
-        add_(parameter, total)
+    names = sorted({name for result in arrived for name in result.gradients})
+    _add_sums(state, group.from_first(names) if state.is_sharded else names, arrived)
     for weight, sums, maxima in (facts := group.from_first([(r.weight_sum, r.sums, r.maxima) for r in arrived])):
         assert weight >= 0
         tally.take(sums, maxima)
@@ -166,3 +195,19 @@ def _add_hybrids(
         orphans = [sample for number in lost for sample in given[number]]
         weight_sum += _core_slices(state, gradient, split(orphans, group.size), step, tally)
     return weight_sum
+
+
+def _add_sums(state: ReplicaState, names: Sequence[str], arrived: Sequence[Contribution]) -> None:
+    """Add the hybrids' gradients to rank 0's; of a tensor in shards each replica adds the part that it holds."""
+    parameters = state.optimized()
+    for name in names:
+        parameter = parameters[name]
+        # One tensor at a time: the sum over hybrids is never a second model in memory.
+        total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        for result in arrived:
+            if name in result.gradients:
+                total += result.gradients.pop(name).to(total)
+        if in_shards(parameter):
+            state.group.send_([total])
+        if in_shards(parameter) or state.group.rank == 0:
+            add_(parameter, total)

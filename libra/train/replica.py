@@ -15,6 +15,8 @@ Invariants
    numerator or denominator.
 5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
 6. The replicas of a group have the same weights, bit for bit, after every step, and report the same digest.
+7. A step in waves (`Replica.accumulate` of each, then `Replica.close`) is the step on their trajectories, except for the rounding
+   of sums; the same waves in the same order give the same bits. A wave that fails leaves no gradient: all are added again.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from libra.tensors import digest
 from libra.train import mismatch
 from libra.train.balanced_partition import karmarkar_karp
 from libra.train.checkpoint import ReplicaSnapshot, load_checkpoint, load_optimizer, save_checkpoint
-from libra.train.gradient_reduction import merged_gradient, offer_weights, plan
+from libra.train.gradient_reduction import PartialGradient, add_slices, offer_weights, sum_over_core
 from libra.train.lazy_batch import LazyBatch, samples_of
 from libra.train.model_layout import local
 from libra.train.model_loading import load_model
+from libra.train.open_step import OpenStep
 from libra.train.process_memory import StepMemory
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
@@ -75,6 +78,8 @@ class Replica(ReplicaState):
     ----------
     gradient : SliceGradient
         Computes this replica's slices.
+    open_step : OpenStep or None
+        The step whose waves are being added.
 
     Raises
     ------
@@ -109,6 +114,7 @@ class Replica(ReplicaState):
             if each is not None:
                 each.to(place)
         self.gradient = SliceGradient(model, settings, group, place, reference)
+        self.open_step: OpenStep | None = None
         wide = None if master_dtype is None else _dtype(master_dtype)
         super().__init__(model, settings, group, device=place, master_dtype=wide, seed=seed, base_dir=base)
 
@@ -123,6 +129,7 @@ class Replica(ReplicaState):
     def load(self, directory: str | Path) -> None:
         """Take weights, optimizer state, step count and last report from a directory written by `save`."""
         self.content = None
+        self.abandon()
         load_checkpoint(Path(directory), self)
 
     def continue_optimizer(self, directory: str | Path) -> None:
@@ -140,19 +147,73 @@ class Replica(ReplicaState):
         TrainError
             Step out of order; a trajectory that cannot be trained on; a loss or gradient that is not finite.
         """
+        if (done := self._done(step)) is not None:
+            return done
+        self.abandon()
+        with self.undisturbed():
+            return self._step(trajectories, step)
+
+    def accumulate(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> int:
+        """Add the gradient of the next wave of step ``step``; returns how many waves it has. In a group, a collective.
+
+        Raises
+        ------
+        TrainError
+            As `step`; the waves added before are dropped too.
+        """
+        self._check_next(step)
+        opened = self.open_step = self.open_step or OpenStep(step)
+        try:
+            with self.undisturbed(), opened.working():
+                self._memory.start()
+                self._add(self._samples(trajectories, step, opened.tally), opened.partial, step, opened.tally)
+                opened.tally.at_least(peak_bytes=self._memory.peak_bytes())
+        except BaseException:
+            self.abandon()
+            raise
+        opened.waves += 1
+        return opened.waves
+
+    def close(self, step: int) -> StepReport:
+        """Divide, clip and apply what the waves of step ``step`` have added; as the end of `step`."""
+        if (done := self._done(step)) is not None:
+            return done
+        opened = self.open_step
+        assert opened is not None, f"step {step} is closed before a wave of it was added"
+        try:
+            with self.undisturbed(), opened.working():
+                self._set_lr(step)
+                self._apply(opened.partial, step, opened.tally)
+                return self._report(step, opened.tally, opened.began_s)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Drop the gradients of an open step."""
+        self.open_step = None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _done(self, step: int) -> StepReport | None:
+        """The report of a step that was the last to be taken; None for the next step, TrainError for others."""
         if self.last_report is not None and step == self.last_report.step == self.steps_done - 1:
             return self.last_report
+        self._check_next(step)
+        return None
+
+    def _check_next(self, step: int) -> None:
         if step != self.steps_done:
             raise TrainError(
                 f"train step: got step {step}, but {self.steps_done} steps are done; allowed is {self.steps_done}"
             )
-        with self.undisturbed():
-            return self._step(trajectories, step)
 
-    def _step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
+    def _set_lr(self, step: int) -> None:
+        lr = self.settings.lr_at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _samples(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int, tally: Tally) -> list[Sample]:
+        """The samples of a batch or wave, counted, and scored as the engine did where that is configured."""
         started = time.perf_counter()
-        self._memory.start()
-        tally = Tally()
         proximal = self.gradient.objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1
         samples = samples_of(trajectories, step, whole=proximal or self.settings.exact_logprobs)
         tally.add(
@@ -161,34 +222,29 @@ class Replica(ReplicaState):
             action_tokens=sum(sample.num_actions for sample in samples),
             pack_s=time.perf_counter() - started,
         )
-        self.content = None
-        lr = self.settings.lr_at(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         if self.settings.exact_logprobs:
             mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
-        if proximal:
-            samples = self.gradient.with_proximal(samples)
-        passes = self._minibatches(samples, step)
+        return self.gradient.with_proximal(samples) if proximal else samples
+
+    def _step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
+        started = time.perf_counter()
+        self._memory.start()
+        tally = Tally()
+        self._set_lr(step)
+        passes = self._minibatches(self._samples(trajectories, step, tally), step)
         backup = self.backup() if len(passes) > 1 else None
         try:
             for minibatch in passes:
-                self._train(minibatch, step, tally)
+                partial = PartialGradient()
+                self._add(minibatch, partial, step, tally)
+                self._apply(partial, step, tally)
         except BaseException:
             if backup is not None:
                 self.restore(*backup)
             raise
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        self.content = content = digest(self.weights())
-        if self.hybrids is not None:
-            if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
-                offer_weights(self)  # to one that came while the step was under way
-            tally.add(**self.hybrids.traffic())
-        tally.at_least(peak_bytes=self._memory.peak_bytes())
-        self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=time.perf_counter() - started)
-        self.steps_done = step + 1
-        return self.last_report
+        return self._report(step, tally, started)
 
     def _minibatches(self, samples: list[Sample], step: int) -> list[list[Sample]]:
         """All minibatches of all epochs, balanced by tokens; never an empty one, so fewer if samples are few."""
@@ -203,29 +259,44 @@ class Replica(ReplicaState):
             passes += [[shuffled[index] for index in part] for part in parts]
         return passes
 
-    def _train(self, minibatch: list[Sample], step: int, tally: Tally) -> None:
-        """One optimizer step, or none if no sample has a gradient."""
-        tally.add(minibatches=1)
-        if not self.gradient.useful(minibatch):
-            return
-        planned = plan(self)
+    def _add(self, samples: list[Sample], partial: PartialGradient, step: int, tally: Tally) -> None:
+        """Add the gradient of a minibatch or wave."""
         began = time.perf_counter()
-        weight_sum = merged_gradient(self, self.gradient, minibatch, planned, step, tally)
-        merged = time.perf_counter()
-        divisor = self.gradient.objective.aggregation.divisor_of(weight_sum)
+        add_slices(self, self.gradient, samples, partial, step, tally)
+        packed_s = tally.sums.pop("slice_pack_s", 0.0)
+        tally.add(pack_s=packed_s, forward_backward_s=time.perf_counter() - began - packed_s)
+
+    def _apply(self, partial: PartialGradient, step: int, tally: Tally) -> None:
+        """One optimizer step, or none if no sample had a gradient."""
+        tally.add(minibatches=1)
+        if not partial.useful:
+            return
+        began = time.perf_counter()
+        sum_over_core(self, tally)
+        summed = time.perf_counter()
+        partial.check(step)
+        divisor = self.gradient.objective.aggregation.divisor_of(partial.merged)
         torch._foreach_div_([local(p.grad) for p in self.optimized().values() if p.grad is not None], divisor)
         tally.add(loss=tally.sums.pop("loss_sum", 0.0) / divisor)
         if not tally.stepped:
             mismatch.raise_alarm(tally, self.settings.mismatch_alarm, self.settings.mismatch_action, step)
         self.apply_gradient(step, tally)
-        if planned.connected:
+        if partial.connected:
             offer_weights(self)
-        packed_s = tally.sums.pop("slice_pack_s", 0.0)
-        tally.add(
-            pack_s=packed_s,
-            forward_backward_s=merged - began - packed_s,
-            optimizer_s=time.perf_counter() - merged,
-        )
+        tally.add(forward_backward_s=summed - began, optimizer_s=time.perf_counter() - summed)
+
+    def _report(self, step: int, tally: Tally, began_s: float) -> StepReport:
+        """Count the step as taken; its report, with the seconds since ``began_s``."""
+        self.content = content = digest(self.weights())
+        if self.hybrids is not None:
+            if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
+                offer_weights(self)  # to one that came while the step was under way
+            tally.add(**self.hybrids.traffic())
+        tally.at_least(peak_bytes=self._memory.peak_bytes())
+        lr, total_s = self.optimizer.param_groups[0]["lr"], time.perf_counter() - began_s
+        self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=total_s)
+        self.steps_done = step + 1
+        return self.last_report
 
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:

@@ -216,6 +216,11 @@ def _lost(where: str) -> Iterator[None]:
         ) from fault
 
 
+def lost_connection(error: RuntimeError) -> bool:
+    """Whether an error within a pass over shards is a lost connection's; gloo's have no type of their own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def _seconds(timeout_s: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=timeout_s)
 

@@ -23,6 +23,7 @@ _BEFORE_THE_STEP = {
     "drop_uniform_groups",
     "drop_truncated",
     "dispatch",
+    "streaming",
 }
 """Fields that shape the batch, its advantages and its transfer, before the replica sees it."""
 

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,24 @@ class CheckpointWriter:
 
     def step(self, trajectories: list[Trajectory] | LazyBatch, step: int) -> StepReport:
         """One step of the replica, once a due state that it would change is copied."""
+        return self._take(step, lambda: self.replica.step(trajectories, step))
+
+    def accumulate(self, trajectories: list[Trajectory] | LazyBatch, step: int) -> int:
+        """Add the gradient of the next wave of a step, which changes no weight; returns how many it has."""
+        with self._state:
+            return self.replica.accumulate(trajectories, step)
+
+    def close(self, step: int) -> StepReport:
+        """As `step`, on the waves that were added."""
+        report = self.replica.last_report
+        if report is not None and report.step == step == self.replica.steps_done - 1:
+            return report  # other ranks may not be here
+        return self._take(step, lambda: self.replica.close(step))
+
+    def _take(self, step: int, taken: Callable[[], StepReport]) -> StepReport:
         with self._state:
             self._copy_if_due(step)
-            result = self.replica.step(trajectories, step)
+            result = taken()
             if self.is_sharded:  # now that every rank is here: the checkpoint's task is rank 0's alone
                 self._copy_if_due(step + 1)
             return result

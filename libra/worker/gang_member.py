@@ -27,7 +27,7 @@ from libra.errors import GroupLost, LibraError
 from libra.events.reports import GangFailedReport, GangJoinedReport, GangOpenReport, TrainerReport
 from libra.tensors import compute_device
 from libra.worker.context import WorkerContext
-from libra.worker.trainer import Trainer, group_token
+from libra.worker.trainer import Trainer, committed_waves, group_token
 
 if TYPE_CHECKING:
     from libra.train.rendezvous import Rendezvous
@@ -149,10 +149,14 @@ class GangMember:
             trainer.make_replica(group)
         replica, checkpoints = trainer.replica, trainer.checkpoints
         replica.group = group
+        replica.abandon()  # others may lack what it has of an open step
         checkpoints.is_writer, checkpoints.is_sharded = group.rank == 0, replica.is_sharded
         if not replica.is_sharded:
             synchronise(replica)
         trainer.replayed += trainer.recover(steps)
+        # Here, where all ranks are: a task of an earlier wave whose result was lost may run again on its rank alone.
+        waves = group.from_first(len(committed_waves(self.context.spec, replica.steps_done)))
+        trainer.add_waves(replica.steps_done, waves)
         return replica.steps_done
 
 

@@ -34,6 +34,11 @@ class RunFiles:
         return self.directory / "batches"
 
     @property
+    def waves_dir(self) -> Path:
+        """Groups of each wave of a streamed step."""
+        return self.directory / "waves"
+
+    @property
     def epochs_dir(self) -> Path:
         """One file for each start of the run."""
         return self.directory / "epochs"

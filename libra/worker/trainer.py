@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from distributed.comm import get_address_host
 
 from libra.events.reports import HybridPoolReport
-from libra.store.batch_membership import read_batch_facts
+from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.wave_records import Rows, in_waves, read_waves
 from libra.weights import WeightStore
 from libra.worker.batch_rows import members_of
 from libra.worker.checkpoint_writer import CheckpointWriter
@@ -21,8 +22,10 @@ from libra.worker.replica_factory import make_replica
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from libra.train import Replica
+    from libra.train import Replica, StepReport
+    from libra.train.lazy_batch import LazyBatch
     from libra.train.replica_group import TrainGroup
+    from libra.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,26 @@ class Trainer:
         """Bring the replica to the weights after ``steps`` steps; see `recover`."""
         return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
 
+    def add_waves(self, batch: int, upto: int, *, last: LazyBatch | None = None) -> int:
+        """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; returns how many it has.
+
+        ``last`` is the one before ``upto``, if its trajectories are not to be read from the run directory. In a group a collective,
+        unless all ranks have them.
+        """
+        spec, replica = self.context.spec, self.replica
+        added = replica.open_step.waves if replica.open_step is not None else 0
+        if added >= upto:
+            return added
+        waves = committed_waves(spec, batch)
+        for number in range(added, min(upto, len(waves))):
+            parts: list[Trajectory] | LazyBatch
+            if last is not None and number + 1 == upto:
+                parts = last
+            else:
+                parts = members_of({"members": waves[number]}, spec.groups_dir, of_the_step=True)
+            added = self.checkpoints.accumulate(parts, batch)
+        return added
+
     def open_pool(self, gang: int) -> None:
         """On rank 0 of the core: let hybrid replicas join, and report where. No effect in a run without hybrid workers."""
         spec = self.context.spec
@@ -117,11 +140,29 @@ def recover(
         while replica.steps_done < steps:
             batch = replica.steps_done
             rows = read_batch_facts(spec.batches_dir, batch)["groups"]
-            result = checkpoints.step(members_of({"members": rows}, spec.groups_dir, of_the_step=True), batch)
+            result = _retaken(checkpoints, spec, rows, batch)
             logger.info("batch %d was committed before: its step is repeated", batch)
             replayed.append(result.as_dict())
             _load_published(checkpoints, spec, store, batch + 1, result.digest)
     return replayed
+
+
+def committed_waves(spec: RunSpec, batch: int) -> list[Rows]:
+    """The waves of a streamed step: those of its batch, or those that are committed so far."""
+    if batch_path(spec.batches_dir, batch).exists():
+        return in_waves(read_batch_facts(spec.batches_dir, batch)["groups"])
+    return read_waves(spec.waves_dir, batch)
+
+
+def _retaken(checkpoints: CheckpointWriter, spec: RunSpec, rows: Rows, batch: int) -> StepReport:
+    """The step on a committed batch, taken again as it was: whole, or in the same waves."""
+    waves = in_waves(rows)
+    if not waves:
+        return checkpoints.step(members_of({"members": rows}, spec.groups_dir, of_the_step=True), batch)
+    checkpoints.replica.abandon()
+    for wave in waves:
+        checkpoints.accumulate(members_of({"members": wave}, spec.groups_dir, of_the_step=True), batch)
+    return checkpoints.close(batch)
 
 
 def _load_published(

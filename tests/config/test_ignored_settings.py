@@ -149,6 +149,8 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "trainer.kl_coef": (0.0, 0.1),
         "trainer.lr": (0.0, 1e-3),
         "trainer.lora_rank": (None, 4),
+        "trainer.epochs": (1, 2),
+        "trainer.minibatches": (1, 2),
         "trainer.mismatch_alarm": (None, 0.1),
         "watchdog.timeout_s": (None, 9.0),
     }

@@ -113,3 +113,35 @@ def test_a_rank_killed_in_the_reduction_is_named_and_its_step_taken_again(
     assert formed[1]["steps"] >= 1  # it goes on from the last step that was taken
     # A step whose result was lost with the worker may be told twice; it was taken once, or the numbers would not agree.
     assert list(dict.fromkeys(event["step"] for event in events(session, "step_finished"))) == [0, 1, 2]
+
+
+def dies_in_the_second_wave(run: str, dask_worker: Any) -> None:
+    """From now on this rank is killed in the midst of the second wave of a step that is not the first."""
+    replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
+    loss = replica.gradient.micro_batch_loss
+
+    def deadly(*arguments: Any) -> Any:
+        if replica.open_step.step >= 1 and replica.open_step.waves == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(*arguments)
+
+    replica.gradient.micro_batch_loss = deadly
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_rank_killed_in_a_wave_costs_the_waves_before_it_and_the_new_group_adds_them_again(
+    config: Callable[..., RunConfig], alone: list[dict[str, Any]], layout: str
+) -> None:
+    with Session(config(f"streamed_{layout}", 2, layout=layout, streaming="on")) as session:
+        iterations = session.iterations()
+        rows = [next(iterations)]
+        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-1")
+        session.client.run(dies_in_the_second_wave, run=session.spec.run, workers=[address])
+        rows += iterations
+    agree(rows, alone)
+    assert [row["waves"] for row in rows] == [2, 2, 2]
+    assert [event["worker"] for event in events(session, "gang_lost")] == ["train-1"]
+    opened = [(event["batch"], event["wave"]) for event in events(session, "wave_opened")]
+    assert sorted(set(opened)) == [(k, j) for k in range(3) for j in range(2)]
+    assert list(dict.fromkeys(event["step"] for event in events(session, "step_finished"))) == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dask import delayed
@@ -15,7 +16,7 @@ from libra.types import TrajectoryId
 from libra.worker.run_spec import RunSpec
 
 
-def spec(**trainer: int) -> RunSpec:
+def spec(**trainer: Any) -> RunSpec:
     config = config_from_dict({"trainer": {"prompts": 2, "group_size": 3} | trainer, "evaluation": {"prompts": 4}})
     return RunSpec("demo", 7, Path("nowhere"), "model", config)
 
@@ -52,6 +53,24 @@ def test_the_nodes_of_an_iteration_and_their_keys() -> None:
     )
     assert all(keys.parse(key)[3:] == (7, "demo") for key in tasks)
     assert all(keys.parse(key).indices[0] == 5 for key in tasks)
+
+
+def test_a_streamed_step_is_waves_that_wait_for_no_group_and_an_end() -> None:
+    waves = 3
+    streamed = spec(prompts=waves, streaming="on")
+    graph = iteration_graph(streamed, 5)
+    tasks = layers(graph.end)
+    for group in graph.groups:
+        tasks |= layers(group)
+    assert not any(key.startswith("step") for key in tasks)
+    for j in range(waves):
+        assert tasks[f"wave-train-5-{j}-e7-demo"] == ({"resources": {keys.PARK: 1}}, set())
+        notes, needs = tasks[f"accumulate-train-5-{j}-0-e7-demo"]
+        assert notes["resources"] == {keys.TRAIN: 1} and needs == {f"wave-train-5-{j}-e7-demo"}
+    assert tasks["batch-train-5-e7-demo"][1] == {f"wave-train-5-{j}-e7-demo" for j in range(waves)}
+    added = {f"accumulate-train-5-{j}-0-e7-demo" for j in range(waves)}
+    assert tasks["close-train-5-0-e7-demo"][1] == {"batch-train-5-e7-demo", *added}
+    assert tasks["update-train-5-e7-demo"][1] == {"close-train-5-0-e7-demo"}
 
 
 def test_no_iteration_depends_on_another_and_the_batch_on_no_group() -> None:

@@ -51,6 +51,7 @@ from libra.errors import DamagedRun, RunDirectoryError, StoreError
 from libra.store import batch_membership
 from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.event_log import EventLog
+from libra.store.wave_records import commit_wave, in_waves, read_waves, wave_path
 from libra.tensor_files import checkpoint_fault
 from libra.worker.run_spec import RunSpec
 
@@ -104,6 +105,27 @@ def test_a_closed_part_of_the_event_log_is_read_by_the_doctor_and_not_needed_to_
     first.unlink()
     code, _, err = typed(capfd, "doctor", str(run))
     assert code == 2 and err.startswith(f"libra: {run}/events: lines 1 to ") and "are missing" in err, err
+
+
+def test_a_damaged_wave_is_set_aside_with_those_after_it_and_whole_ones_rebuild_their_batch(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = batch_membership.read_batch_facts(run / "batches", 0)["groups"]
+    for batch in (0, ITERATIONS):  # a committed one, and one whose step is not taken
+        commit_wave(run / "waves", batch, 0, rows[:1])
+        commit_wave(run / "waves", batch, 1, rows[1:])
+    cut(f"waves/{wave_path('', ITERATIONS, 0).name}")(run)
+    code, _, err = typed(capfd, "doctor", str(run))
+    assert code == 2 and f"{run}/waves/wave-{ITERATIONS:06d}-00.json: torn or altered" in err, err
+    batch_membership.batch_path(run / "batches", 0).unlink()
+    code, out, _ = typed(capfd, "repair", str(run))
+    assert code == 0, out
+    assert all(f"waves/wave-{ITERATIONS:06d}-{wave:02d}.json: set aside as damaged/" in out for wave in (0, 1)), out
+    assert read_waves(run / "waves", ITERATIONS) == []
+    again = batch_membership.read_batch_facts(run / "batches", 0)["groups"]
+    assert in_waves(again) == read_waves(run / "waves", 0) and len(in_waves(again)) == 2
+    prune_groups(RunSpec("run", 0, run, "", config_from_dict({})), 0, 1)
+    assert not list((run / "waves").glob("wave-*"))
 
 
 def test_a_batch_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

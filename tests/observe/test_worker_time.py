@@ -97,6 +97,24 @@ def test_each_second_of_an_iteration_has_its_cause():
     assert used["train-0"] is None
 
 
+def test_a_trainer_trains_in_waves_while_it_waits_for_trajectories():
+    log = [
+        started(), capacity(0.0, "a", rollout=2), events.VersionPublished(RUN, 0.0, 0, "", 1),
+        events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.GateParked(RUN, 0.0, 0), events.WaveParked(RUN, 0.0, 0, 0),
+        events.WaveParked(RUN, 0.0, 0, 1), events.GateOpened(RUN, 0.0, 0, ""), parked(0.0, 0), parked(0.0, 1),
+        dispatched(0.0, 0, "a"), dispatched(0.0, 1, "a"), finished(4.0, 0, "a", end="answered"),
+        events.TrajectoryEnded(RUN, 4.0, KEY.format(0), True), events.WaveOpened(RUN, 4.0, 0, 0, ((0, 0),), ""),
+        events.WaveTrained(RUN, 7.0, 0, 0, 1, 1, 3.0), finished(10.0, 1, "a", end="answered"),
+        events.TrajectoryEnded(RUN, 10.0, KEY.format(1), True), events.WaveOpened(RUN, 10.0, 0, 1, ((0, 1),), ""),
+        events.BatchParked(RUN, 10.0, 0), events.BatchOpened(RUN, 10.0, 0, ((0, 0), (0, 1)), ""),
+        events.WaveTrained(RUN, 12.0, 0, 1, 1, 0, 2.0), events.StepFinished(RUN, 13.0, 0, 0.5, 6.0),
+        events.VersionPublished(RUN, 13.0, 1, "", 1),
+    ]  # fmt: skip
+    by_name = {worker.worker: worker.seconds for worker in worker_times(log, ("train-0",)).times().workers}
+    assert by_name["train-0"] == pytest.approx({"training": 3 + 3, "trajectories": 4 + 3})
+    assert by_name["a"] == pytest.approx({"generating": 10, "version": 3})
+
+
 def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
     log = [
         started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1), events.VersionPublished(RUN, 0.0, 0, "", 1),

@@ -330,8 +330,8 @@ def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation: SimpleNamespa
             report = {"kind": "group", "run": "demo", "epoch": 1, "split": "train", "iteration": 1, "group": 1}
             live.plugin.log_event("libra", report | {"oldest_version": 0, "reward": 0.5, "failures": {}})
             assert await batch == 1
-            assert live.plugin.members("demo", 1) == [[1, 0], [1, 1]]
-            assert live.plugin.members("demo", 0) == [[0, 0], [0, 1]]
+            assert live.plugin.runs["demo"].members(1) == [[1, 0], [1, 1]]
+            assert live.plugin.runs["demo"].members(0) == [[0, 0], [0, 1]]
             live.plugin.end_run("demo")
 
     asyncio.run(live_run())

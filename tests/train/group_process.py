@@ -79,10 +79,13 @@ class Recorded:
     def listen(self, timeout_s: float = 60.0) -> HybridPool:
         return self.replica.admit_hybrids(TOKEN, timeout_s=timeout_s)
 
-    def step(self, k: int) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Report of step ``k`` and the gradient of each of its optimizer steps."""
+    def step(self, k: int, waves: list[list[int]] | None = None) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Report of step ``k``, whole or in waves of these trajectories, and the gradient of each of its optimizer steps."""
         self.gradients.clear()
-        report = self.replica.step(make_batch(k), k)
+        batch = make_batch(k)
+        for wave in waves or ():
+            self.replica.accumulate([batch[index] for index in wave], k)
+        report = self.replica.close(k) if waves else self.replica.step(batch, k)
         return report.as_dict(), list(self.gradients)
 
 
@@ -162,9 +165,9 @@ class Member:
         assert pool is not None
         return pool.wait_for(members, joining=joining) if members else pool.wait_empty()
 
-    def step(self, k: int) -> Any:
+    def step(self, k: int, waves: list[list[int]] | None = None) -> Any:
         try:
-            report, gradients = self.recorded.step(k)
+            report, gradients = self.recorded.step(k, waves)
         except LibraError as error:
             return {"error": type(error).__name__, "text": str(error), "done": self.recorded.replica.steps_done}
         path = self.scratch / f"{os.getpid()}-{k}.npy"

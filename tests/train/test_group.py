@@ -70,10 +70,10 @@ def cast(start: Callable[[], Any]) -> tuple[Any, Any, Any]:
     return first, second, third
 
 
-def together(cores: tuple[Any, Any], k: int) -> Any:
+def together(cores: tuple[Any, Any], k: int, waves: list[list[int]] | None = None) -> Any:
     """Both ranks take a step; their reports agree."""
     for core in cores:
-        core.tell("step", k=k)
+        core.tell("step", k=k, waves=waves)
     mine, other = (core.answer() for core in cores)
     assert "report" in mine, mine
     assert (mine["report"]["step"], mine["report"]["digest"]) == (other["report"]["step"], other["report"]["digest"])
@@ -186,6 +186,33 @@ def test_every_cast_merges_the_gradient_of_the_static_run(
         assert answer["report"]["hybrids"] == (3 <= k < 7)
         assert answer["report"]["hybrids_joining"] == (k == 2)
         assert answer["report"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_waves_of_two_cores_and_hybrids_merge_the_gradient_of_the_static_run(
+    cast: tuple[Any, Any, Any], start: Callable[[], Any], process: ModuleType, model_dir: Path, layout: str
+) -> None:
+    """The second wave is one trajectory for two cores and a hybrid, the third has no gradient at all."""
+    settings, waves = {"layout": layout}, [[3, 0, 7], [5], [4], [8, 1, 2, 6]]
+    first, second, third = cast
+    alone = process.Recorded(str(model_dir), settings)
+    static = [alone.step(k) for k in range(4)]
+    second.tell("new", settings=settings)
+    address = first.ask("new", settings=settings, listen=True)
+    assert second.answer() is None
+    mortal, lost = start(), 0
+    mortal.tell("serve", settings=settings, address=address, die_at=0)
+    third.ask("serve", settings=settings, address=address)
+    assert mortal.answer() is None
+    assert first.ask("wait_for", members=2, joining=True)  # in step 0, between two waves, they may get their state
+    for k in range(3):
+        answer = together((first, second), k, waves)
+        same(answer, static[k])
+        lost += answer["report"]["hybrids_lost"]
+        assert first.ask("wait_for", members=1 if lost else 2)
+    assert lost == 1 and mortal.popen.wait() < 0
+    same(together((first, second), 3), static[3])  # and the step after them whole
+    assert third.ask("leave") >= 2 * 3  # of a wave without a gradient there are no slices
 
 
 def test_the_slice_of_a_hybrid_that_is_killed_is_computed_by_the_core(

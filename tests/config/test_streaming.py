@@ -1,0 +1,49 @@
+"""Where a step may be streamed: what is refused, what `auto` does, and what `libra plan` says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra.config import config_from_dict
+from libra.config.algorithms import ALGORITHMS
+from libra.config.streaming import MAX_WAVES, most_waves, streaming_words, wave_groups
+from libra.errors import ConfigError
+
+REFUSED = {
+    "epochs": ({"epochs": 2}, "one batch takes 2 optimizer steps"),
+    "minibatches": ({"minibatches": 4}, "one batch takes 4 optimizer steps"),
+    "whitened": ({"algorithm": "reinforce_pp"}, "advantage=reinforce_pp needs the rewards of the whole batch"),
+    "scaled": ({"advantage": "reinforce_pp_baseline"}, "needs the rewards of the whole batch"),
+    "own": ({"advantage": "workflows.own:advantage"}, "own:advantage may look at the rewards of the whole batch"),
+}
+
+
+def config(streaming: str, **trainer: Any) -> Any:
+    return config_from_dict({"trainer": {"streaming": streaming, **trainer}})
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_the_whole_batch_is_refused_with_on_and_not_streamed_with_auto(case: str) -> None:
+    given, why = REFUSED[case]
+    with pytest.raises(ConfigError, match=rf"trainer\.streaming: on, but .*{why}.*type trainer\."):
+        config("on", **given)
+    auto = config("auto", **given)
+    assert most_waves(auto) == 0
+    assert "steps are not streamed; " in streaming_words(auto) and why in streaming_words(auto)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_auto_streams_every_algorithm_whose_advantages_are_of_a_group_alone(name: str) -> None:
+    streamed = most_waves(config("auto", algorithm=name, prompts=40)) > 0
+    assert streamed is ("reinforce_pp" not in name)
+
+
+def test_waves_are_bounded_and_off_is_the_default() -> None:
+    assert most_waves(config_from_dict({})) == 0 and streaming_words(config_from_dict({})) == ""
+    assert most_waves(config("on", prompts=5)) == 5
+    assert most_waves(config("on", prompts=500)) == MAX_WAVES
+    assert f"up to {MAX_WAVES} waves" in streaming_words(config("on", prompts=500))
+    ranks = config_from_dict({"trainer": {"streaming": "on", "group_size": 2}, "cluster": {"train_workers": 5}})
+    assert wave_groups(ranks) == 3  # a sequence for each of five replicas

@@ -1,0 +1,225 @@
+"""Streamed steps, live: the batches and the weights of a run that does not stream, and nothing lost or repeated by a kill."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Client
+
+from libra.config import RunConfig, dump_config
+from libra.driver import run_checkpoints
+from libra.driver.session import Session, run
+from libra.events import Event, QuantumFinished, WaveTrained, WorkerLost, from_dict
+from libra.policy.log_replay import replay
+from libra.store.batch_membership import read_batch_facts
+from libra.store.event_log import read_events
+from libra.store.trajectories import TrajectoryStore
+from libra.store.wave_records import groups_of, in_waves, read_waves
+from libra.weights import WeightStore
+from libra.worker.checkpoint_writer import CheckpointWriter
+from libra.worker.replica_factory import make_replica
+from libra.worker.run_spec import RunSpec
+from libra.worker.trainer import recover
+
+Config = Callable[..., RunConfig]
+PROMPTS = 6
+
+
+def events_of(directory: Path) -> list[Event]:
+    return [from_dict(event) for event in read_events(directory / "events.jsonl").events]
+
+
+def replayed_differences(events: Iterable[Event]) -> list[str]:
+    return [told.difference for told in replay(enumerate(events, start=1)) if told.difference]
+
+
+def waves_of(directory: Path, batch: int) -> list[tuple[tuple[int, int], ...]]:
+    return [groups_of(wave) for wave in in_waves(read_batch_facts(directory / "batches", batch)["groups"])]
+
+
+def weights_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
+    store = WeightStore(directory / "weights")
+    return store.read(store.get(version))
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
+    eta: int, make_config: Config, cluster_client: Client
+) -> None:
+    trainer = {"prompts": PROMPTS, "group_size": 3, "lr": 1e-4}
+    done = {
+        streaming: run(
+            make_config(
+                run={"name": f"streaming_{streaming}", "iterations": 2, "eta": eta},
+                trainer={**trainer, "streaming": streaming},
+                store={"keep_versions": 9},
+            ),
+            client=cluster_client,
+        )
+        for streaming in ("off", "auto")
+    }
+    off, on = (done[name].directory for name in ("off", "auto"))
+    for batch in range(2):
+        waves = waves_of(on, batch)
+        assert len(waves) > 1 and len(waves[0]) < PROMPTS  # the first opens with the first group
+        assert sorted(group for wave in waves for group in wave) == [(batch, g) for g in range(PROMPTS)]
+        assert waves_of(off, batch) == []
+    for weight, other in zip(weights_of(on, 1).values(), weights_of(off, 1).values(), strict=True):
+        assert torch.allclose(weight, other, rtol=0, atol=2e-6)
+    assert any(not torch.equal(weights_of(on, 1)[name], weight) for name, weight in weights_of(on, 0).items()), (
+        "nothing was learned"
+    )
+    for values, plain in zip(done["auto"].iterations, done["off"].iterations, strict=True):
+        assert values["waves"] == len(waves_of(on, int(values["iteration"])))
+        assert 0 < values["streamed_frac"] < 1 and "waves" not in plain
+        assert values["sequences"] == plain["sequences"] == PROMPTS * 3
+        assert values["lag_max"] <= eta
+    events = events_of(on)
+    trained = [event for event in events if isinstance(event, WaveTrained)]
+    assert [(e.batch, e.wave) for e in trained] == [(k, j) for k in range(2) for j in range(len(waves_of(on, k)))]
+    assert all(sum(e.groups for e in trained if e.batch == k) == PROMPTS for k in range(2))
+    assert [e.missing for e in trained if e.batch == 0][-1] == 0 < trained[0].missing
+    assert replayed_differences(events) == []
+    with TrajectoryStore.open(on / "trajectories.zarr", mode="r") as stored:
+        assert stored.num_trajectories == 2 * PROMPTS * 3
+
+
+# ------------------------------------------------------------------------------------------------ kills
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group records stay, so that every step can be taken again."""
+    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
+
+
+def check_taken_again(directory: Path, config: RunConfig, steps: int) -> None:
+    """A replica that begins with nothing but the committed batches comes to every published version, bit for bit."""
+    spec = RunSpec("run", 0, directory, str(config.model.path), config)
+    replica = make_replica(spec, spec.model_dir, None)
+    checkpoints = CheckpointWriter(replica, directory / "none", config)
+    store = WeightStore(directory / "weights")
+    (directory / "checkpoints").rename(directory / "checkpoints aside")
+    taken = recover(checkpoints, spec, WeightStore(directory / "no weights"), steps)
+    assert [step["digest"] for step in taken] == [store.get(version).digest for version in range(1, steps + 1)]
+
+
+def check_whole(directory: Path, steps: int, config: RunConfig) -> None:
+    """Every trajectory is stored once, every quantum was done once, every group is in one wave of its own batch."""
+    trainer = config.trainer
+    with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as stored:
+        assert stored.num_trajectories == steps * trainer.prompts * trainer.group_size
+    events = events_of(directory)
+    quanta = Counter(
+        (event.key.split("-e")[0], event.quantum) for event in events if isinstance(event, QuantumFinished)
+    )
+    assert quanta and set(quanta.values()) == {1}
+    for batch in range(steps):
+        groups = [group for wave in waves_of(directory, batch) for group in wave]
+        assert sorted(groups) == [(batch, g) for g in range(trainer.prompts)]
+    assert replayed_differences(events) == []
+
+
+def dies_in_a_wave(run: str, wave: int, dask_worker: Any) -> None:
+    """From now on this worker is killed in the midst of that wave of a step that is not the first two."""
+    replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
+    loss = replica.gradient.micro_batch_loss
+
+    def deadly(*arguments: Any) -> Any:
+        if replica.open_step.step >= 2 and replica.open_step.waves == wave:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(*arguments)
+
+    replica.gradient.micro_batch_loss = deadly
+
+
+STREAMED = {"prompts": PROMPTS, "group_size": 2, "lr": 1e-3, "streaming": "on"}
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_is_killed_in_the_midst_of_a_wave_adds_the_committed_waves_again(
+    make_config: Config, cluster_client: Client, kept: None
+) -> None:
+    config = make_config(run={"iterations": 4}, trainer=STREAMED, store={"keep_versions": 9}, checkpoint={"every": 0})
+    with Session(config, client=cluster_client) as session:
+        iterations = session.iterations()
+        next(iterations)
+        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
+        session.client.run(dies_in_a_wave, run="demo", wave=1, workers=[address])
+        list(iterations)
+    events = events_of(session.directory)
+    assert [event.address for event in events if isinstance(event, WorkerLost)] == [address]
+    trained = Counter((e.batch, e.wave) for e in events if isinstance(e, WaveTrained))
+    assert trained[2, 0] == 2 and trained[2, 1] >= 1  # the first wave was lost with its trainer
+    check_whole(session.directory, 4, config)
+    check_taken_again(session.directory, config, 4)
+
+
+DRIVER = """
+import pickle, sys
+from pathlib import Path
+from distributed import Client
+from libra.config import load_config
+from libra.driver.session import Session
+
+def stops_in_a_wave(run, pipe, dask_worker):
+    replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
+    loss = replica.gradient.micro_batch_loss
+    def held(*arguments):
+        if replica.open_step.step == 2 and replica.open_step.waves == 1:
+            Path(pipe).write_text("in the wave")
+            Path(pipe).read_text()
+        return loss(*arguments)
+    replica.gradient.micro_batch_loss = held
+
+def main():
+    config = load_config(sys.argv[1])
+    security = pickle.loads(Path(sys.argv[4]).read_bytes())
+    with Client(sys.argv[2], security=security) as client, Session(config, client=client) as session:
+        iterations = session.iterations()
+        next(iterations)
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
+        client.run(stops_in_a_wave, run="demo", pipe=sys.argv[3], workers=[address])
+        list(iterations)
+
+try:
+    main()
+except BaseException as error:
+    Path(sys.argv[3]).write_text(f"the driver ended: {error!r}")
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_that_is_killed_in_the_midst_of_a_wave_goes_on_with_the_committed_waves(
+    make_config: Config, cluster_client: Client, kept: None, tmp_path: Path
+) -> None:
+    config = make_config(run={"iterations": 4}, trainer=STREAMED, store={"keep_versions": 9}, checkpoint={"every": 0})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "security").write_bytes(pickle.dumps(cluster_client.security))
+    given = (tmp_path / "config.yaml", cluster_client.scheduler.address, tmp_path / "pipe", tmp_path / "security")
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, *map(str, given)])
+    assert (tmp_path / "pipe").read_text() == "in the wave"
+    directory = tmp_path / "demo"
+    committed = [groups_of(wave) for wave in read_waves(directory / "waves", 2)]
+    assert len(committed) >= 2 and not (directory / "batches" / "batch-000002.json").exists()
+    driver.kill()
+    driver.wait()
+    (tmp_path / "pipe").write_text("go on")
+    summary = run(config, client=cluster_client, resume=True)
+    assert [values["iteration"] for values in summary.iterations] == [2, 3]
+    assert waves_of(directory, 2)[: len(committed)] == committed
+    check_whole(directory, 4, config)
+    check_taken_again(directory, config, 4)

@@ -1,0 +1,157 @@
+"""A step in waves is the step on the whole batch: gradients and weights in float64, for every algorithm that may be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace as changed
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from libra.config.algorithms import ALGORITHMS
+from libra.config.streaming import GROUP_ADVANTAGES
+from libra.errors import TrainError
+from libra.train import Replica
+from libra.train.advantages import GroupRewards, batch_advantages
+from libra.types import FailureClass, Trajectory
+
+STREAMED = [name for name, algorithm in ALGORITHMS.items() if algorithm.preset.advantage in GROUP_ADVANTAGES]
+WAVES = [[7, 2], [4], [], [0, 1, 3, 5, 6, 9], [11, 10, 8]]
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": name} for name in STREAMED},
+    "dr_grpo": {"algorithm": "dr_grpo", "loss_divisor": 64.0},
+    "entropy, LoRA": {"entropy_coef": 0.1, "lora_rank": 2},
+    "scored alone": {"exact_logprobs": True},
+}
+
+
+@pytest.fixture
+def double(replica: Callable[..., Replica]) -> Callable[..., tuple[Replica, list[torch.Tensor]]]:
+    """Maker of float64 replicas, each with the list of the gradients it applied, before they are clipped."""
+
+    def make(**settings: Any) -> tuple[Replica, list[torch.Tensor]]:
+        one = replica(torch.float64, **settings)
+        applied: list[torch.Tensor] = []
+        apply = one.apply_gradient
+
+        def record(step: int, tally: Any) -> None:
+            applied.append(torch.cat([p.grad.flatten() for p in one.optimized().values() if p.grad is not None]))
+            apply(step, tally)
+
+        one.apply_gradient = record  # type: ignore[method-assign]
+        return one, applied
+
+    return make
+
+
+@pytest.fixture
+def mixed(batch: list[Trajectory]) -> list[Trajectory]:
+    """The batch, with one trajectory that failed and one without an advantage, which weighs and has no gradient."""
+    batch[4].advantage = 0.0
+    batch[9].failure = FailureClass.WORKER
+    return batch
+
+
+def in_waves(replica: Replica, batch: list[Trajectory], waves: list[list[int]], step: int = 0) -> Any:
+    for number, wave in enumerate(waves):
+        assert replica.accumulate([batch[index] for index in wave], step) == number + 1
+    return replica.close(step)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_waves_give_the_gradient_and_the_weights_of_the_whole_batch(
+    double: Callable[..., Any], mixed: list[Trajectory], name: str
+) -> None:
+    settings = {"max_row_tokens": 40, "micro_batch_tokens": 120, **SETTINGS[name]}
+    (whole, at_once), (streamed, added) = double(**settings), double(**settings)
+    report, of_waves = whole.step(mixed, 0), in_waves(streamed, mixed, WAVES)
+    assert len(at_once) == len(added) == 1
+    assert torch.linalg.norm(at_once[0]) > 1e-4
+    assert torch.linalg.norm(added[0] - at_once[0]) <= 1e-12 * torch.linalg.norm(at_once[0])
+    for key, weight in whole.weights().items():
+        assert torch.allclose(streamed.weights()[key], weight, rtol=1e-9, atol=1e-9)  # AdamW divides by small numbers
+    ours, theirs = of_waves.as_dict(), report.as_dict()
+    for key in (
+        "sequences",
+        "excluded_sequences",
+        "action_tokens",
+        "forwarded_sequences",
+        "mismatch_tokens",
+        "optimizer_steps",
+    ):
+        assert ours[key] == theirs[key], key
+    for key in ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "mismatch_mean_abs", "kl_reference"):
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-11, abs=1e-13), key
+
+
+def test_the_same_waves_give_the_same_bits_and_the_next_step_begins_empty(
+    double: Callable[..., Any], mixed: list[Trajectory]
+) -> None:
+    (one, applied), (two, again) = double(), double()
+    digests = [[in_waves(each, mixed, WAVES, step).digest for step in (0, 1)] for each in (one, two)]
+    assert digests[0] == digests[1]
+    assert all(torch.equal(mine, other) for mine, other in zip(applied, again, strict=True))
+    assert one.open_step is None
+    assert all(parameter.grad is None for parameter in one.optimized().values())
+
+
+def test_a_batch_without_any_gradient_takes_no_step(double: Callable[..., Any], batch: list[Trajectory]) -> None:
+    for trajectory in batch:
+        trajectory.advantage = 0.0
+    one, applied = double()
+    before = {name: weight.clone() for name, weight in one.weights().items()}
+    report = in_waves(one, batch, WAVES)
+    assert (report.optimizer_steps, report.loss, applied) == (0, 0.0, [])
+    assert all(torch.equal(weight, before[name]) for name, weight in one.weights().items())
+    assert one.steps_done == 1
+
+
+def test_a_wave_that_fails_drops_those_before_it_and_all_can_be_added_again(
+    double: Callable[..., Any], mixed: list[Trajectory]
+) -> None:
+    (one, applied), (other, expected) = double(), double()
+    one.accumulate(mixed[:5], 0)
+    broken = changed(mixed[5], advantage=float("inf"))
+    with pytest.raises(TrainError, match="advantage is inf"):
+        one.accumulate([broken], 0)
+    assert one.open_step is None and one.steps_done == 0
+    in_waves(one, mixed, WAVES), in_waves(other, mixed, WAVES)
+    assert torch.equal(applied[0], expected[0])
+
+
+def test_a_slice_that_was_counted_twice_is_found_when_the_step_is_closed(
+    double: Callable[..., Any], mixed: list[Trajectory]
+) -> None:
+    one, applied = double()
+    one.accumulate(mixed[:6], 0)
+    one.open_step.partial.merged += 3
+    one.accumulate(mixed[6:], 0)
+    with pytest.raises(TrainError, match=r"slices of weight \d+ were merged where the samples weigh \d+"):
+        one.close(0)
+    assert applied == [] and one.steps_done == 0 and one.open_step is None
+    one.step(mixed, 0)
+    with pytest.raises(TrainError, match=r"got step 0, but 1 steps are done"):
+        one.accumulate(mixed[:6], 0)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ADVANTAGES)
+def test_the_advantages_of_a_group_alone_are_those_within_its_batch(estimator: str) -> None:
+    """Bit for bit, which is what lets a wave have them before the batch is complete."""
+    rng = np.random.default_rng(3)
+    groups = [
+        GroupRewards(
+            reward=np.round(rng.normal(size=size), 1),
+            valid=rng.random(size) < 0.8,
+            num_tokens=rng.integers(1, 90, size),
+            finished=rng.random(size) < 0.7,
+        )
+        for size in (1, 4, 7, 4, 2, 8)
+    ]
+    options = {"drop_uniform_groups": True, "drop_truncated": True}
+    together = batch_advantages(groups, estimator, **options)
+    alone = [batch_advantages([group], estimator, **options) for group in groups]
+    for index, (advantages, trains) in enumerate(alone):
+        assert np.array_equal(advantages[0], together[0][index])
+        assert np.array_equal(trains[0], together[1][index])
