@@ -214,6 +214,8 @@ class TurnRequest:
         The only source of randomness: same seed, context and weights give the same tokens in any batch, up to floating point.
     priority : tuple of int
         Smaller is served first when the engine is full.
+    group : str
+        Samples of one prompt have one name: an engine that speculates drafts from their tokens. Empty: no drafts.
     """
 
     trajectory_id: str
@@ -225,6 +227,7 @@ class TurnRequest:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     priority: tuple[int, ...] = (0,)
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class EngineStats:
         Wall seconds spent inside steps.
     steps : int
         Forward passes.
+    drafted_tokens, accepted_tokens : int
+        Tokens that were drafted (`rollout.speculate`), and those of them that were the ones sampled.
     """
 
     running: int
@@ -86,17 +88,21 @@ class EngineStats:
     cached_tokens: int
     busy_s: float
     steps: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """An engine's work since it started; the last five fields of `EngineStats`."""
+    """An engine's work since it started; the last seven fields of `EngineStats`."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     busy_s: float = 0.0
     steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def stats(self, *, running: int, waiting: int, retained: int, slots: int, version: int) -> EngineStats:
         """Add the engine's present state."""

@@ -11,7 +11,9 @@ Invariants
    those of waiting trajectories last. A running one is never evicted.
 4. All cached KV was computed by the weights in use: ``load`` drops it. So a token's KV version equals its weight version.
 5. Cached KV is reused only as far as its tokens equal the new context, compared one by one.
-6. Contexts of running requests with all tokens that they may still generate, plus retained contexts, never exceed
+6. With ``speculate`` a slot may be fed drafted tokens after its last one, in batches of few rows; it keeps those that equal the
+   tokens sampled at their places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
+7. Contexts of running requests with all tokens that they may still generate, plus retained contexts, never exceed
    ``kv_tokens``. That counts tokens; memory is allocated for the longest context in every slot (`libra.rollout.kv_slots`).
 """
 
@@ -29,6 +31,9 @@ from numpy.typing import NDArray
 from libra.errors import EngineError
 from libra.rollout import layer_probes
 from libra.rollout.decode_forward import Forward
+from libra.rollout.draft_length import DraftLength
+from libra.rollout.drafted_step import DraftedStep, accepted
+from libra.rollout.drafts import LONGEST, Drafts
 from libra.rollout.engine import EngineCounters, EngineStats
 from libra.rollout.engine_capacity import PassMeter
 from libra.rollout.kv_slots import Chunk, SlotKV, Step
@@ -58,6 +63,7 @@ class SlotBatch:
         exact_logprobs: bool = False,
         kv_tokens: int | None = None,
         min_pass_s: float = 0.0,
+        speculate: bool = False,
     ) -> None:
         self.model, self.version, self.exact_logprobs = model, version, exact_logprobs
         self.kv_tokens = slots * max_context_tokens if kv_tokens is None else kv_tokens
@@ -69,6 +75,8 @@ class SlotBatch:
         self.table = SlotTable(slots, max_context_tokens)
         self.queue: RequestQueue[Job] = RequestQueue(slots)
         self.shared = SharedContexts()
+        self.drafts = Drafts() if speculate else None
+        self.draft_length = DraftLength()
         self.forgotten: set[str] = set()  # trajectories to drop when their running request ends
 
     @property
@@ -196,20 +204,30 @@ class SlotBatch:
             return []
         if self.shared.following:
             self._take_over()
+        drafted = self._draft() if self.drafts is not None else None
+        if drafted is not None:
+            return self._verify(drafted, begun_s)
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
         context_tokens, prefilled = int(self.table.known[level].sum()), len(ids_T) - step.num_rows
         ended: list[tuple[Job, TurnOutput]] = []
         if len(level):
             ended = self._sample(hidden if level_rows is None else hidden[level_rows], level)
+        spent_s = self._end_pass(begun_s)
+        self.meter.add(len(level), context_tokens, prefilled, spent_s)
+        if self.drafts is not None and not prefilled:
+            self.draft_length.measured(len(level), 0, 0, len(level), spent_s)
+        return ended
+
+    def _end_pass(self, begun_s: float) -> float:
+        """Seconds of the pass, after waiting until it took ``min_pass_s``."""
         spent_s = time.perf_counter() - begun_s
         if spent_s < self.min_pass_s:
             time.sleep(self.min_pass_s - spent_s)
             spent_s = time.perf_counter() - begun_s
         self.counters.steps += 1
         self.counters.busy_s += spent_s
-        self.meter.add(len(level), context_tokens, prefilled, spent_s)
-        return ended
+        return spent_s
 
     def _plan(self) -> tuple[NDArray[np.int64], Step, NDArray[np.int64], torch.Tensor | None]:
         """Tokens to feed, where they go, the slots that then know no more than is cached, and their rows (None: all)."""
@@ -273,8 +291,23 @@ class SlotBatch:
 
     def _sample(self, hidden: torch.Tensor, slots: NDArray[np.int64]) -> list[tuple[Job, TurnOutput]]:
         """Give each of these slots its next token; returns the requests that this ended."""
-        table, sampling, device = self.table, self.table.sampling, self.kv.device
+        table, sampling = self.table, self.table.sampling
         index = table.generated[slots]
+        ids, nats = self._drawn(hidden, slots, index)
+        table.tokens[slots, table.known[slots]] = ids
+        table.logprobs[slots, index] = nats
+        table.known[slots] += 1
+        table.generated[slots] += 1
+        self.counters.generated_tokens += len(slots)
+        stopped = (ids[:, None] == sampling.stops[slots]).any(axis=1)
+        done = stopped | (index + 1 >= sampling.limit[slots])
+        return [self._finish(int(slots[row]), bool(stopped[row])) for row in np.flatnonzero(done)] if done.any() else []
+
+    def _drawn(
+        self, hidden: torch.Tensor, slots: NDArray[np.int64], index: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The token after each row, drawn for a slot as its ``index``-th one, and its log-probability."""
+        sampling, device = self.table.sampling, self.kv.device
         tokens, logprobs = sample(
             self.forward.logits(hidden),
             torch.from_numpy(sampling.uniforms[slots, index]).to(device),
@@ -284,14 +317,57 @@ class SlotBatch:
         ids, nats = tokens.cpu().numpy(), logprobs.cpu().numpy()
         if not np.isfinite(nats).all():
             raise EngineError(f"version {self.version}: logits are not finite; the weights are broken")
-        table.tokens[slots, table.known[slots]] = ids
-        table.logprobs[slots, index] = nats
-        table.known[slots] += 1
-        table.generated[slots] += 1
-        self.counters.generated_tokens += len(slots)
-        stopped = (ids[:, None] == sampling.stops[slots]).any(axis=1)
-        done = stopped | (index + 1 >= sampling.limit[slots])
-        return [self._finish(int(slots[row]), bool(stopped[row])) for row in np.flatnonzero(done)] if done.any() else []
+        return ids, nats
+
+    # -- speculation -------------------------------------------------------------------------------------------------
+
+    def _draft(self) -> DraftedStep | None:
+        """Drafts for the running slots, if all of them decode and drafts pay off; None: an ordinary step."""
+        table, running = self.table, self.table.running
+        if self.shared.following or (table.known[running] - table.cached[running] > 1).any():
+            return None
+        length = self.draft_length.choose(len(running))
+        if not length:
+            return None
+        assert self.drafts is not None
+        found: list[list[int]] = []
+        for slot in running:
+            job, known = table.running_job(slot), int(table.known[slot])
+            room = min(length, int(table.sampling.limit[slot] - table.generated[slot]) - 1)
+            if not job.request.group or room < 1:
+                found.append([])
+                continue
+            drafts = self.drafts.of(job.request.group)
+            drafts.extend(job.name, table.tokens[slot, :known].tolist())
+            found.append(drafts.propose(table.tokens[slot, max(0, known - LONGEST) : known].tolist(), room))
+        return DraftedStep(running, found, length) if any(found) else None
+
+    def _verify(self, drafted: DraftedStep, begun_s: float) -> list[tuple[Job, TurnOutput]]:
+        """Feed every running slot its last token and its drafts, sample after each of them, and keep what is as sampled."""
+        table, sampling, slots = self.table, self.table.sampling, drafted.slots
+        self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
+        ids_T, step = drafted.step(self.kv, table.tokens, table.cached)
+        rows, offsets = np.repeat(slots, drafted.rows), drafted.offsets
+        ids, nats = self._drawn(
+            self.forward.hidden(torch.from_numpy(ids_T), step), rows, table.generated[rows] + offsets
+        )
+        ended, generated = list[tuple[Job, TurnOutput]](), 0
+        for slot, tokens, begin in zip(slots, drafted.drafts, drafted.begins, strict=True):
+            kept = accepted(tokens, ids[begin : begin + len(tokens) + 1].tolist(), set(sampling.stops[slot].tolist()))
+            known, index = int(table.known[slot]), int(table.generated[slot])
+            table.tokens[slot, known : known + kept] = ids[begin : begin + kept]
+            table.logprobs[slot, index : index + kept] = nats[begin : begin + kept]
+            table.known[slot], table.generated[slot], table.cached[slot] = known + kept, index + kept, known + kept - 1
+            generated += kept
+            stopped = bool((ids[begin + kept - 1] == sampling.stops[slot]).any())
+            if stopped or index + kept >= sampling.limit[slot]:
+                ended.append(self._finish(int(slot), stopped))
+        num_drafted, spent_s = len(ids) - len(slots), self._end_pass(begun_s)
+        self.counters.generated_tokens += generated
+        self.counters.drafted_tokens += num_drafted
+        self.counters.accepted_tokens += generated - len(slots)
+        self.draft_length.measured(len(slots), drafted.length, num_drafted, generated, spent_s)
+        return ended
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -335,6 +411,9 @@ class SlotBatch:
     def _finish(self, slot: int, stopped: bool) -> tuple[Job, TurnOutput]:
         """Answer a slot's request and keep its KV for the next turn."""
         job = self.table.running_job(slot)
+        if self.drafts is not None and job.request.group:
+            tokens = self.table.tokens[slot, : int(self.table.known[slot])].tolist()
+            self.drafts.of(job.request.group).extend(job.name, tokens)
         self._rescore(slot)
         output = self._output(job, StopReason.STOP if stopped else StopReason.LENGTH)
         self.queue.end(job)

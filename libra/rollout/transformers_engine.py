@@ -61,12 +61,15 @@ class TransformersSettings(EngineSettings):
         `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
     loader : str or None
         ``model.loader``.
+    speculate : bool
+        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.drafts`).
     """
 
     exact_logprobs: bool = False
     min_pass_s: float = 0.0
     device: str = "cpu"
     loader: str | None = None
+    speculate: bool = False
 
 
 class TransformersEngine:
@@ -217,6 +220,7 @@ class TransformersEngine:
                 exact_logprobs=settings.exact_logprobs,
                 kv_tokens=kv_tokens,
                 min_pass_s=settings.min_pass_s,
+                speculate=settings.speculate,
             )
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
             self._answer(loaded, error)

@@ -209,6 +209,8 @@ def stats_of(engine: RolloutEngine) -> dict[str, float]:
         "prefilled_tokens": stats.prefilled_tokens,
         "cached_tokens": stats.cached_tokens,
         "steps": stats.steps,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
         "busy_s": round(stats.busy_s, 6),
         "restarts": getattr(engine, "restarts", 0),
     }
@@ -245,6 +247,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         threads=kind.threads,
         version=version,
         exact_logprobs=config.rollout.exact_logprobs,
+        speculate=config.rollout.speculate,
         kv_cache_gib=config.rollout.kv_cache_gib,
         min_pass_s=kind.min_pass_s,
         device=config.cluster.device,

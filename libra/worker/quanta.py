@@ -215,6 +215,7 @@ class QuantumRunner:
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
                 seed=context.spec.turn_seed(state.tid, state.turns, state.draw),
                 priority=priority_here(context.worker, key),
+                group=f"{state.tid.split}-{state.tid.iteration}-{state.tid.group}",
             )
         )
         self.engine.turn_ended()

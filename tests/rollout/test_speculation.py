@@ -1,0 +1,178 @@
+"""Speculation: drafts from the group, the same tokens with and without, and the length that pays off."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.rollout import kv_slots
+from libra.rollout.draft_length import LENGTHS, MOST_ROWS, TRIED_AFTER, DraftLength
+from libra.rollout.drafted_step import accepted
+from libra.rollout.drafts import LONGEST, MAX_GROUPS, Drafts, GroupDrafts
+from libra.rollout.slot_batch import SlotBatch
+from libra.rollout.slot_table import Job
+from libra.rollout.weight_loading import load_causal_lm
+
+
+def test_a_draft_follows_what_a_sibling_wrote() -> None:
+    drafts = GroupDrafts()
+    drafts.extend("a", [1, 2, 3, 4, 5, 6, 7])
+    assert drafts.propose([9, 3, 4], 8) == [5, 6, 7]
+    assert drafts.propose([4], 8) == drafts.propose([4, 9], 8) == []
+    drafts.extend("b", [3, 4, 8, 3, 4, 8])
+    assert drafts.propose([3, 4], 1) == [8]  # twice, and 5 once
+    assert drafts.propose([2, 3, 4], 2) == [5, 6]  # the longer suffix knows better
+
+
+def test_a_sequence_that_grows_is_counted_once() -> None:
+    whole, parts = GroupDrafts(), GroupDrafts()
+    tokens = [1, 2, 1, 2, 3, 1, 2, 4]
+    whole.extend("a", tokens)
+    for end in (3, 3, 6, 8, 8):
+        parts.extend("a", tokens[:end])
+        parts.propose([9, 9], 1)  # counts
+    whole.propose([9, 9], 1)
+    assert parts._next == whole._next and whole._next[1, 2] == {1: 1, 3: 1, 4: 1}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4), st.lists(st.integers(0, 3), min_size=2, max_size=12)
+)
+def test_a_proposal_is_the_most_frequent_token_after_the_longest_known_suffix(
+    rows: list[list[int]], tail: list[int]
+) -> None:
+    drafts = GroupDrafts()
+    for index, row in enumerate(rows):
+        drafts.extend(str(index), row)
+    expected: list[int] = []
+    for length in range(min(LONGEST, len(tail)), 1, -1):
+        suffix = tail[-length:]
+        seen = [row[i] for row in rows for i in range(length, len(row)) if row[i - length : i] == suffix]
+        if seen:
+            expected = [min(set(seen), key=lambda token: (-seen.count(token), token))]
+            break
+    assert drafts.propose(tail, 1) == expected
+
+
+def test_groups_do_not_share_and_the_oldest_is_forgotten() -> None:
+    drafts = Drafts()
+    drafts.of("one").extend("a", [1, 2, 3])
+    assert drafts.of("one").propose([1, 2], 1) == [3] and drafts.of("two").propose([1, 2], 1) == []
+    for index in range(MAX_GROUPS):
+        drafts.of(f"more {index}")
+    assert drafts.of("one").propose([1, 2], 1) == []
+
+
+def test_sampled_tokens_count_up_to_the_first_that_differs_or_stops() -> None:
+    assert accepted([5, 6], [5, 6, 7], set()) == 3
+    assert accepted([5, 6], [5, 9, 7], set()) == 2
+    assert accepted([5, 6], [4, 6, 7], set()) == 1
+    assert accepted([5, 6], [5, 6, 7], {5}) == 1
+    assert accepted([], [4], {4}) == 1
+
+
+def test_the_length_is_the_one_that_was_fastest_and_others_are_tried_again() -> None:
+    choice, seen = DraftLength(), []
+    seconds, gained = {0: 1.0, 2: 1.1, 4: 1.3, 8: 2.5}, {0: 1.0, 2: 2.0, 4: 2.8, 8: 3.0}
+    for _ in range(400):
+        length = choice.choose(2)
+        seen.append(length)
+        choice.measured(2, length, 2 * length, round(2 * gained[length]), seconds[length])
+    assert set(seen[: len(LENGTHS)]) == set(LENGTHS)
+    assert seen.count(4) > 0.9 * len(seen)
+    tries = [step for step, length in enumerate(seen) if length == 8]
+    waits = [later - before for before, later in itertools.pairwise(tries[1:])]
+    assert waits[0] == TRIED_AFTER and all(later >= 2 * before for before, later in itertools.pairwise(waits))
+    for _ in range(60):
+        choice.measured(2, 8, 16, 18, 0.5)  # now it is the fastest
+    assert [choice.choose(2) for _ in range(40)].count(8) > 30
+    assert choice.choose(MOST_ROWS + 1) == 0
+    assert (
+        set(choice.by_rows) == {2}
+        and choice.by_rows[2].accepted == choice.by_rows[2].generated - 2 * choice.by_rows[2].steps
+    )
+
+
+@pytest.fixture
+def make_batch(make_model):
+    kv_slots.register()
+
+    def make(family="qwen3", **more):
+        model = load_causal_lm(make_model(family), "float32", kv_slots.SLOT_ATTENTION)
+        return SlotBatch(model, slots=6, max_context_tokens=96, version=0, **more)
+
+    return make
+
+
+def run(batch: SlotBatch, requests) -> dict[str, object]:
+    for ticket, request in enumerate(requests):
+        batch.check(request)
+        batch.submit(Job(ticket, request, 0.0))
+    outputs = {}
+    while batch.has_work:
+        outputs |= {job.request.trajectory_id: output for job, output in batch.step()}
+    return outputs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_tokens_are_the_same_with_and_without(family, fused, make_batch, make_request) -> None:
+    plain, drafting = make_batch(family, fused=fused), make_batch(family, fused=fused, speculate=True)
+    rng, accepted_tokens = np.random.default_rng(0), 0
+    for round_ in range(12):
+        context = rng.integers(0, 48, int(rng.integers(2, 30)))
+        requests = [
+            make_request(
+                f"{round_}-{sample}", context=context, new=int(rng.integers(1, 40)), seed=sample // 2, group=str(round_),
+                temperature=(0.0, 0.3, 1.0)[round_ % 3], top_p=(1.0, 0.8)[round_ % 2], stop_ids=(7,),
+            )
+            for sample in range(8)
+        ]  # fmt: skip
+        expected, got = run(plain, requests), run(drafting, requests)
+        assert expected.keys() == got.keys()
+        for name, output in expected.items():
+            assert output.token_ids.tolist() == got[name].token_ids.tolist()
+            assert output.stop_reason == got[name].stop_reason
+            np.testing.assert_allclose(output.logprobs, got[name].logprobs, atol=1e-4)
+    stats = drafting.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.generated_tokens == plain.stats().generated_tokens and stats.steps < plain.stats().steps
+    assert plain.stats().drafted_tokens == accepted_tokens == 0
+
+
+def test_a_next_turn_uses_no_kv_of_rejected_drafts(make_batch, make_request) -> None:
+    plain, drafting = make_batch(), make_batch(speculate=True)
+    outputs = []
+    for batch in (plain, drafting):
+        first = run(
+            batch, [make_request(f"t{n}", length=9, new=25, seed=3, temperature=0.5, group="g") for n in range(3)]
+        )
+        found = []
+        for name in sorted(first):
+            context = np.concatenate([make_request(name, length=9).context_ids, first[name].token_ids, [1, 2, 3]])
+            found.append(make_request(name, context=context, new=25, seed=4, turn=1, temperature=0.5, group="g"))
+        second = run(batch, found)
+        outputs.append([second[name].token_ids.tolist() for name in sorted(second)])
+        assert all(output.cached_tokens > 20 for output in second.values())
+    assert outputs[0] == outputs[1] and drafting.stats().accepted_tokens > 0
+
+
+def test_new_weights_in_mid_turn_and_requests_without_a_group(make_batch, make_request, make_model) -> None:
+    batch = make_batch(speculate=True)
+    requests = [make_request(f"n{n}", new=40, seed=n, temperature=0.0, group="g") for n in range(2)]
+    for ticket, request in enumerate(requests):
+        batch.submit(Job(ticket, request, 0.0))
+    for _ in range(6):
+        batch.step()
+    batch.load(1, make_model("qwen3", 1))
+    outputs = run(batch, [])
+    for output in outputs.values():
+        versions = output.weight_versions
+        assert len(versions) == 40 and set(versions) == {0, 1} and (np.diff(versions) >= 0).all()
+    before = batch.stats().drafted_tokens
+    run(batch, [make_request("alone", new=30, temperature=0.0)])
+    assert batch.stats().drafted_tokens == before
