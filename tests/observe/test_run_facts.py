@@ -73,12 +73,12 @@ def test_time_to_go_is_by_the_mean_of_the_last_iterations():
     facts.add(finished(12.0, 0))
     assert facts.left_s(12.0) == pytest.approx(19 * 10.0)
     for number in range(1, 12):
-        facts.add(finished(12.0 + 4.0 * number, number))
-    assert facts.left_s(56.0) == pytest.approx(8 * 4.0)
-    assert facts.left_s(59.0) == pytest.approx(8 * 4.0 - 3.0)
+        facts.add(finished(108.0 + 4.0 * number, number))  # the first took much longer
+    assert facts.left_s(152.0) == pytest.approx(8 * 4.0)
+    assert facts.left_s(155.0) == pytest.approx(8 * 4.0 - 3.0)
     assert facts.left_s(1000.0) == 0.0
-    facts.add(finished(60.0, 19))
-    assert facts.left_s(60.0) == 0.0
+    facts.add(finished(156.0, 19))
+    assert facts.left_s(156.0) == 0.0
 
 
 def test_an_iteration_that_is_done_again_after_a_resume_counts_once():
