@@ -25,12 +25,17 @@ def sealed_text(values: Mapping[str, Any], *, indent: int | None = None) -> str:
     return json.dumps(seal(values), indent=indent)
 
 
-def unseal(text: str | bytes) -> dict[str, Any]:
-    """The object in ``text``, without its seal. ValueError if it is not a JSON object, or not the sealed one."""
+def parsed_json(text: str | bytes) -> Any:
+    """The value in ``text``; ValueError, also where it is nested more deeply than Python's stack."""
     try:
-        values = json.loads(text)
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def unseal(text: str | bytes) -> dict[str, Any]:
+    """The object in ``text``, without its seal. ValueError if it is not a JSON object, or not the sealed one."""
+    values = parsed_json(text)
     if not isinstance(values, dict):
         raise ValueError(f"no JSON object, but {type(values).__name__}")
     found = values.pop(SEAL, None)

@@ -11,7 +11,6 @@ that a damaged run is named within seconds.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ from libra.driver.start_records import (
 )
 from libra.errors import DamagedRun, RunDirectoryError, StoreError, shell_path
 from libra.events import RunStarted
-from libra.seals import unseal
+from libra.seals import parsed_json, unseal
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.committer_lock import lock_holder
 from libra.store.event_log import lines_of
@@ -307,10 +306,10 @@ def _check_logs(check: RunCheck) -> None:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    values = json.loads(line)
+                    values = parsed_json(line)
                     if name == LOGS[0] and "reward" in values:
                         check.logged.add(int(values["step"]))
-                except (ValueError, TypeError, KeyError):
+                except (ValueError, TypeError, KeyError, OverflowError):
                     if line.endswith(b"\n"):
                         check.add(name, f"line {number} is no JSON object of this log")
                         break
@@ -431,7 +430,7 @@ def newest_started(directory: Path) -> int:
     newest = -1
     for line in lines_of(directory / "events.jsonl", RunStarted):
         try:
-            newest = max(newest, int(json.loads(line)["epoch"]))
+            newest = max(newest, int(parsed_json(line)["epoch"]))
         except (ValueError, KeyError, TypeError):
             continue
     return newest
@@ -471,7 +470,7 @@ def _logs_events(check: RunCheck) -> bool:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parsed_json(line), dict)
     except ValueError:
         return False
 

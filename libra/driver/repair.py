@@ -23,7 +23,6 @@ wave                   nothing: the groups of it and of those after it go into o
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from libra.driver.start_records import (
     write_given,
 )
 from libra.errors import StoreError, shell_path
-from libra.seals import sealed_text, unseal
+from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.exclusive_files import create_exclusive
 from libra.worker.run_spec import RunDirectory
@@ -273,6 +272,6 @@ def _log(check: RunCheck, repairs: Repairs, name: str) -> None:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parsed_json(line), dict)
     except ValueError:
         return False

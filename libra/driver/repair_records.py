@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from libra.driver.start_records import read_given
 from libra.envs import decode_state, has_steps
 from libra.errors import LibraError, StoreError
 from libra.events import BatchOpened
-from libra.seals import sealed_text, unseal
+from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.batch_membership import commit_batch
 from libra.store.event_log import lines_of
 from libra.store.exclusive_files import create_exclusive
@@ -219,7 +218,7 @@ def _trained(check: RunCheck, step: int) -> float | None:
     found = None
     for line in (check.files.directory / "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(ValueError):
-            values = json.loads(line)
+            values = parsed_json(line)
             if values.get("step") == step - 1 and values.get("reward") is not None:
                 found = float(values["reward"])
     return found
@@ -253,7 +252,7 @@ def opened_with(run: Path, number: int) -> list[tuple[int, int]]:
     """The groups with which a batch was opened, by the event log; none if it does not say."""
     for line in lines_of(run / "events.jsonl", BatchOpened):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            values = json.loads(line)
+            values = parsed_json(line)
             if values["batch"] == number and values["members"]:
                 return [(int(iteration), int(group)) for iteration, group in values["members"]]
     return []

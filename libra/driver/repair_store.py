@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from libra.driver.damage import RunCheck
 from libra.driver.set_aside import Repairs
 from libra.errors import StoreError
+from libra.seals import parsed_json
 from libra.store.batch_membership import read_batch_facts
 from libra.store.group_records import read_group
 from libra.store.row_digests import (
@@ -289,7 +290,7 @@ def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) ->
         found = {**_isolation(store), **record.attributes}
     else:
         try:
-            found = json.loads((store / "zarr.json").read_bytes())["attributes"]
+            found = parsed_json((store / "zarr.json").read_bytes())["attributes"]
         except (OSError, ValueError, KeyError, TypeError):
             from libra.config.resume_changes import load_resumed
 
@@ -301,7 +302,7 @@ def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) ->
 def _isolation(store: Path) -> dict[str, Any]:
     """The attribute ``isolation`` where it can be read; the next start of the run notes its level again."""
     try:
-        noted = json.loads((store / "zarr.json").read_bytes())["attributes"][ISOLATION]
+        noted = parsed_json((store / "zarr.json").read_bytes())["attributes"][ISOLATION]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return {ISOLATION: noted} if isinstance(noted, list) else {}

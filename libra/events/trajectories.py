@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra.events.event import Event
-from libra.types import tool_outcome
+from libra.types import Phase, tool_outcome
 
 
 class TrajectoryParked(Event, frozen=True):
@@ -14,7 +14,7 @@ class TrajectoryParked(Event, frozen=True):
     """
 
     key: str
-    phase: str
+    phase: Phase
     quanta: int
     context_tokens: int
     priority: tuple[int, ...]
@@ -48,7 +48,7 @@ class PlacementVoid(Event, frozen=True):
     """A trajectory was placed, but its task had been cancelled; nothing was sent."""
 
     key: str
-    phase: str
+    phase: Phase
 
 
 class HomeForgotten(Event, frozen=True):
@@ -71,7 +71,7 @@ class QuantumDispatched(Event, frozen=True):
     """
 
     key: str
-    phase: str
+    phase: Phase
     quantum: int
     worker: str
     priority: tuple[int, ...]
@@ -88,7 +88,7 @@ class QuantumFinished(Event, frozen=True):
     """
 
     key: str
-    phase: str
+    phase: Phase
     quantum: int
     tokens: int
     tool: str
@@ -107,7 +107,7 @@ class QuantumContinued(Event, frozen=True):
     """No trajectory waited for the slot, so this one began its next quantum in it without parking."""
 
     key: str
-    phase: str
+    phase: Phase
     quantum: int
     worker: str
 
@@ -128,7 +128,7 @@ class QuantumLost(Event, frozen=True):
     """A quantum ended without a record, ``times`` times in a row now: its worker died, or it was cancelled."""
 
     key: str
-    phase: str
+    phase: Phase
     quantum: int
     address: str
     times: int
@@ -138,7 +138,7 @@ class QuantumGivenBack(Event, frozen=True):
     """A quantum ended without a record because the worker's engine was put to sleep: it runs on another worker."""
 
     key: str
-    phase: str
+    phase: Phase
     quantum: int
     address: str
 

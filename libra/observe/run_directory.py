@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,8 @@ import yaml
 
 from libra.errors import RunDirectoryError, StoreError, shell_path
 from libra.store.line_log import LineReader
+
+logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "stopped", "new"]
 CONFIG_FILE: Final = "config.resolved.yaml"
@@ -105,10 +109,31 @@ def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
     for path in sorted((directory / "evaluations").glob("version-*.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
+            if (wrong := _unfit(values)) is not None:
+                _say_left_out(path, wrong)
+                continue
             found[int(values["version"])] = values
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return found
+
+
+def _unfit(evaluation: Mapping[str, Any]) -> str | None:
+    """What in the outcome of an evaluation cannot be shown; None: nothing."""
+    bins, num = evaluation.get("bins") or {}, evaluation.get("num") or 0
+    if not isinstance(num, int):
+        return f"num is {num!r:.80}"
+    if not isinstance(bins, dict):
+        return f"bins is {bins!r:.80}"
+    for name, row in bins.items():
+        if not isinstance(row, list) or not row or finite(row[0]) is None:
+            return f"bins[{name!r:.40}] is {row!r:.80}"
+    return None
+
+
+@functools.cache
+def _say_left_out(path: Path, wrong: str) -> None:
+    logger.warning("%s: left out, as %s; type libra doctor RUN", path, wrong)
 
 
 def has_driver(directory: Path) -> bool:

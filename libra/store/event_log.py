@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import msgspec
+
 from libra.errors import StoreError
 from libra.events import Event, PolicySnapshot, to_json
 from libra.store.line_log import LineLog, LineReader
@@ -137,6 +139,15 @@ class EventReader(LineReader):
         While iterating, with the line's number: the file or a segment is missing or damaged, or a line but the last is not a
         JSON object.
     """
+
+    def _value(self, line: bytes) -> Any:
+        """As it was written: a number that is not finite is no JSON, unlike in Python's ``json``."""
+        try:
+            return msgspec.json.decode(line)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+        except msgspec.DecodeError as error:
+            raise ValueError(str(error)) from error
 
     def raw(self) -> Iterator[tuple[int, bytes]]:
         """Number and bytes of each whole line."""

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from libra.errors import StoreError
+from libra.seals import parsed_json
 from libra.store.exclusive_files import write_all, write_failure
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class LineReader:
         """The lines that contain one of ``words``; no other is parsed. No words: all lines."""
         for number, line in self.raw():
             if not words or any(word in line for word in words):
-                yield number, _parsed(line, f"{self.path}, line {number}")
+                yield number, self._parsed(line, f"{self.path}, line {number}")
 
     def raw(self) -> Iterator[tuple[int, bytes]]:
         """Number and bytes of each whole line."""
@@ -160,6 +160,19 @@ class LineReader:
                 return
             if number >= self.line:
                 yield number, line
+
+    def _parsed(self, line: bytes, where: str) -> dict[str, Any]:
+        try:
+            value = self._value(line)
+        except ValueError as error:
+            raise StoreError(f"{where}: not JSON ({error}): {line[:120]!r}; type libra doctor RUN") from error
+        if not isinstance(value, dict):
+            raise StoreError(f"{where}: not a JSON object: {line[:120]!r}")
+        return value
+
+    def _value(self, line: bytes) -> Any:
+        """The value of a line; ValueError if it is not JSON."""
+        return parsed_json(line)
 
     def warn_if_torn(self) -> None:
         """After the iteration: log a warning where a torn last line was skipped."""
@@ -180,13 +193,3 @@ def read_lines(path: str | Path) -> LoggedLines:
     objects = [value for _, value in reader]
     reader.warn_if_torn()
     return LoggedLines(objects, reader.torn)
-
-
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise StoreError(f"{where}: not JSON ({error}): {line[:120]!r}; type libra doctor RUN") from error
-    if not isinstance(value, dict):
-        raise StoreError(f"{where}: not a JSON object: {line[:120]!r}")
-    return value

@@ -11,7 +11,6 @@ each further one an append: its rows, and the digest of those rows of each colum
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
-from libra.seals import sealed_text, unseal
+from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.exclusive_files import write_all, write_failure
 from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path
 
@@ -137,12 +136,12 @@ def read_record(store: Path) -> StoreRecord:
 
 def metadata_of(store: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Attributes of a store's root that never change, and every ``zarr.json`` below it; arrays without their shape."""
-    attributes = json.loads((store / "zarr.json").read_bytes())["attributes"]
+    attributes = parsed_json((store / "zarr.json").read_bytes())["attributes"]
     for name in (COMMITTED, ISOLATION):
         attributes.pop(name, None)
     metadata = {}
     for name in (*PATHS, *(level for level in LEVELS if level != "token")):
-        metadata[name] = json.loads((store / name / "zarr.json").read_bytes())
+        metadata[name] = parsed_json((store / name / "zarr.json").read_bytes())
         metadata[name].pop("shape", None)
     return attributes, metadata
 

@@ -6,7 +6,6 @@ Reading only. The store may be damaged in any way: arrays are opened one by one,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import zarr
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
+from libra.seals import parsed_json
 from libra.store.row_digests import (
     COMMITTED,
     ISOLATION,
@@ -99,7 +99,7 @@ def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str
     for name, expected in record.metadata.items():
         path = store / name / "zarr.json"
         try:
-            found = json.loads(path.read_bytes())
+            found = parsed_json(path.read_bytes())
             shape = found.pop("shape", None)
             if found != expected:
                 yield f"{name}/zarr.json", "its content was altered"
@@ -111,7 +111,7 @@ def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str
 
 def committed_rows(store: Path) -> dict[Level, int]:
     """The committed rows of each level. Raises any error of reading JSON if the root is damaged."""
-    counts = json.loads((store / "zarr.json").read_bytes())["attributes"][COMMITTED]
+    counts = parsed_json((store / "zarr.json").read_bytes())["attributes"][COMMITTED]
     return {level: int(counts[name]) for level, name in COUNTS.items()}
 
 
@@ -155,7 +155,7 @@ def column_rows(store: Path, path: str, first: int, stop: int) -> NDArray[Any] |
 
 def _root(store: Path) -> dict[str, Any] | None:
     try:
-        root = json.loads((store / "zarr.json").read_bytes())
+        root = parsed_json((store / "zarr.json").read_bytes())
     except (OSError, ValueError):
         return None
     return root if isinstance(root, dict) and isinstance(root.get("attributes"), dict) else None
@@ -165,7 +165,7 @@ def _unreadable(path: Path) -> str:
     if not path.exists():
         return "it is gone"
     try:
-        json.loads(path.read_bytes())
+        parsed_json(path.read_bytes())
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
     return "its content was altered"

@@ -27,12 +27,13 @@ from libra.events import (
     to_dict,
     to_json,
 )
-from libra.types import NO_TOOL, ToolStatus
+from libra.types import NO_TOOL, Phase, ToolStatus
 
 _INTS = st.integers(-(2**63), 2**64 - 1)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _BY_TYPE = {
     "str": st.text(),
+    "Phase": st.sampled_from(Phase),
     "bool": st.booleans(),
     "int": _INTS,
     "float": _FLOATS,

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from libra import events
 from libra.cli.main import main
 from libra.observe.run_directory import list_runs
 from libra.store.committer_lock import CommitterLock
@@ -40,6 +41,45 @@ def runs(tmp_path):
     (tmp_path / "done" / "evaluations" / "version-000004.json").write_text("{broken")
     (tmp_path / "not_a_run").mkdir()
     return tmp_path
+
+
+FINISHED = events.to_json(
+    events.QuantumFinished(
+        "done", 1.0, "trajectory-train-0-0-0-e0-done", "ROLLOUT", 0, 4, "", "", 0, 0.5, "rollout-0", 0, ""
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        FINISHED.replace('"ROLLOUT"', '"SLEEP"'),
+        FINISHED.replace("0.5", "Infinity"),
+        FINISHED.replace("0.5", "1e999"),
+        FINISHED.replace("0.5", "[" * 3000 + "]" * 3000),
+    ],
+    ids=["phase", "infinity", "overflow", "nested"],
+)
+@pytest.mark.parametrize("command", ["trace", "replay", "report", "doctor"])
+def test_an_event_with_changed_values_is_named_with_its_line(line, command, runs, libra):
+    begun = events.to_json(events.RunStarted("done", 0.0, 0, 1, 3, 2, "fifo", "demo"))
+    (runs / "done" / "events.jsonl").write_text(f"{begun}\n{line}\n{FINISHED}\n")
+    code, _, err = libra(command, runs / "done")
+    if command == "doctor":  # whose first line is another damage
+        assert "Recursion" not in err and len(err.strip().splitlines()) <= 4
+        return
+    assert "events.jsonl, line 2: " in err and len(err.strip().splitlines()) <= 3
+    assert (code == 0) == (command == "report"), "a report shows the events before it"
+
+
+@pytest.mark.parametrize("bins", ["7", '{"easy": 7}', '{"easy": []}', '{"easy": ["x"]}'])
+def test_an_evaluation_with_changed_values_is_left_out_and_named(bins, runs, libra, caplog):
+    good = '{"version": %d, "reward": 0.75, "bins": {"easy": [0.5, 2]}}'
+    for version in (1, 2):
+        (runs / "done" / "evaluations" / f"version-00000{version}.json").write_text(good % version)
+    (runs / "done" / "evaluations" / "version-000003.json").write_text(f'{{"version": 3, "bins": {bins}}}')
+    assert libra("report", runs / "done")[0] == 0
+    assert "version-000003.json: left out, as bins" in caplog.text
 
 
 def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
