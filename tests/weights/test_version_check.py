@@ -1,0 +1,52 @@
+"""The comparison of an engine's answers with a version: what rounding may do, and what it may not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from libra.weights.version_check import Answers, CheckVerdict, ExpectedProbes, VersionCheck, calibrate, judge
+
+LOGP = tuple(np.linspace(-12.0, -0.1, 64).tolist())
+
+
+def check(dtype: str, version: int = 1) -> VersionCheck:
+    return VersionCheck(version, "", dtype, 0, {}, (tuple(range(65)),), (LOGP,))
+
+
+def answers(*differences: tuple[int, float], noise: float = 0.0) -> Answers:
+    """An engine that is off by ``noise`` everywhere, with alternating sign, and by more at some tokens."""
+    logp = np.array(LOGP) + noise * np.where(np.arange(64) % 2, 1.0, -1.0)
+    for place, difference in differences:
+        logp[place] += difference
+    return Answers((logp.astype(np.float32),), {})
+
+
+def verdict(dtype: str, answer: Answers, noise: float) -> CheckVerdict:
+    calibration = calibrate(check(dtype, 0), answers(noise=noise))
+    assert calibration.measured
+    return judge(check(dtype), ExpectedProbes(), answer, calibration)
+
+
+def test_one_unlikely_token_that_rounds_otherwise_is_no_stale_layer_in_bfloat16() -> None:
+    found = verdict("bfloat16", answers((0, 1.6), (1, -0.9), noise=0.08), noise=0.08)
+    assert found.passed and "probe 0.114 of 0.32 nats" in found.detail
+    assert calibrate(check("bfloat16", 0), answers(noise=0.08)).probe_nats == pytest.approx(0.32, rel=0.01)
+
+
+@pytest.mark.parametrize("shift", [0.4, -0.4])
+def test_tokens_that_are_off_all_together_are_one(shift: float) -> None:
+    found = verdict("bfloat16", answers(*[(place, shift) for place in range(64)], noise=0.08), noise=0.08)
+    assert not found.passed and (found.method, found.layer) == ("probe", "(all)")
+    assert not verdict("bfloat16", answers((0, np.nan), noise=0.08), noise=0.08).passed
+
+
+def test_in_float32_every_token_counts() -> None:
+    assert verdict("float32", answers(noise=1e-5), noise=1e-5).passed
+    found = verdict("float32", answers((5, 1e-3), noise=1e-5), noise=1e-5)
+    assert not found.passed and found.gap == pytest.approx(1e-3, rel=0.05)
+
+
+def test_an_engine_that_computes_another_model_is_not_a_noisy_one() -> None:
+    calibration = calibrate(check("bfloat16", 0), answers(noise=2.0))
+    assert not judge(check("bfloat16"), ExpectedProbes(), answers(noise=2.0), calibration).passed
