@@ -44,6 +44,7 @@ from libra.events.reports import (
     ServedReport,
     StepReport,
     TrainerReport,
+    WaveReport,
     decode,
     encode,
 )
@@ -73,6 +74,7 @@ EXAMPLES: list[Report] = [
     ReadyReport(**AT),
     NotReadyReport(**AT, detail="OSError"),
     StepReport(1, 0.5, 2.0),
+    WaveReport(3, 0, 2, 6, 0.75),
     IterationReport(1, None, 0.5),
     EvaluationReport(1, None, 64),
     PlanReport("plan_considered", {"seconds": 1.5}),
