@@ -28,7 +28,7 @@ def named_part(field: str, name: str) -> Any:
     Raises
     ------
     ConfigError
-        The module cannot be imported, whatever it raised, or it lacks the attribute.
+        The module cannot be imported, or asked for the attribute, whatever it raised, or it lacks the attribute.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -45,16 +45,27 @@ def named_part(field: str, name: str) -> Any:
             "correct that file"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [each for each in dir(found) if not each.startswith("_")]
-            near = difflib.get_close_matches(part, names, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            own = [each for each in names if getattr(getattr(found, each), "__module__", "") == module_name]
-            raise ConfigError(
-                f"{field}: {name!r}: {module_name!r} has no {part!r}{hint}; it defines {', '.join(own[:8]) or 'nothing of its own'}"
+        try:
+            found, lacks = (
+                (getattr(found, part), "") if hasattr(found, part) else (None, _lack(found, part, module_name))
             )
-        found = getattr(found, part)
+        except (Exception, SystemExit) as error:  # its own __getattr__, or a property
+            raise ConfigError(
+                f"{field}: {name!r}: {module_name!r}, asked for {part!r}, raised {type(error).__name__}: {error}"
+                f"{raised_at(error)}; correct that file"
+            ) from error
+        if lacks:
+            raise ConfigError(f"{field}: {name!r}: {lacks}")
     return found
+
+
+def _lack(found: Any, part: str, module_name: str) -> str:
+    """That a module lacks this attribute, and what it has."""
+    names = [each for each in dir(found) if not each.startswith("_")]
+    near = difflib.get_close_matches(part, names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    own = [each for each in names if getattr(getattr(found, each), "__module__", "") == module_name]
+    return f"{module_name!r} has no {part!r}{hint}; it defines {', '.join(own[:8]) or 'nothing of its own'}"
 
 
 def raised_at(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from libra.driver.lost_files import cut_log, logs_events, lost_files, newest_started
 from libra.driver.start_records import (
     CONFIG_FILE,
     GIVEN_FILE,
@@ -27,11 +28,9 @@ from libra.driver.start_records import (
     read_starts,
 )
 from libra.errors import DamagedRun, RunDirectoryError, StoreError, shell_path
-from libra.events import RunStarted
 from libra.seals import parsed_json, unseal
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.committer_lock import lock_holder
-from libra.store.event_log import lines_of
 from libra.store.group_records import read_group
 from libra.store.log_segments import check_whole, segments_of
 from libra.store.store_check import column_rows, committed_rows, store_faults
@@ -86,6 +85,8 @@ class RunCheck:
         Batches whose trajectories are in the store; None where its rows cannot be read.
     logged : set of int
         Steps whose metrics are written.
+    evaluated, stored_evaluations : set of int
+        Versions whose evaluation the metrics have, and whose trajectories of it the store has.
     groups : dict of int to list of str
         Names of the group records of each batch whose file can be read.
     epoch : int
@@ -100,6 +101,8 @@ class RunCheck:
     num_batches: int = 0
     stored: set[int] | None = None
     logged: set[int] = field(default_factory=set)
+    evaluated: set[int] = field(default_factory=set)
+    stored_evaluations: set[int] = field(default_factory=set)
     groups: dict[int, list[str]] = field(default_factory=dict)
     epoch: int = -1
 
@@ -129,7 +132,7 @@ def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
     directory = run_directory(directory)
     check = RunCheck(RunDirectory(directory), limit_bytes)
     for part in (_check_start, _check_weights, _check_checkpoints, _check_store, _check_batches, _check_sealed, _check_logs,
-                 _check_segments, _check_journal, _check_groups, _check_epochs):  # fmt: skip
+                 _check_segments, _check_journal, _check_groups, _check_lost, _check_epochs):  # fmt: skip
         try:
             part(check)
         except OSError as error:
@@ -260,7 +263,8 @@ def _check_store(check: RunCheck) -> None:
         rows = committed_rows(store)["trajectory"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-    batches, epochs = (column_rows(store, f"trajectory/{name}", 0, rows) for name in ("batch", "epoch"))
+    names = ("batch", "epoch", "iteration")
+    batches, epochs, iterations = (column_rows(store, f"trajectory/{name}", 0, rows) for name in names)
     damaged = {damage.name.rpartition("/c/")[0] for damage in check.damages}
     if batches is None or f"{store.name}/trajectory/batch" in damaged:
         return
@@ -268,6 +272,8 @@ def _check_store(check: RunCheck) -> None:
         check.epoch = max(check.epoch, int(epochs.max()))
     check.num_batches = max(check.num_batches, int(batches.max(initial=-1)) + 1)
     check.stored = {int(batch) for batch in batches if batch >= 0}
+    if iterations is not None and f"{store.name}/trajectory/iteration" not in damaged:
+        check.stored_evaluations = {int(version) for version in iterations[batches < 0]}
 
 
 def _check_batches(check: RunCheck) -> None:
@@ -309,6 +315,8 @@ def _check_logs(check: RunCheck) -> None:
                     values = parsed_json(line)
                     if name == LOGS[0] and "reward" in values:
                         check.logged.add(int(values["step"]))
+                    elif name == LOGS[0] and "evaluation/reward" in values:
+                        check.evaluated.add(int(values["step"]))
                 except (ValueError, TypeError, KeyError, OverflowError):
                     if line.endswith(b"\n"):
                         check.add(name, f"line {number} is no JSON object of this log")
@@ -321,8 +329,11 @@ def _check_segments(check: RunCheck) -> None:
         return
     log = check.files.directory / "events.jsonl"
     segments = segments_of(log)
-    if check.num_batches and not segments and _logs_events(check) and newest_started(log.parent) < 0:
-        check.add(SEGMENTS, f"the event log is gone: {log.name} is missing, or has no start of this run")
+    if check.num_batches and logs_events(log.parent):
+        if not segments and newest_started(log.parent) < 0:
+            check.add(SEGMENTS, f"the event log is gone: {log.name} is missing, or has no start of this run")
+        elif what := cut_log(log.parent, check.logged):
+            check.add(SEGMENTS, what)
     try:
         check_whole(log, segments)
     except StoreError as error:
@@ -413,6 +424,12 @@ def _group_names(facts: Mapping[str, Any]) -> list[str]:
     return [Path(row["path"]).name for row in facts.get("groups", ())]
 
 
+def _check_lost(check: RunCheck) -> None:
+    lost = lost_files(check.files, check.all_checkpoints, check.evaluated, check.stored_evaluations)
+    named = {damage.name for damage in check.damages}
+    check.damages += [Damage(name, what) for name, what in lost if name not in named]
+
+
 def _check_epochs(check: RunCheck) -> None:
     directory = check.files.epochs_dir
     have = {int(path.name) for path in _entries(directory) if path.name.isdigit()}
@@ -423,17 +440,6 @@ def _check_epochs(check: RunCheck) -> None:
         names = ", ".join(f"{number:04d}" for number in missing[:4])
         gone = f"of epochs 0 to {max([check.epoch, *have])}, {names}{', ...' if len(missing) > 4 else ''} are gone"
         check.add("epochs", f"{gone}: a process of an older start might write again")
-
-
-def newest_started(directory: Path) -> int:
-    """The highest epoch that the event log has a start of, -1 if there is none."""
-    newest = -1
-    for line in lines_of(directory / "events.jsonl", RunStarted):
-        try:
-            newest = max(newest, int(parsed_json(line)["epoch"]))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return newest
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -461,11 +467,6 @@ def _entries(directory: Path) -> list[Path]:
 
 def _size(directory: Path) -> int:
     return sum(_bytes(path) for path in _entries(directory))
-
-
-def _logs_events(check: RunCheck) -> bool:
-    config = check.files.directory / CONFIG_FILE
-    return config.is_file() and b"event_log: false" not in config.read_bytes()
 
 
 def _is_object(line: bytes) -> bool:

@@ -186,7 +186,7 @@ def repair_evaluation(check: RunCheck, repairs: Repairs, name: str) -> None:
         members = sorted((each.trajectory for each in found), key=lambda member: member.trajectory_id)
         text = sealed_text(evaluation_outcome(version, members))
         create_exclusive(check.files.directory / name, text.encode(), fsync=True)
-        repairs.done(f"{name}: made again from the store; the old one is {aside}")
+        repairs.done(f"{name}: made again from the store{aside and f'; the old one is {aside}'}")
     else:
         repairs.done(f"{name}: set aside as {aside}; the store does not have its trajectories")
 
@@ -202,7 +202,8 @@ def repair_scores(check: RunCheck, repairs: Repairs) -> None:
     aside = repairs.set_aside("checkpoints/scores.json")
     (check.files.checkpoints_dir / "scores.json").write_text(sealed_text(scores) + "\n")
     repairs.done(
-        f"checkpoints/scores.json: made again from {'evaluations' if evaluated else 'metrics'}; the old one is {aside}"
+        f"checkpoints/scores.json: made again from {'evaluations' if evaluated else 'metrics'}"
+        f"{aside and f'; the old one is {aside}'}"
     )
 
 

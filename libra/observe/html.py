@@ -48,6 +48,15 @@ class Html(NamedTuple):
     source: str
 
 
+def content_policy(*, scripts: bool) -> str:
+    """What a page in one file may do, as an element of its head: no request to anywhere, and no scripts but its own, or none."""
+    allowed = "script-src 'unsafe-inline'; " if scripts else ""
+    rules = (
+        f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+
+
 def text(value: object) -> str:
     """Any value as text of the page: markup is escaped, and nothing in it acts on the reader."""
     return escape(shown(str(value)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from libra.errors import ConfigError, disk_refusal
-from libra.observe.html import STYLE, table, text
+from libra.observe.html import STYLE, content_policy, table, text
 from libra.observe.token_text import Decode
 from libra.observe.trajectory_view import segments
 from libra.store.trajectories import TrajectoryStore
@@ -21,7 +21,8 @@ def write_page(path: Path, store: TrajectoryStore, rows: Sequence[int], decode: 
     body = "".join(_trajectory(store.trajectory(row), row, decode) for row in rows)
     page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f'<link rel="icon" href="data:,"><title>{text(title)}</title><style>{STYLE}</style></head><body><main>'
+        f'{content_policy(scripts=False)}<link rel="icon" href="data:,">'
+        f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>"
         f'<h1>{text(title)}</h1><p class="soft">Prompts and tool returns are grey; the rest was generated.</p>'
         f"{body}</main></body></html>\n"
     )

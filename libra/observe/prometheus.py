@@ -105,10 +105,19 @@ class Collector:
             family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             made = family(metric.name, metric.help, labels=["run", *metric.labels])
             for snapshot in snapshots:
-                for labels, value in metric.samples(snapshot):
-                    if value is not None:
-                        made.add_metric([snapshot["run"], *labels], float(value))
+                for labels, value in _sound(metric, snapshot):
+                    made.add_metric(labels, value)
             yield made
+
+
+def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str], float]]:
+    """Labels and numbers of one run; none where its snapshot lacks them, so that the others are served."""
+    try:
+        found = [([snapshot["run"], *labels], value) for labels, value in metric.samples(snapshot)]
+        return [([str(label) for label in labels], float(value)) for labels, value in found if value is not None]
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        logger.debug("%s of a run is left out, its snapshot is malformed: %r", metric.name, error)
+        return []
 
 
 _collector: list[Collector] = []

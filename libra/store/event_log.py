@@ -202,7 +202,7 @@ def from_last_snapshot(path: str | Path) -> EventReader | None:
 def lines_of(path: str | Path, kind: type[Event]) -> Iterator[bytes]:
     """The lines of events of one kind, unparsed, of a log that may be damaged: what cannot be read is left out."""
     word = f'"name":"{kind.name}"'.encode()
-    if not Path(path).exists():
+    if not Path(path).is_file():
         return
     segments, file = _opened(Path(path))
     with file:

@@ -128,6 +128,22 @@ def test_a_damaged_wave_is_set_aside_with_those_after_it_and_whole_ones_rebuild_
     assert not list((run / "waves").glob("wave-*"))
 
 
+def test_an_event_log_that_lost_its_end_is_said_by_the_doctor(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = run / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    first = next(number for number, line in enumerate(lines) if b'"name":"iteration_finished"' in line)
+    log.write_bytes(b"".join(lines[:first]))
+    code, _, err = typed(capfd, "doctor", str(run))
+    assert code == 2 and err.startswith(f"libra: {run}/events: the event log ends before the first iteration did"), err
+    assert "metrics.jsonl has 2: lines at its end are missing" in err
+    refuse_damaged(run)
+    log.unlink()
+    log.mkdir()
+    code, _, err = typed(capfd, "doctor", str(run))
+    assert code == 2 and err.startswith(f"libra: {log}: cannot be read"), err
+    assert "Traceback" not in err
+
+
 def test_a_batch_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     load = batch_membership._load

@@ -69,6 +69,8 @@ def test_browser_shows_the_numbers_of_the_event_log_and_asks_for_nothing(recorde
             label = f"{models}.find(m => m.type == 'LinearAxis').major_label_text_color"
             await page.until(f"{label} == getComputedStyle(document.documentElement).getPropertyValue('--soft').trim()")
             assert (page.exceptions, page.complaints) == ([], [])
+            refused = "fetch('data:,x').then(() => 'answered', () => 'refused')"
+            assert await page.evaluate(refused) == "refused", "the page may request nothing"
             return shown, bars, canvases, colors, pictures, page.requests
 
     shown, bars, canvases, colors, pictures, requests = asyncio.run(look())

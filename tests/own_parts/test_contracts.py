@@ -297,3 +297,16 @@ def test_a_function_is_given_as_it_is_if_workers_can_import_it(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"^trainer__loss: .*has no name by which workers can import it"):
         libra.train(trainer__loss=lambda logp, old, advantage: logp, run__dir=str(tmp_path))
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("raised", ["RuntimeError('not today')", "SystemExit(3)"])
+def test_a_module_that_raises_when_it_is_asked_is_named(
+    raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"asked_{raised[:3].lower()}"
+    (tmp_path / f"{name}.py").write_text(f"def __getattr__(name):\n    raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"^trainer.loss: '{name}:mine': '{name}', asked for 'mine', raised .*{name}.py, line 2"
+    ):
+        named_part("trainer.loss", f"{name}:mine")

@@ -188,6 +188,9 @@ CASES = [
     Case(
         "evaluation_altered", replace("evaluations/version-000002.json", '"num": 2', '"num": 3'), "evaluations/version-"
     ),
+    Case("evaluation_gone", gone("evaluations/version-000002.json"), "evaluations/version-000002.json"),
+    Case("evaluation_group_gone", gone("groups/eval-000002-000001.group"), "groups/eval-000002-000001.group"),
+    Case("scores_gone", gone("checkpoints/scores.json"), "checkpoints/scores.json"),
     Case("scores_altered", flip("checkpoints/scores.json"), "checkpoints/scores.json"),
     Case("step_altered", flip("steps/step-000001.json"), "steps/step-000001.json", rebuilt=False),
     Case("metrics_line", replace("metrics.jsonl", '{"step": 1', '{"step: 1'), "metrics.jsonl", rebuilt=False),

@@ -15,7 +15,7 @@ from bokeh.resources import Resources
 from libra.errors import ConfigError, disk_refusal
 from libra.hardware.prices import Prices
 from libra.observe.color_scheme import SCRIPT
-from libra.observe.html import STYLE, Html, duration, missing, named_number, number, percent, text
+from libra.observe.html import STYLE, Html, content_policy, duration, missing, named_number, number, percent, text
 from libra.observe.report import curves, records, where_time
 from libra.observe.report.reported_run import Cost, ReportedRun
 from libra.observe.report.section import Section
@@ -78,7 +78,7 @@ def report_html(runs: Sequence[ReportedRun]) -> str:
     links = "".join(f'<a href="#{anchor}">{text(name)}</a>' for anchor, name in _anchors(runs))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        '<link rel="icon" href="data:,">'
+        f'{content_policy(scripts=True)}<link rel="icon" href="data:,">'
         f"<title>Libra: {text(title)}</title><style>{STYLE}</style></head><body><main>"
         f"<h1>{text(title)}</h1><nav>{links}</nav>{head}{''.join(body)}</main>\n{scripts}</body></html>\n"
     )
