@@ -109,7 +109,13 @@ def event_log_path(run_dir: Path) -> Path:
         if near:
             hint = f"did you mean {run_dir.parent / near[0]}?"
         raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
-    if (run_dir / "config.resolved.yaml").is_file():
+    if path.exists():
+        raise RunDirectoryError(
+            f"{path}: is no file, so the event log cannot be read; type libra doctor {shell_path(run_dir)}"
+        )
+    if any(run_dir.glob("events/*.jsonl*")):
+        hint = f"it is gone, and only older parts are left in events; type libra doctor {shell_path(run_dir)}"
+    elif (run_dir / "config.resolved.yaml").is_file():
         hint = "its event log was removed, or it ran with observe.event_log=false"
     raise RunDirectoryError(f"{run_dir}: no events.jsonl; {hint}")
 

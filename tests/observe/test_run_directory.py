@@ -72,6 +72,15 @@ def test_an_event_with_changed_values_is_named_with_its_line(line, command, runs
     assert (code == 0) == (command == "report"), "a report shows the events before it"
 
 
+def test_replay_says_whether_the_log_is_gone_or_no_file(runs, libra):
+    log = runs / "done" / "events.jsonl"
+    (runs / "done" / "events").mkdir()
+    (runs / "done" / "events" / "000000001-000000002.jsonl.gz").touch()
+    assert "no events.jsonl; it is gone, and only older parts are left" in libra("replay", runs / "done")[2]
+    log.mkdir()
+    assert f"{log}: is no file" in libra("replay", runs / "done")[2]
+
+
 @pytest.mark.parametrize("bins", ["7", '{"easy": 7}', '{"easy": []}', '{"easy": ["x"]}'])
 def test_an_evaluation_with_changed_values_is_left_out_and_named(bins, runs, libra, caplog):
     good = '{"version": %d, "reward": 0.75, "bins": {"easy": [0.5, 2]}}'
