@@ -14,7 +14,7 @@ import click
 from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
-from libra.config.streaming import streaming_words
+from libra.config.streaming import streaming_obstacle, streaming_words
 from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
 from libra.errors import ConfigError, PlanError, shell_path
 from libra.planner.build_plan import compare, plan
@@ -22,6 +22,7 @@ from libra.planner.cost import TrajectoryTotals
 from libra.planner.explain import alternative_line, text
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import layout_lines, with_plan
+from libra.planner.regime import regime
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 
@@ -67,6 +68,7 @@ def print_plan(
     note = "\n".join(part for part in (note, streaming_words(config)) if part)
     planner = Planner()
     answer = plan(snapshot, planner)
+    bounds = regime(answer, streams=streaming_obstacle(config) is None)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
     workers = config.cluster.train_workers
     given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
@@ -82,11 +84,12 @@ def print_plan(
     if as_json:
         values = answer.to_dict()
         values["notes"] = note.splitlines()
+        values["regime"] = {**asdict(bounds), "step_s": dict(bounds.step_s)}
         values["why"] = [{"choice": other.name, **asdict(other)} for other in asked]
         values["written"] = None if written is None else str(write)
         click.echo(json.dumps(values, allow_nan=False))
         return
-    click.echo(text(answer))
+    click.echo(text(answer, bounds))
     if asked:
         click.echo("\nWhy not")
         for other in asked:

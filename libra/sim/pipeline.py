@@ -159,11 +159,10 @@ class Pipeline(Simulator):
         return len(self.record.iteration_s) == (self._pipeline.num_steps or iterations)
 
     def _dispatch(self) -> None:
-        super()._dispatch()
         if self._look and self._discipline.roles is not Roles.SPLIT:
             self._look = False
-            self._turn()
-            super()._dispatch()
+            self._turn()  # first: engines that return share what has just begun with those that stayed
+        super()._dispatch()
 
     def _begin(self, iteration: int) -> None:
         super()._begin(iteration)
