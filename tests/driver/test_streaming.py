@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from distributed import Client
 
+from libra.cli.main import cli
 from libra.config import RunConfig, dump_config
 from libra.driver import run_checkpoints
 from libra.driver.session import Session, run
@@ -50,6 +53,13 @@ def waves_of(directory: Path, batch: int) -> list[tuple[tuple[int, int], ...]]:
 def weights_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
     store = WeightStore(directory / "weights")
     return store.read(store.get(version))
+
+
+def typed(*arguments: str) -> str:
+    """What a command prints."""
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 @pytest.mark.parametrize("eta", [0, 1])
@@ -92,6 +102,9 @@ def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
     assert replayed_differences(events) == []
     with TrajectoryStore.open(on / "trajectories.zarr", mode="r") as stored:
         assert stored.num_trajectories == 2 * PROMPTS * 3
+    history = typed("replay", str(on), "--key", "batch-1")
+    assert "wave 0 of batch 1 opens with 1 groups" in history and "groups trained in" in history
+    assert json.loads(typed("inspect", str(on), "--iteration", "1", "--json").splitlines()[0])
 
 
 # ------------------------------------------------------------------------------------------------ kills
