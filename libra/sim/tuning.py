@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
@@ -90,6 +91,21 @@ def _tables(gpu: str, model: str, tp: int) -> EngineTables:
     return EngineTables(engine_seconds(*_sizes(gpu, model), tp))
 
 
+@cache
+def _degrees(gpu: str, model: str) -> tuple[int, ...]:
+    """Those of `DEGREES` that the model's heads allow; the ConfigError of the smallest if there is none."""
+    found: list[int] = []
+    for tp in DEGREES:
+        try:
+            _tables(gpu, model, tp)
+        except ConfigError:
+            if tp == DEGREES[-1] and not found:
+                raise
+        else:
+            found.append(tp)
+    return tuple(found)
+
+
 def _ordering(name: str, workload: Workload) -> Ordering:
     match name:
         case "oracle":
@@ -144,7 +160,8 @@ def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting
     """
     cores = core_choices(cell, discipline)
     rules = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
-    best, known = Setting(cores[0], DEGREES[0], rules[0]), dict[Setting, float]()
+    degrees = _degrees(cell.gpu, cell.model)
+    best, known = Setting(cores[0], degrees[0], rules[0]), dict[Setting, float]()
 
     def improve(found: Setting, choices: Sequence[Setting]) -> Setting:
         tried = [one for one in dict.fromkeys([found, *choices]) if (cell.gpus - one.core_gpus) // one.tp > 0]
@@ -152,11 +169,11 @@ def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting
         known.update(zip(new, seconds(new), strict=True))
         return min(tried, key=lambda one: known[one])
 
-    best = improve(best, [best._replace(tp=tp) for tp in DEGREES])
+    best = improve(best, [best._replace(tp=tp) for tp in degrees])
     first = best
     best = improve(best, [best._replace(core_gpus=core) for core in cores])
     best = improve(best, [best._replace(per_gpu=rule) for rule in rules])
-    return best if best == first else improve(best, [best._replace(tp=tp) for tp in DEGREES])
+    return best if best == first else improve(best, [best._replace(tp=tp) for tp in degrees])
 
 
 class BoundParts(NamedTuple):
@@ -173,14 +190,14 @@ def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
     workload, (steps, left_out) = cell.workload(seed), STEPS[cell.eta]
     options, sizes = PipelineOptions(), _sizes(cell.gpu, cell.model)
     work = group_work(workload, *sizes)
-    fastest, rows = _tables(cell.gpu, cell.model, DEGREES[-1]), []
+    fastest, rows = _tables(cell.gpu, cell.model, _degrees(cell.gpu, cell.model)[-1]), []
     for iteration in range(left_out, steps):
         plans = [plan for plan in workload.trajectories if plan.iteration == iteration]
         contexts = [mean_context(plan) for plan in plans]
         tokens = np.array([plan.new_tokens for plan in plans], float)
         context = float((tokens * contexts).sum() / tokens.sum())
         each_s = []
-        for tp in DEGREES:
+        for tp in _degrees(cell.gpu, cell.model):
             tables = _tables(cell.gpu, cell.model, tp)
             slots = slots_of(tables, int(context))
             each_s.append(tp * tables.step_s(slots, slots * context) / slots)

@@ -97,6 +97,20 @@ def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: P
     assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]
 
 
+def test_degrees_that_a_small_model_cannot_have_are_not_tried(libra: Libra) -> None:
+    given = (
+        *SMALL,
+        "--against",
+        "split",
+        "--gpus",
+        "10",
+        "--seeds",
+        1,
+    )  # the quick start's model has two key-value heads
+    code, out, err = libra("simulate", "libra/quickstart", *given)
+    assert (code, err) == (0, "") and "TP 2" in out and "TP 8" not in out
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
