@@ -8,6 +8,7 @@ Invariants
 1. Between the first of these lines and the last, nothing else reaches standard error: it goes to the run's log.
 2. The last line is printed only for a run that can be resumed; a start that left none has one line.
 3. Nothing is installed outside the main thread, nor where a program handles SIGINT itself.
+4. A KeyboardInterrupt that a program does not catch ends it without a traceback, as these lines have told of it.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before is not None:
-            if kind is not None and issubclass(kind, KeyboardInterrupt) and self.count:
+            if isinstance(error, KeyboardInterrupt) and self.count:
                 self._say_end("stopped")
+                _end_quietly(error)
             signal.signal(signal.SIGINT, self._before)
 
     # ---------------------------------------------------------------- what the run says of itself
@@ -128,6 +130,21 @@ class Interruption:
         over = "\r\x1b[K" if sys.stderr.isatty() else ""  # where the terminal has written ^C
         sys.stderr.write(f"{over}{text}\n")
         sys.stderr.flush()
+
+
+def _end_quietly(told: KeyboardInterrupt) -> None:
+    """Print no traceback of this one if nobody catches it; Python then ends by SIGINT, which is 130 in a shell."""
+    told.libra_told = True  # type: ignore[attr-defined]
+    show = sys.excepthook
+    if getattr(show, "knows_told", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not getattr(error, "libra_told", False):
+            show(kind, error, trace)
+
+    hook.knows_told = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def resume_words(directory: Path, given: bool) -> str:
