@@ -71,6 +71,7 @@ def engine_reported(state: RunState, report: EngineReport) -> None:
             workers.holders.offers(address, weights)
         case ServedReport(version=version):
             workers.quarantined.discard(address)
+            workers.out.discard(address)
             workers.served[name] = version
             workers.holders.has(address, version)
             engine: dict[str, Any] = {"tp": report.tp, "bucket": report.bucket, "stats": report.stats}
@@ -82,6 +83,8 @@ def engine_reported(state: RunState, report: EngineReport) -> None:
             workers.asleep.discard(address)
         case QuarantinedReport():
             workers.quarantined.add(address)
+            if report.out:
+                workers.out.add(address)
             fields: dict[str, Any] = {
                 key: value for key, value in asdict(report).items() if key not in ("name", "address")
             }

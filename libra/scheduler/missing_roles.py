@@ -76,6 +76,11 @@ class MissingRoles:
         """Remove a run."""
         self._roles.pop(run, None)
 
+    def lack(self, run: str) -> str:
+        """The work of this run that too few workers do and that was reported, e.g. "nobody generates"; "" if there is none."""
+        told = [resource for resource, role in self._roles.get(run, {}).items() if role.told_s is not None]
+        return f"nobody {WORK[told[0]]}" if told else ""
+
     def look(self, state: RunState, now_s: float | None = None) -> None:
         """Check the suppliers of a run, and report changes; ``now_s``: monotonic seconds."""
         now_s = time.monotonic() if now_s is None else now_s
@@ -107,15 +112,20 @@ class MissingRoles:
 
     def _are_coming(self, state: RunState, resource: str) -> bool:
         """Whether workers that would supply it are being set up, and none of them has failed."""
-        failed = {row["address"] for row in self._not_ready.rows(state.run) if row["detail"]}
+        failed = self._restarts(state).keys() | state.workers.out
         coming = {ws.address for ws in self._scheduler.workers.values() if resource in self._would_supply(ws)}
         return bool(coming - state.workers.ready) and not coming & failed
 
     def _cause(self, state: RunState, resource: str, role: _Role) -> tuple[str, ...]:
-        """Who has left, by name, and who is being set up, by address."""
+        """Who has left, by name; whose engine is out and who is being set up, by address."""
         gone = set(role.had) & set(self._lost.gone())
         coming = (ws.address for ws in self._scheduler.workers.values() if resource in self._would_supply(ws))
-        return (*sorted(gone), *sorted(address for address in coming if address not in state.workers.ready))
+        out = state.workers.out if resource == keys.ROLLOUT else ()
+        return (
+            *sorted(gone),
+            *sorted(out),
+            *sorted(address for address in coming if address not in state.workers.ready),
+        )
 
     def _wanted(self, state: RunState, resource: str) -> int:
         return state.registration.train_workers if resource == keys.TRAIN else 1
@@ -152,8 +162,12 @@ class MissingRoles:
         return (
             f"run {state.run}: for {now_s - missing_s:.0f} s {what}: "
             f"{self._who(state, coming, gone, candidates)}; {self._waiting(state, roles)}\n"
-            f"  {self._advice(state, roles, coming, gone, now_s - missing_s)}"
+            f"  {self._advice(state, roles, candidates, gone, now_s - missing_s)}"
         )
+
+    def _restarts(self, state: RunState) -> dict[str, float | None]:
+        """Seconds until a worker whose setup failed is restarted, by address; None: it is not restarted by itself."""
+        return {row["address"]: row["again_in_s"] for row in self._not_ready.rows(state.run) if row["detail"]}
 
     def _would_supply(self, ws: WorkerState) -> set[str]:
         held = self._not_ready.held_of(ws.address)
@@ -191,22 +205,42 @@ class MissingRoles:
         return f"{waiting.total()} of its tasks wait for that ({counts})" if waiting else "nothing waits for that yet"
 
     def _advice(
-        self, state: RunState, roles: Mapping[str, _Role], coming: list[WorkerState], gone: list[str], missing_s: float
+        self,
+        state: RunState,
+        roles: Mapping[str, _Role],
+        candidates: list[WorkerState],
+        gone: list[str],
+        missing_s: float,
     ) -> str:
-        directory, parts = state.directory, list[str]()
-        if coming and not gone:
+        parts, restarts, out = list[str](), self._restarts(state), state.workers.out
+        coming = [ws for ws in candidates if ws.address not in state.workers.ready | out | restarts.keys()]
+        dead = [ws for ws in candidates if ws.address in out or restarts.get(ws.address, 0.0) is None]
+        soon_s = [again_s for ws in candidates if (again_s := restarts.get(ws.address)) is not None]
+        if dead:
+            again = ", ".join(f"kill -9 {ws.pid}{'' if ws.nanny else ' and start it again'}" for ws in dead)
+            parts.append(f"nothing starts it again by itself: mend the cause (its log says more), then type {again}")
+        elif soon_s:
+            parts.append(f"it is started again in {min(soon_s):.0f} s")
+        elif any(ws.address in state.workers.quarantined for ws in candidates):
+            parts.append("its engine is started again from that version's file, and checked")
+        elif coming and not gone:
             stuck = missing_s >= STUCK_S
             again = ", ".join(f"kill -9 {ws.pid}" for ws in coming if ws.nanny and stuck)
             parts.append(
                 "it begins to work when its setup has ended" + (f"; to start it again, type {again}" if again else "")
             )
-        elif state.registration.local:
-            parts.append("it is started again by itself")
-        else:
+        elif state.registration.local and gone:
+            late = missing_s >= STUCK_S
+            parts.append(
+                f"it has not come back; see {shell_path(state.directory / 'logs')}"
+                if late
+                else "it is started again by itself"
+            )
+        elif not state.registration.local:
             options = dict.fromkeys(NEEDED[resource][1] for resource in roles)
             parts.append("type " + ", ".join(f"dask worker {self._scheduler.address} {each}" for each in options))
             parts.append(f"libra doctor --scheduler {self._scheduler.address} shows what is there")
-        return "; ".join([*parts, f"to stop and go on later, Ctrl-C and libra resume {shell_path(directory)}"])
+        return "; ".join([*parts, f"to stop and go on later, Ctrl-C and libra resume {shell_path(state.directory)}"])
 
 
 def _listed(resources: Iterable[str], work: Mapping[str, str] | None = None) -> str:

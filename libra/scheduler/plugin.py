@@ -242,10 +242,12 @@ class LibraPlugin(SchedulerPlugin):
         state = self.runs.get(run)
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
-    def progress(self, run: str, epoch: int) -> tuple[int, int]:
-        """Trajectories that have ended, and tokens generated, since this start of the run."""
+    def progress(self, run: str, epoch: int) -> tuple[int, int, str]:
+        """Trajectories that have ended and tokens generated since this start of the run, and `MissingRoles.lack`."""
         state = self.runs.get(run)
-        return (0, 0) if state is None or state.epoch != epoch else (state.num_ended, state.log.facts.tokens)
+        if state is None or state.epoch != epoch:
+            return 0, 0, ""
+        return state.num_ended, state.log.facts.tokens, self.missing_roles.lack(run)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"

@@ -104,6 +104,8 @@ class RunWorkers:
     ----------
     quarantined : set of str
         The engine failed the version check.
+    out : set of str
+        Those that failed it again after a restart, and stay out of service.
     joining : set of str
         Joined during the run; its part of the run is not set up yet.
     ready : set of str
@@ -118,6 +120,7 @@ class RunWorkers:
     engines: dict[str, str] = field(default_factory=dict)
     holders: Holders = field(default_factory=Holders)
     quarantined: set[str] = field(default_factory=set)
+    out: set[str] = field(default_factory=set)
     joining: set[str] = field(default_factory=set)
     ready: set[str] = field(default_factory=set)
     asleep: set[str] = field(default_factory=set)
@@ -136,6 +139,8 @@ class RunWorkers:
         self.joining.discard(address)
         self.ready.discard(address)
         self.asleep.discard(address)
+        self.quarantined.discard(address)
+        self.out.discard(address)
 
 
 @dataclass(slots=True)

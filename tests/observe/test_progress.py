@@ -297,3 +297,16 @@ def test_a_long_iteration_in_a_pipe_has_a_line_every_half_minute():
         "iteration 0: 30 of 100 trajectories have ended, 100 tokens/s, about 2:50 to go",
         "iteration 0: 60 of 100 trajectories have ended, 100 tokens/s, about 2:20 to go",
     ]
+
+
+def test_what_nobody_does_is_said_in_place_of_the_time_to_go():
+    now, live, plain = [0.0], terminal(), pipe()
+    for console in (live, plain):
+        now[0] = 0.0
+        with RunProgress("demo", 2, URL, console=console, clock_s=lambda: now[0], refreshes_per_s=0) as progress:
+            progress.iteration(values(0))
+            progress.part("iteration 1", 100)
+            now[0] = 31.0
+            progress.counted(50, 100, "nobody generates")
+    assert "1 of 2 iterations in 0:31; nobody generates" in live.file.getvalue()
+    assert "iteration 1: 50 of 100 trajectories have ended; nobody generates" in plain.file.getvalue()

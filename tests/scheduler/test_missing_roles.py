@@ -58,6 +58,7 @@ def test_what_is_told_when_workers_leave_come_back_and_are_set_up(emulation: Any
             emulation.register(live, tmp_path)
             plugin, state, read = live.plugin, live.plugin.runs["demo"], [0]
             missing = MissingRoles(live.scheduler, plugin.not_ready, plugin.lost_workers, plugin.trajectories.phase_of)
+            plugin.missing_roles = missing
 
             def ready(worker: Worker) -> None:
                 said = {"kind": "ready", "run": "demo", "epoch": 0, "name": worker.name, "address": worker.address}
@@ -110,6 +111,14 @@ def test_what_is_told_when_workers_leave_come_back_and_are_set_up(emulation: Any
                 told(500.0)
                 told_of = told(506.0)
                 assert "nobody generates (ROLLOUT): the engine of worker rollout-0 failed the version check" in told_of
+                assert "its engine is started again from that version's file" in told_of
+                assert plugin.progress("demo", 0)[2] == "nobody generates"
+                state.workers.out.add(live.workers[0].address)
+                assert told(507.0) == ""
+                out = told(513.0)
+                assert "for 13 s nobody generates (ROLLOUT): the engine of worker rollout-0 failed" in out
+                assert f"mend the cause (its log says more), then type kill -9 {pid} and start it again; to stop" in out
+                assert "dask worker" not in out and "nothing starts it again by itself" in out
             assert plugin.notices("demo", 1, 0) == plugin.notices("other", 0, 0) == []
             step.release()
 
