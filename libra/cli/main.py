@@ -109,7 +109,8 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     """Continue RUN, the directory of a run that was stopped or killed, from what it committed.
 
     Nothing that was committed is generated again. Settings that determine the result must not change; those of the cluster, of
-    planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type.
+    planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type. Of a finished
+    run nothing is left to do: one line, and nothing starts.
 
     \b
     libra resume runs/quickstart_0131_142501
@@ -117,7 +118,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     libra resume runs/my_run planner.replan=true
     libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
-    from libra.cli.run_files import ready_to_resume
+    from libra.cli.run_files import nothing_left, ready_to_resume
 
     ready_to_resume(run_dir, step)  # before what takes seconds to import
     from libra.cli.run_command import run_to_its_end
@@ -128,6 +129,9 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
     loaded = load_resumed(run_dir, overrides)
+    if (line := nothing_left(run_dir, loaded)) is not None:
+        click.echo(line)
+        return
     warn_of_ignored(loaded, "run", overrides)
     run_to_its_end(loaded, resume=True, verbose=verbose)
 

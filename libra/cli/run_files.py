@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,11 @@ from libra.driver.damage import SETTLE_S, advice, check_settled, refuse_damaged
 from libra.driver.run_lock import refuse_running
 from libra.driver.set_aside import go_back
 from libra.errors import DamagedRun, RunDirectoryError, shell_path
+from libra.observe.run_directory import iteration_rows, metric_rows, state_of
+from libra.store.batch_membership import batch_path
+
+if TYPE_CHECKING:
+    from libra.config import RunConfig
 
 
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
@@ -55,6 +61,20 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
         return
     for line in go_back(run_dir, step):
         click.echo(line)
+
+
+def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
+    """The line for a run of which nothing is left to do, its last evaluation and checkpoint included; None if something is."""
+    total, ended = config.run.iterations, len(iteration_rows(metric_rows(run_dir)))
+    model = run_dir / "checkpoints" / f"step-{total:06d}"
+    if not model.is_dir() or not batch_path(run_dir / "batches", total - 1).exists():
+        return None
+    if state_of(run_dir, config.model_dump(mode="json"), ended) != "finished":
+        return None
+    return (
+        f"{run_dir}: all its {total} iterations have ended, and nothing is left to do; its model is {shell_path(model)}. For more "
+        f"of them, type libra resume {shell_path(run_dir)} run.iterations={2 * total}"
+    )
 
 
 def _is_running(run_dir: Path) -> bool:

@@ -22,6 +22,9 @@ HEAD = ("run", "state", "iterations", "reward", "held out", "changed", "size")
 def runs(directory: Path | None, as_json: bool) -> None:
     """List the runs in DIR (default: runs), the newest first: state, iterations, last rewards, last change, size.
 
+    A run is finished when all its iterations and its last evaluation have ended. Without that evaluation it is unevaluated, and
+    libra resume RUN makes it.
+
     \b
     libra runs
     libra runs /shared/runs --json

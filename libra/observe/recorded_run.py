@@ -54,7 +54,7 @@ class RecordedRun:
         snapshot = facts.snapshot(now_s) | {
             "run": facts.run or str(setting(self.config, "run", "name", self.directory.name)),
             "iterations": iterations,
-            "state": state_of(self.directory, len(rows), iterations),
+            "state": state_of(self.directory, self.config, len(rows)),
             "evaluations": [
                 [version, finite(found.get("reward")), int(found.get("num") or 0)]
                 for version, found in sorted(evaluations(self.directory).items())

@@ -24,7 +24,7 @@ from libra.store.line_log import LineReader
 
 logger = logging.getLogger(__name__)
 
-State = Literal["running", "finished", "stopped", "new"]
+State = Literal["running", "finished", "unevaluated", "stopped", "new"]
 CONFIG_FILE: Final = "config.resolved.yaml"
 LATEST_S: Final = 1e11
 """Unix time that no calendar shows; a later one is a damage."""
@@ -37,7 +37,8 @@ class RunSummaryRow:
     Attributes
     ----------
     state : str
-        ``running``: a driver has it. ``finished``: all its iterations ended. ``new``: none ended. Else ``stopped``.
+        ``running``: a driver has it. ``finished``: all its iterations ended, and its last evaluation, if it has any;
+        ``unevaluated``: all but that. ``new``: no iteration ended. Else ``stopped``.
     iterations, of_iterations : int
         Those that ended, and those of the configuration (0: not known).
     reward, evaluation : float or None
@@ -151,11 +152,15 @@ def has_driver(directory: Path) -> bool:
     return False
 
 
-def state_of(directory: Path, ended: int, total: int) -> State:
+def state_of(directory: Path, config: Mapping[str, Any], ended: int) -> State:
     """The state of a run of which so many iterations ended."""
     if has_driver(directory):
         return "running"
-    return "finished" if total and ended >= total else "stopped" if ended else "new"
+    total = whole_number(config, "run", "iterations", 0)
+    if not total or ended < total:
+        return "stopped" if ended else "new"
+    evaluated = (directory / "evaluations" / f"version-{total:06d}.json").exists()
+    return "finished" if evaluated or not whole_number(config, "evaluation", "prompts", 0) else "unevaluated"
 
 
 def finite(value: Any) -> float | None:
@@ -174,7 +179,7 @@ def summary_row(directory: Path) -> RunSummaryRow:
     return RunSummaryRow(
         directory=directory,
         name=str(setting(config, "run", "name", directory.name)),
-        state=state_of(directory, len(by_iteration), total),
+        state=state_of(directory, config, len(by_iteration)),
         iterations=len(by_iteration),
         of_iterations=total,
         reward=finite(last.get("reward")),

@@ -22,6 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra import keys
+from libra.cli import run_command
+from libra.cli.main import main
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.config.resume_changes import load_resumed
 from libra.driver import run_checkpoints
@@ -30,6 +32,7 @@ from libra.driver.session import RunSummary, Session, evaluation_is_due, run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.events import from_dict
 from libra.observe.metrics import read_metrics
+from libra.observe.run_directory import summary_row
 from libra.policy.log_replay import replay
 from libra.store.batch_membership import commit_batch
 from libra.store.epochs import newest_epoch
@@ -360,10 +363,11 @@ def test_torn_last_lines_of_both_logs_are_cut_and_said(
 
 
 def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(
-    make_config: Config, cluster_client: Client
+    make_config: Config, cluster_client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(evaluation={"prompts": 2})
     summary = run(config, client=cluster_client)
+    check_only_what_is_left_is_begun(summary.directory, capsys, monkeypatch)
     kept = ("metrics.jsonl", "trajectories.zarr/zarr.json", "batches/batch-000001.json")
     before = {name: (summary.directory / name).read_bytes() for name in kept}
     again = run(load_resumed(summary.directory), client=cluster_client, resume=True)
@@ -377,6 +381,40 @@ def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(
     more = load_resumed(summary.directory, ["run.iterations=3"])
     assert [values["iteration"] for values in run(more, client=cluster_client, resume=True).iterations] == [2]
     assert [row["step"] for row in read_metrics(summary.directory) if "reward" in row] == [0, 1, 2]
+
+
+def check_only_what_is_left_is_begun(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``libra resume`` of a finished run is one line before anything starts; where the last evaluation is missing, it starts."""
+
+    def resumed(*overrides: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["resume", str(directory), *overrides])
+        written = capsys.readouterr()
+        assert ended.value.code == 0, written.err
+        return written.out
+
+    begun: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(run_command, "run_to_its_end", lambda config, **_: begun.append(config.run.iterations))
+        told = resumed()
+        assert told.startswith(
+            f"{directory}: all its 2 iterations have ended, and nothing is left to do; its model is "
+        )
+        assert told.endswith(f"type libra resume {directory} run.iterations=4\n") and told.count("\n") == 1
+        assert (begun, summary_row(directory).state) == ([], "finished")
+        resumed("run.iterations=4")
+        outcome, metrics = directory / "evaluations" / "version-000002.json", directory / "metrics.jsonl"
+        whole = {path: path.read_bytes() for path in (outcome, metrics)}
+        outcome.unlink()
+        *before, last = whole[metrics].splitlines(keepends=True)
+        assert b"evaluation/reward" in last
+        metrics.write_bytes(b"".join(before))
+        assert resumed() == ""
+        assert (begun, summary_row(directory).state) == ([4, 2], "unevaluated")
+        for path, content in whole.items():
+            path.write_bytes(content)
 
 
 # ------------------------------------------------------------------------------------------------ refused

@@ -110,6 +110,14 @@ def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["new", "finished", "stopped"]
 
 
+def test_a_run_without_its_last_evaluation_is_not_finished(runs, libra):
+    config = runs / "done" / "config.resolved.yaml"
+    config.write_text(config.read_text() + "evaluation: {prompts: 2}\n")
+    assert {row.name: row.state for row in list_runs(runs)}["done"] == "finished"
+    (runs / "done" / "evaluations" / "version-000003.json").unlink()
+    assert ("done", "unevaluated") in [tuple(line.split()[:2]) for line in libra("runs", runs)[1].splitlines()]
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

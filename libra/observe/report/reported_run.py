@@ -70,7 +70,7 @@ class ReportedRun:
         self.rows = iteration_rows(self.metrics)
         self.evaluations = evaluations(directory)
         self.iterations = whole_number(self.config, "run", "iterations", 0)
-        self.state = state_of(directory, len(self.rows), self.iterations)
+        self.state = state_of(directory, self.config, len(self.rows))
         self.facts: LogFacts
         self.facts, self.log_error = log_facts(directory / "events.jsonl", trainers_of(self.config))
         self.time: RunTime = self.facts.run.times.times()
