@@ -39,9 +39,11 @@ what to type.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors writes in Rust, and has the number in its message only
@@ -173,6 +175,20 @@ def shell_path(path: str | Path) -> str:
     """``path`` as a shell takes it for one word that is no option, for text that says what to type."""
     text = str(path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+def nearest_name(given: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name most similar to a given one, whatever its case and whether it has ``-`` or ``_``; None if none is.
+
+    ``cutoff``: the least similarity, from 0 to 1, as in `difflib.get_close_matches`.
+    """
+    plain = {_plain(name): name for name in known}
+    near = difflib.get_close_matches(_plain(str(given)), plain, 1, cutoff)
+    return plain[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def disk_refusal(path: str | Path, fault: Exception) -> str:

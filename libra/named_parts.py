@@ -5,7 +5,6 @@ Driver, workers, scheduler and `libra replay` import such a part each for itself
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra.errors import ConfigError
+from libra.errors import ConfigError, nearest_name
 
 
 def is_named(name: str) -> bool:
@@ -62,8 +61,8 @@ def named_part(field: str, name: str) -> Any:
 def _lack(found: Any, part: str, module_name: str) -> str:
     """That a module lacks this attribute, and what it has."""
     names = [each for each in dir(found) if not each.startswith("_")]
-    near = difflib.get_close_matches(part, names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest_name(part, names)
+    hint = f" (did you mean {near!r}?)" if near else ""
     own = [each for each in names if getattr(getattr(found, each), "__module__", "") == module_name]
     return f"{module_name!r} has no {part!r}{hint}; it defines {', '.join(own[:8]) or 'nothing of its own'}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import click
 
 from libra import events, keys
 from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast_results, subject_of, subject_text
-from libra.errors import ConfigError, RunDirectoryError, StoreError, shell_path
+from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
 from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
 from libra.orderings import blank
 from libra.policy import OpenBatch, OpenWave
@@ -105,9 +104,9 @@ def event_log_path(run_dir: Path) -> Path:
         else "type libra replay RUN with a directory of `libra run`"
     )
     if not run_dir.exists():
-        near = difflib.get_close_matches(run_dir.name, [p.name for p in run_dir.absolute().parent.glob("*")], 1)
+        near = nearest_name(run_dir.name, [p.name for p in run_dir.absolute().parent.glob("*")])
         if near:
-            hint = f"did you mean {run_dir.parent / near[0]}?"
+            hint = f"did you mean {run_dir.parent / near}?"
         raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
     if path.exists():
         raise RunDirectoryError(
@@ -323,5 +322,5 @@ def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject 
     parsed_name = keys.parse(name)
     if name not in known and parsed_name is not None and parsed_name.node in ("gate", "batch"):
         name = f"{parsed_name.node}-{parsed_name.indices[0]}"
-    near = difflib.get_close_matches(name, known, 1, 0.0) if name not in known else []
-    return known.get(name), near[0] if near else ""
+    near = nearest_name(name, known, 0.0) if name not in known else None
+    return known.get(name), near or ""

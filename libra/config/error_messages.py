@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra.config.field_help import FieldReference, field_references, sections
 from libra.config.yaml_text import one_line_yaml
+from libra.errors import nearest_name
 
 Origins = Mapping[tuple[str, ...], str]
 """Where each key was set: ``file:line`` or ``override 'a.b=c'``, by path."""
@@ -99,22 +99,21 @@ def nearest_key(path: Sequence[str]) -> str | None:
     if len(path) == 1:
         if same or elsewhere:
             return same[0] if same else elsewhere
-        close = difflib.get_close_matches(last, sections(), n=1)
+        close = nearest_name(last, sections())
         if close:
-            return close[0]
+            return close
     elif path[0] in sections():
         keys = sections()[path[0]].model_fields
         if elsewhere.startswith(f"{path[0]}.") and last not in keys:
             return elsewhere
-        close = [last] if last in keys else difflib.get_close_matches(last, keys, n=1)
+        close = nearest_name(last, keys)
         if close:
-            return f"{path[0]}.{close[0]}"
+            return f"{path[0]}.{close}"
     if len(same) == 1:
         return same[0]
     if elsewhere:
         return elsewhere
-    close = difflib.get_close_matches(".".join(path).lower(), names, n=1, cutoff=0.75)
-    return close[0] if close else None
+    return nearest_name(".".join(path), names, cutoff=0.75)
 
 
 def origin_of(path: Sequence[str], origins: Origins) -> str:
@@ -127,7 +126,7 @@ def origin_of(path: Sequence[str], origins: Origins) -> str:
 
 
 def _advice(field: FieldReference, got: object) -> str:
-    """What to type: the same number if it was given as text or as 1000.0, else the default."""
+    """What to type: the same number if it was given as text or as 1000.0, the nearest of some names, else the default."""
     if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
         try:
             number = float(got)
@@ -139,6 +138,10 @@ def _advice(field: FieldReference, got: object) -> str:
                 return f"type {field.name}={one_line_yaml(typed)}, without quotes"
             if isinstance(got, float) and field.allowed.startswith("a whole number"):
                 return f"type {field.name}={typed}"
+    if isinstance(got, str) and field.allowed.startswith("one of "):
+        names = [name for name in field.allowed.removeprefix("one of ").split(", ") if " " not in name]
+        if (near := nearest_name(got, names)) is not None:
+            return f"type {field.name}={near}"
     return f"type e.g. {field.name}={field.default}"
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
-from libra.errors import ConfigError
+from libra.errors import ConfigError, nearest_name
 
 
 def nearest(given: object, known: Iterable[str]) -> str:
     """`` (did you mean 'NAME'?)`` with the most similar known name; empty if none is similar."""
-    match = difflib.get_close_matches(str(given), list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    match = nearest_name(given, known)
+    return f" (did you mean {match!r}?)" if match else ""
 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from libra.errors import ConfigError
+from libra.errors import ConfigError, nearest_name
 
 _FOLDER = Path(__file__).parent / "gpus"
 
@@ -104,6 +103,6 @@ def load_gpu(name: str) -> GPU:
         return begin[0]
     if len(begin) > 1:
         raise ConfigError(f"GPU {name!r} is not one GPU; type one of {', '.join(gpu.name for gpu in begin)}")
-    near = difflib.get_close_matches(wanted, by_key, n=1)
-    hint = f"; did you mean {by_key[near[0]].name}?" if near else "."
+    near = nearest_name(wanted, by_key)
+    hint = f"; did you mean {by_key[near].name}?" if near else "."
     raise ConfigError(f"GPU {name!r} is unknown{hint} Known are {', '.join(known_gpus())}, or the path of a YAML file")

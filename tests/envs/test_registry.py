@@ -42,6 +42,7 @@ def test_a_factory_of_ones_own_is_found_by_module_and_attribute(module):
     ("name", "args", "says"),
     [
         ("tool_arithmetik", {}, "did you mean 'tool_arithmetic'"),
+        ("TOOL-ARITHMETIC", {}, "did you mean 'tool_arithmetic'"),
         ("tool_arithmetic", {"timeout_rat": 0.1}, "environment.args.timeout_rat.*did you mean 'timeout_rate'"),
         ("tool_arithmetic", {"timeout_rate": 2}, "environment.args.timeout_rate: got 2"),
         ("tool_arithmetic", {"max_operations": 9}, "environment.args.max_operations: got 9"),
