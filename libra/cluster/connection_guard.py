@@ -12,7 +12,8 @@ Invariants
    request as a whole has `REQUEST_S`.
 4. Accepting survives every error: without file descriptors it closes the oldest unproven connection, waits `RETRY_S`, and
    continues.
-5. A flood leaves one warning per listener, not one per connection.
+5. A flood leaves one warning per listener, not one per connection. A peer that closes its connection itself, as Dask's own do
+   where a start is busy and they give up waiting, leaves none: one line in Dask's log, which is not on the terminal.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +29,14 @@ from distributed.comm.registry import backends
 from distributed.comm.tcp import TLSBackend, TLSListener
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
-from tornado.iostream import IOStream
+from tornado.iostream import IOStream, StreamClosedError
 from tornado.tcpserver import TCPServer
 
 from libra.cluster.page_names import check_names
 
 logger = logging.getLogger(__name__)
+of_dask = logging.getLogger("distributed.comm.tcp")
+"""Where `libra.driver.run_logs` keeps records that are for no terminal."""
 
 MAX_UNPROVEN = 64
 HANDSHAKE_S = 20.0
@@ -42,6 +46,8 @@ REQUEST_S = 30.0
 MAX_REQUEST_BYTES = 2**20
 RETRY_S = 0.1
 ACCEPTED_AT_ONCE = 128
+LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError, StreamClosedError)
+"""Errors of a handshake whose peer closed the connection."""
 
 
 class GuardedListener(TLSListener):
@@ -50,7 +56,7 @@ class GuardedListener(TLSListener):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unproven: dict[IOStream, None] = {}
-        self._refused = 0
+        self._refused = self._left = 0
 
     async def start(self) -> None:
         """Listen, and continue to accept without file descriptors."""
@@ -66,18 +72,29 @@ class GuardedListener(TLSListener):
             async with asyncio.timeout(HANDSHAKE_S):
                 await stream.wait_for_handshake()
         except OSError as error:  # TimeoutError is one
-            self._refused += 1
-            log = logger.warning if self._refused == 1 else logger.debug
-            if stream not in self._unproven:
-                reason: object = f"{MAX_UNPROVEN} others prove nothing either"
-            else:
-                reason = getattr(error, "real_error", None) or str(error) or f"no proof within {HANDSHAKE_S:g} s"
-            log("a connection of %s to %s without its key was closed: %s", address, self.listen_address, reason)
+            self._log_end(error, address, given_up=stream not in self._unproven)
             stream.close()
             return None
         finally:
             self._unproven.pop(stream, None)
         return stream
+
+    def _log_end(self, error: OSError, address: str, *, given_up: bool) -> None:
+        cause = getattr(error, "real_error", None) or error
+        if not given_up and isinstance(cause, LEFT):
+            self._left += 1
+            of_dask.log(
+                logging.INFO if self._left == 1 else logging.DEBUG,
+                "the connection of %s to %s ended during its handshake: %s", address, self.listen_address, cause,
+            )  # fmt: skip
+            return
+        self._refused += 1
+        log = logger.warning if self._refused == 1 else logger.debug
+        if given_up:
+            reason: object = f"{MAX_UNPROVEN} others prove nothing either"
+        else:
+            reason = str(cause) or f"no proof within {HANDSHAKE_S:g} s"
+        log("a connection of %s to %s without its key was closed: %s", address, self.listen_address, reason)
 
     def _give_up_oldest(self) -> None:
         if (oldest := next(iter(self._unproven), None)) is not None:

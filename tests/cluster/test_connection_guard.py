@@ -17,6 +17,7 @@ from tornado.tcpserver import TCPServer
 from libra.cluster import connection_guard
 from libra.cluster.certificates import new_security
 from libra.cluster.settings import GUARD
+from libra.driver.run_logs import FOREIGN
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -74,6 +75,23 @@ def test_a_handshake_in_single_bytes_has_one_deadline(
 
     with_scheduler(scenario)
     assert caplog.text.count("without its key was closed: no proof within 0.05 s") == 1, "one warning, not three"
+
+
+def test_a_connection_that_its_own_peer_closes_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+        for start in (b"", b"", b"\x16\x03\x01\x02\x00\x01"):
+            reader, writer = await said(scheduler.port, start)
+            writer.write_eof()
+            await ended((reader, writer))
+        await ended(await said(scheduler.port, b"GET / HTTP/1.1\r\n\r\n"))
+        await served()
+
+    with caplog.at_level("INFO"):
+        with_scheduler(scenario)
+    (left,) = (record for record in caplog.records if "ended during its handshake" in record.getMessage())
+    assert left.name.partition(".")[0] in FOREIGN and left.levelname == "INFO"
+    (warned,) = (record for record in caplog.records if record.name == connection_guard.__name__)
+    assert "without its key was closed: [SSL: HTTP_REQUEST]" in warned.getMessage()  # the first that was refused
 
 
 def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
