@@ -167,10 +167,11 @@ class EngineFactory(Protocol):
 
     Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees that its engines can have; without it: 1.
 
-    Of further options it gets those that it takes by name: ``tp``, one of its degrees (``rollout.tp``, ``cluster.engines``, a
-    role change), ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its own choice), ``kv_cache_gib`` (None:
-    enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``), ``loader``
-    (``model.loader``), and of a rebucketed engine ``cores`` and ``devices``, as `libra.worker.engine_factory.Share` has them.
+    Of further options it gets those that it takes by name: ``tp``, one of its degrees, if it declares others than 1
+    (``rollout.tp``, ``cluster.engines``, a role change), ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its own
+    choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device``
+    (``cluster.device``), ``loader`` (``model.loader``), and of a rebucketed engine ``cores`` and ``devices``, as
+    `libra.worker.engine_factory.Share` has them.
     `libra.testing.engines.EngineContract` tests what it makes; a run verifies each version that it serves by
     `RolloutEngine.score` and `RolloutEngine.project`.
     """

@@ -6,7 +6,9 @@ in ``events.jsonl``, the older ones in compressed segments beside it (`libra.sto
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -125,6 +127,14 @@ def open_large(path: Path) -> EventLog:
     return log
 
 
+def _finite(text: str) -> float:
+    """A number in JSON; ValueError if it is none, or too large."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
 class EventReader(LineReader):
     """The events of a log as dicts, one at a time, those in segments included: iterating gives (line number from 1, dict).
 
@@ -147,7 +157,12 @@ class EventReader(LineReader):
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
         except msgspec.DecodeError as error:
-            raise ValueError(str(error)) from error
+            if b"\\ud" not in line:
+                raise ValueError(str(error)) from error
+        try:  # half a surrogate pair, which a model may write and only Python's ``json`` reads
+            return json.loads(line, parse_constant=_finite, parse_float=_finite)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
 
     def raw(self) -> Iterator[tuple[int, bytes]]:
         """Number and bytes of each whole line."""

@@ -191,8 +191,9 @@ def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         "min_pass_s": kind.min_pass_s,
         "device": config.cluster.device,
         "loader": config.model.loader,
-        "tp": kind.tp,
     } | ({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {})
+    if own_degrees(kind.engine) != (1,):
+        optional["tp"] = kind.tp
     engine = built(ENGINE, kind.engine, ENGINE_CALL, given, optional)
     if not isinstance(engine, RolloutEngine):
         raise ConfigError(
