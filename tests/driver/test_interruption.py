@@ -23,8 +23,14 @@ def train():
 
 
 def ending_of(program: str) -> tuple[int, str]:
-    """Exit status and standard error of a program."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT + program], capture_output=True, text=True, timeout=120)
+    """Exit status and standard error of a program that Ctrl-C reaches, as in a terminal; in a shell's background it is ignored."""
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a child inherits that it is ignored, and nothing else
+    try:
+        ended = subprocess.run([sys.executable, "-c", SCRIPT + program], capture_output=True, text=True, timeout=120)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return ended.returncode, ended.stderr
 
 
