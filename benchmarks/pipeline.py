@@ -8,7 +8,7 @@ unless a system has its own order. Seconds of changes of roles, updates and merg
 
 * ``over_sync_geomean``: steps per hour of ours over the better of colocated and split, eta 0, geometric mean over cells;
   ``over_async_eta1_geomean``, ``over_async_eta2_geomean``: over the best static system of the same eta. *Ours* is the one of all
-  systems that is best on the tuning seed; the best static one is chosen likewise.
+  systems without true lengths that is best on the tuning seed; the best static one is chosen likewise.
 * ``worst_cell``: the smallest of these ratios.
 * ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `libra.sim.tuning.lower_bound_s` over the seconds of ours.
 

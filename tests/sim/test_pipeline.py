@@ -127,6 +127,8 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
         each > lower_bound_s(cell, seed) for one in found.scored for seed, each in enumerate(one.step_s)
     )
     assert found.ours.system == "turning" and found.ratio > 1.0
+    knowing = found.scored[-1]._replace(system="turning_oracle", tuning_s=0.0)
+    assert found._replace(scored=(*found.scored, knowing)).ours.system == "turning"
     assert len(found.lines()) == 4 and found.static.system in found.lines()[0]
     with pytest.raises(ConfigError, match="a yardstick is missing: colocated or split"):
         compare(cell, ["turning"], 2, seconds)
