@@ -140,7 +140,7 @@ def _advice(field: FieldReference, got: object) -> str:
                 return f"type {field.name}={typed}"
     if isinstance(got, str) and field.allowed.startswith("one of "):
         names = [name for name in field.allowed.removeprefix("one of ").split(", ") if " " not in name]
-        if (near := nearest_name(got, names)) is not None:
+        if (near := nearest_name(got, names, cutoff=0.7)) is not None:
             return f"type {field.name}={near}"
     return f"type e.g. {field.name}={field.default}"
 

@@ -107,7 +107,7 @@ WRONG_RANGES = (
     setting("checkpoint.every=-1", "-1", "checkpoint.every="),
     setting("evaluation.prompts=-1", "-1", "evaluation.prompts=0"),
     setting("evaluation.temperature=-1", "-1", "evaluation.temperature="),
-    setting("policy.name=lifo", "'lifo'", "policy.name=cmlfq"),
+    setting("policy.name=lifo", "'lifo'", "policy.name=fifo"),
     setting("policy.patience=0", "0", "policy.patience=200000"),
     setting("policy.boundaries_tokens={tp3: 100}", "tp3", "tp1"),
     setting("cluster.rollout_workers=0", "0", "cluster.rollout_workers=1"),
