@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from libra.config.models import TrainerSection
+from libra.config.trainer import TrainerSection
 from libra.errors import RecordExists, TrainError
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
 from libra.store.group_records import group_path, read_group

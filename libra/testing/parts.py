@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from libra.config import config_from_dict, resolve_model
-from libra.config.models import TrainerSection
+from libra.config.trainer import TrainerSection
 from libra.envs import (
     Environment,
     StateCopy,

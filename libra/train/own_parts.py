@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from libra.config.models import TrainerSection
+from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_function, named_part
 from libra.train.advantages.batch import GroupRewards

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from libra.config import RunConfig
-from libra.config.models import TrainerSection
+from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_part
 

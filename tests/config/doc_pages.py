@@ -13,7 +13,7 @@ from libra.config.yaml_text import one_line_yaml
 _REFERENCE_HEAD = """\
 # Configuration
 
-<!-- Made by `make docs` from libra/config/models.py. Edit the docstrings there. -->
+<!-- Made by `make docs` from libra/config/models.py and the files it imports. Edit the docstrings there. -->
 
 A run is described by a YAML file of sections and keys; everything has a default. `libra config CONFIG` prints the result,
 and each run directory holds it as `config.resolved.yaml`, which is itself a configuration file.

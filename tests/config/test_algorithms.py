@@ -11,7 +11,7 @@ from doc_pages import algorithms_markdown
 
 from libra.config import config_from_dict, dump_config, load_config
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, AlgorithmName, Preset, preset_values
-from libra.config.models import TrainerSection
+from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError
 
 

@@ -1,0 +1,174 @@
+"""Section ``trainer`` of a configuration: the algorithm, its batch, its optimizer, and how a step is computed.
+
+Keys marked (preset) are filled from `libra.config.algorithms`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
+
+from libra.config.algorithms import (
+    DEFAULT_ALGORITHM,
+    AdvantageName,
+    AggregationMode,
+    AlgorithmName,
+    CorrectionAction,
+    CorrectionLevel,
+    KLEstimator,
+    LayoutName,
+    LossName,
+    OldLogp,
+    preset_values,
+)
+from libra.config.own_parts import OwnOr
+from libra.config.section import AtLeastOne, AtLeastZero, Section
+
+
+class TrainerSection(Section):
+    """The algorithm, its batch and its optimizer (AdamW)."""
+
+    algorithm: AlgorithmName = DEFAULT_ALGORITHM
+    """Training algorithm: a preset for the keys marked (preset) that are not given, listed in docs/algorithms.md. A file or a
+    command line that changes it starts from its preset."""
+    prompts: AtLeastOne = 16
+    """Groups in one batch: B prompts, each sampled `group_size` times."""
+    group_size: AtLeastOne = 8
+    """Trajectories per prompt (G); their mean reward is the baseline."""
+    resample: AtLeastZero = 1
+    """Retries of a trajectory that failed for a reason other than the model, and of a failed grading. After that the
+    group closes with the members it has; `docs/failures.md` has the rules."""
+    lr: Annotated[float, Field(ge=0)] = 1e-4
+    """Learning rate after warm-up. 0: measure without training."""
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_steps: AtLeastZero = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Annotated[str, OwnOr(("constant",))] = "constant"
+    """Factor of the learning rate at each step, which the warm-up multiplies too. constant: 1. Your own:
+    `libra.train.own_parts.LRSchedule`."""
+    lora_rank: AtLeastOne | None = None
+    """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the merged model, and
+    CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false and no `cluster.hybrid_workers`. None: all
+    weights."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters: their product is multiplied by `lora_alpha` / `lora_rank`."""
+    lora_targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Linear layers with adapters, by the last part of their name, e.g. [q_proj, v_proj]. Empty: all but the output head."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm to which the gradient is clipped."""
+    advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
+    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the batch (reinforce_pp), or to the
+    group on the scale of the batch (reinforce_pp_baseline). Your own: `libra.train.own_parts.AdvantageEstimator`."""
+    normalize_std: bool = True
+    """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr.
+    GRPO). For `advantage` grpo."""
+    std_eps: Annotated[float, Field(ge=0)] = 1e-6
+    """Added to that standard deviation before dividing."""
+    drop_uniform_groups: bool = False
+    """Leave groups whose rewards are all equal out of the step, means included. They are not replaced by new prompts."""
+    no_signal: Literal["warn", "stop"] = "warn"
+    """After a batch from which nothing can be learned, because no member has an advantage: every trajectory failed, or no group
+    has rewards that differ. warn: say so, with the first cause. stop: also end the run after `no_signal_batches` such batches in
+    a row."""
+    no_signal_batches: AtLeastOne = 3
+    """Batches in a row without signal after which `no_signal` stop ends the run."""
+    drop_truncated: bool = False
+    """Exclude truncated trajectories ("length") from the step; they still count in the baseline of their group."""
+    loss: Annotated[str, OwnOr(get_args(LossName))] = "ppo"
+    """(preset) Loss of a token, as a function of its probability ratio and advantage. Your own:
+    `libra.train.own_parts.TokenLoss`."""
+    aggregation: AggregationMode = "token-mean"
+    """(preset) How token losses become the loss of the step: their mean over all tokens; the mean over sequences of
+    each sequence's token sum or token mean; that token sum divided by a fixed length (-norm); their total divided by a
+    constant."""
+    loss_divisor: Annotated[float, Field(gt=0)] | None = None
+    """Divisor for `aggregation` seq-mean-token-sum-norm, in tokens (None: `rollout.max_context_tokens`), and for
+    constant."""
+    old_logp: OldLogp = "behaviour"
+    """(preset) Denominator of the probability ratio: the engine's recorded log-probability (behaviour), the trainer's
+    at the start of the step (proximal), or the trainer's for tokens of the weights being trained and the engine's for
+    stale ones (exact). The latter two cost a forward pass if one batch takes several optimizer steps."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """(preset) The probability ratio is clipped below at 1 - `clip_low`; gmpo clips its logarithm, dppo bounds the probability."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """(preset) The probability ratio is clipped above at 1 + `clip_high`."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """For negative advantages the loss is at most this many times the advantage (ppo and gspo). None: not bounded."""
+    tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """For `loss` sapo: steepness of the gate for positive advantages."""
+    tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """For `loss` sapo: steepness of the gate for all other advantages."""
+    log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
+    """(preset) For `loss` dppo: weight of the squared log ratio, which keeps the policy near the engine's."""
+    correction: CorrectionAction = "none"
+    """(preset) A token's importance weight (trainer over engine) outside [`correction_low`, `correction_high`] becomes
+    the bound (truncate) or 0 (mask). none: no weights. Needs `old_logp` proximal or exact."""
+    correction_level: CorrectionLevel = "token"
+    """The weight is the token's ratio, the product over its sequence, or the geometric mean over it."""
+    correction_low: Annotated[float, Field(gt=0)] | None = None
+    """Smallest weight. None: no bound."""
+    correction_high: Annotated[float, Field(gt=0)] | None = 2.0
+    """(preset) Largest weight. None: no bound."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL term. With +, the value is the estimator's and the gradient is that of k2, which is the
+    gradient of the divergence."""
+    kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
+    """Upper bound of a token's KL estimate, in nats. None: no bound."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus, in units of loss per nat."""
+    epochs: AtLeastOne = 1
+    """Passes over each batch."""
+    minibatches: AtLeastOne = 1
+    """Optimizer steps per pass; one batch takes `epochs` x `minibatches` of them."""
+    max_row_tokens: AtLeastOne = 512
+    """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its own. Short rows are faster
+    on a CPU, where attention costs the square of the row length. The result does not change."""
+    share_prompts: bool = True
+    """Samples of a group that fit into one row of `max_row_tokens` share one forward pass of their prompt. Only for
+    models whose layers all use full attention; others are packed without sharing. The result does not change."""
+    micro_batch_tokens: AtLeastOne = 4096
+    """Tokens per forward and backward pass. Bounds memory; the result does not change."""
+    logit_chunk_tokens: AtLeastOne = 1024
+    """Generated tokens whose logits (times the vocabulary) the trainer holds at once; the backward pass recomputes
+    them. Bounds memory; the result changes only by the rounding of sums."""
+    mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
+    """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the trained weights, is
+    above this many nats. float32 has about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
+    mismatch_action: Literal["warn", "pause", "stop"] = "warn"
+    """What the alarm does: log a line; end the run after this step (`libra resume` continues it); or end it before this step."""
+    layout: LayoutName = "ddp"
+    """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
+    shards (fsdp2), which needs 1 / replicas of the memory and more network. No effect with one replica."""
+    dispatch: Literal["storage", "peer"] = "storage"
+    """How a step gets its trajectories. "storage": every replica reads the whole batch from the run directory. "peer":
+    each replica fetches its slice over the network from the workers that graded it, and reads rows that those workers
+    lost from the run directory. It fetches the whole batch if several steps begin with a pass over it (`old_logp`), or
+    with `exact_logprobs`."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
+    compute."""
+    streaming: Literal["off", "auto", "on"] = "off"
+    """Add up the gradient of a batch in waves of complete groups while its other groups are generated. Needs one optimizer step
+    per batch and advantages of a group alone; auto: where that is so. A batch then is the groups of its own iteration, also with
+    `run.eta` above 0. The result changes only by the rounding of sums."""
+    offload: bool = False
+    """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no effect."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill missing keys from the algorithm's preset; they do not count as given (``model_fields_set``)."""
+        if not isinstance(given, dict):
+            return validate(given)
+        preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
+        made = validate({**preset, **given})
+        made.model_fields_set.difference_update(preset.keys() - given.keys())
+        return made
