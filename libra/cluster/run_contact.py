@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from libra.cluster.certificates import security_of, write_private
 from libra.cluster.scheduler_address import connect
 from libra.errors import ClusterError, RunDirectoryError, shell_path
+from libra.seals import parsed_json
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -86,7 +87,7 @@ def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunConta
         )
     again = f"type libra resume {shell_path(run_dir)} to continue it"
     try:
-        contact = RunContact(**json.loads((run_dir / FILE).read_text()))
+        contact = RunContact(**parsed_json((run_dir / FILE).read_text()))
     except FileNotFoundError:
         raise ClusterError(
             f"{run_dir}: this run is not running, or has not started its first iteration; {again}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from libra.cluster.certificates import security_of, write_private
 from libra.cluster.settings import DASK_SETTINGS, MESSAGE_LOG
 from libra.errors import ClusterError
+from libra.seals import parsed_json
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -56,7 +57,7 @@ class Contact:
     def read(cls, path: Path) -> Contact:
         """ClusterError if the file is not one that `write` wrote."""
         try:
-            values = json.loads(path.read_text())
+            values = parsed_json(path.read_text())
             values.pop("ca_file", None)  # of an older Libra: the certificate itself
             return cls(**values)
         except FileNotFoundError:

@@ -109,7 +109,7 @@ def whole_model(directory: Path, path: str) -> Path:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
                 f"model.path: {index} is not an index of weights ({error!r}); save the model again"
             ) from error

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from libra.driver.model_checks import ModelFiles
 from libra.errors import ModelError
+from libra.seals import parsed_json
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def _text(model: ModelFiles) -> tuple[str, Path]:
         template = named.get("default")
     if template is None and (model.directory / "chat_template.json").is_file():
         settings = model.directory / "chat_template.json"
-        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        template = parsed_json(settings.read_text(encoding="utf-8")).get("chat_template")
     if not isinstance(template, str):
         raise ModelError(f"model.path: {str(model.directory)!r}: {_NONE.format(model.directory)}")
     return template, settings
@@ -155,7 +156,7 @@ def _special_tokens(model: ModelFiles) -> dict[str, str]:
     """The special tokens that a template may insert, by name."""
     file = model.directory / "special_tokens_map.json"
     try:
-        older = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        older = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError):
         older = {}
     named = {**(older if isinstance(older, dict) else {}), **model.tokenizer_config}

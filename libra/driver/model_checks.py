@@ -5,7 +5,6 @@ They read JSON files and the headers of weights, never the weights, and import n
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from libra.config import resolve_model
 from libra.errors import ConfigError, ModelError
+from libra.seals import parsed_json
 from libra.worker.model_files import local_model
 
 _SAVE = "save it again with model.save_pretrained(...), or fetch it again"
@@ -97,7 +97,7 @@ def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
                 what = "it is cut or no safetensors file" if size else "it is empty"
                 raise _wrong(path, f"{what} ({size:,} bytes)", _SAVE)
             file.seek(8)
-            header = json.loads(file.read(length))
+            header = parsed_json(file.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
@@ -205,7 +205,7 @@ def _positions(config: dict[str, Any]) -> int | None:
 
 def _json_object(path: Path, advice: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parsed_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _wrong(path, f"it cannot be read as JSON ({' '.join(str(error).split())})", advice) from error
     if not isinstance(value, dict):

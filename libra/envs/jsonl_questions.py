@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from libra.envs.function_environment import FunctionEnvironment
 from libra.errors import ConfigError
+from libra.seals import parsed_json
 
 
 class JsonLines(FunctionEnvironment):
@@ -70,7 +70,7 @@ def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parsed_json(line)
         except ValueError as error:
             raise ConfigError(
                 f"{where}: {path}, line {number}: not JSON ({error}); every line is one JSON object"

@@ -5,7 +5,6 @@ vLLM is imported inside functions only: Libra works without it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from libra.errors import EngineError, ModelError
 from libra.rollout.engine import EngineSettings
 from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes
+from libra.seals import parsed_json
 
 INSTALL = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
 PROBE = -1
@@ -85,7 +85,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     """``config.json`` of a model directory, text part only; ModelError if there is none."""
     path = Path(model_dir) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parsed_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{model_dir}: no config.json there; give a directory in Hugging Face layout") from error
     except (OSError, ValueError) as error:

@@ -23,6 +23,7 @@ from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
+from libra.seals import parsed_json
 from libra.store.exclusive_files import write_all
 
 _WIDTH = 20  # digits of the largest length
@@ -52,7 +53,7 @@ class ColumnFile:
 
     def __init__(self, directory: Path, committed: int, tail: NDArray[Any]) -> None:
         self._directory = directory
-        self._metadata = json.loads((directory / "zarr.json").read_bytes())
+        self._metadata = parsed_json((directory / "zarr.json").read_bytes())
         (self._rows_per_chunk,) = self._metadata["chunk_grid"]["configuration"]["chunk_shape"]
         self._text = isinstance(tail.dtype, np.dtypes.StringDType)
         self._committed = self._written = committed

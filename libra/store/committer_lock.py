@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from libra.errors import StoreError
+from libra.seals import parsed_json
 from libra.store.exclusive_files import write_failure
 
 
@@ -76,7 +77,7 @@ def lock_holder(store: Path) -> Holder | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed below
     except BlockingIOError:
         try:
-            return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
+            return Holder(**parsed_json(os.pread(descriptor, 4096, 0)))
         except (ValueError, TypeError):
             return Holder(0, "")
     except OSError:

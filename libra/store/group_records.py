@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import StoreError
+from libra.seals import parsed_json
 from libra.store.exclusive_files import create_exclusive
 from libra.store.record_codec import pack, unpack
 from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
@@ -31,7 +32,7 @@ def prompt_to_json(prompt: Prompt) -> str:
 
 def prompt_from_json(prompt_id: str, text: str) -> Prompt:
     """The inverse of `prompt_to_json`; tuples among the facts come back as lists."""
-    content = json.loads(text)
+    content = parsed_json(text)
     return Prompt(prompt_id, tuple(content["messages"]), content["facts"])
 
 

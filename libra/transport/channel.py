@@ -33,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from libra.errors import TransportError
+from libra.seals import parsed_json
 
 Address = tuple[str, int]
 """Host and port."""
@@ -99,7 +100,7 @@ class Channel:
         self._received += 1
         self.received_bytes += len(start) + len(frame)
         try:
-            fields = json.loads(text)
+            fields = parsed_json(text)
         except ValueError as error:
             raise TransportError(f"a frame is not JSON: {error}") from error
         if not isinstance(fields, dict):

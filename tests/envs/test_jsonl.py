@@ -36,6 +36,7 @@ def test_questions_come_from_the_file_and_are_graded_by_the_named_reward(write, 
     ("rows", "says"),
     [
         (["{"], "line 1: not JSON"),
+        pytest.param(["[" * 100_000], "line 1: not JSON .nested too deeply", id="deep"),
         ([{"prompt": "q", "answer": 1}, [1]], "line 2: got list"),
         ([{"prompt": "q"}], r"no column 'answer' among \['prompt'\]; type environment.args.answer=NAME"),
         ([{"prompt": "q", "answer": 1, "episode": 1}], "'episode' has the name of an argument"),
