@@ -10,6 +10,7 @@
     +-- EngineError(RuntimeError)          an inference engine failed
     |   +-- ContextOverflow(ValueError)    a request does not fit the engine's context
     |   +-- EngineAsleep                   the engine released its memory; use another one
+    |   +-- KVRefused(ValueError)          a KV object is of other weights, tokens or engines, or did not arrive whole
     +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
     |   +-- RewardFault(ValueError)        a reward is not one finite number
     |   |   +-- RewardTimeout              the reward did not return in time
@@ -84,6 +85,11 @@ class ContextOverflow(EngineError, ValueError):
 class EngineAsleep(EngineError):
     """The engine sleeps, or is about to, while its worker has another role. Not a failure: another engine generates the
     turn."""
+
+
+class KVRefused(EngineError, ValueError):
+    """A KV object cannot be used: other weights, tokens or layout, or not the bytes that were exported. The context is
+    computed again."""
 
 
 class EnvironmentFault(LibraError, RuntimeError):

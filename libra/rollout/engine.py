@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError
+from libra.rollout.kv_object import KVObject
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 
@@ -195,3 +196,19 @@ class ReadsColumns(Protocol):
 
         For an embedding the requested rows (K, width), for a norm or bias the whole vector (1, n).
         """
+
+
+@runtime_checkable
+class MovesKV(Protocol):
+    """An engine that gives the KV of a trajectory to other engines of the same layout, and takes it from them."""
+
+    @property
+    def kv_layout(self) -> str:
+        """Engines with the same layout can exchange KV; empty: this one exchanges none."""
+
+    async def export_kv(self, trajectory_id: str) -> KVObject | None:
+        """The KV of a trajectory that is between two turns, kept until `forget`; None if the engine has none."""
+
+    async def import_kv(self, kv: KVObject) -> bool:
+        """Keep an object for the trajectory's next request, which uses it if `KVObject.check` allows that; False if there is
+        no room."""

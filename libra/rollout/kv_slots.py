@@ -92,6 +92,24 @@ class SlotKV:
         for layer in self.data:
             layer[:, slots, :, :num_tokens] = layer[:, source : source + 1, :, :num_tokens]
 
+    @property
+    def layout(self) -> str:
+        """What two caches must have in common to take each other's `read`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"slots-{len(self.data)}x2x{self.num_kv_heads}x{self.head_dim}-{dtype}"
+
+    def read(self, slot: int, num_tokens: int) -> NDArray[np.uint8]:
+        """The first positions of a slot, as bytes of (layers, 2, K, ``num_tokens``, D)."""
+        whole = torch.stack([layer[:, slot, :, :num_tokens] for layer in self.data]).cpu()
+        return whole.view(torch.uint8).numpy().reshape(-1)
+
+    def write(self, slot: int, num_tokens: int, data: NDArray[np.uint8], held_tokens: int) -> None:
+        """Fill the first positions of a slot from what `read` gave of ``held_tokens``, at least as many."""
+        self.reserve(num_tokens)
+        shape = (len(self.data), 2, self.num_kv_heads, held_tokens, self.head_dim)
+        for layer, held in zip(self.data, torch.from_numpy(data).view(self.dtype).view(shape), strict=True):
+            layer[:, slot, :, :num_tokens] = held[:, :, :num_tokens].to(layer.device)
+
     def clear(self) -> None:
         """Start from zeros: after a fault, stale NaN must not reach a masked position (0 * NaN is NaN)."""
         self._rebind([torch.zeros_like(layer) for layer in self.data])

@@ -15,6 +15,7 @@ Invariants
    tokens sampled at their places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
 7. Contexts of running requests with all tokens that they may still generate, plus retained contexts, never exceed
    ``kv_tokens``. That counts tokens; memory is allocated for the longest context in every slot (`libra.rollout.kv_slots`).
+8. With ``host_kv`` an evicted context goes there, and comes back when its trajectory's next request starts; ``load`` drops it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from libra.rollout.drafted_step import DraftedStep, accepted
 from libra.rollout.drafts import LONGEST, Drafts
 from libra.rollout.engine import EngineCounters, EngineStats
 from libra.rollout.engine_capacity import PassMeter
+from libra.rollout.host_kv import HostKV
+from libra.rollout.kv_object import KVObject
 from libra.rollout.kv_slots import Chunk, SlotKV, Step
+from libra.rollout.parked_kv import ParkedKV
 from libra.rollout.request_checks import check_request
 from libra.rollout.request_queue import RequestQueue
 from libra.rollout.sampling import sample
@@ -64,6 +68,7 @@ class SlotBatch:
         kv_tokens: int | None = None,
         min_pass_s: float = 0.0,
         speculate: bool = False,
+        host_kv: HostKV | None = None,
     ) -> None:
         self.model, self.version, self.exact_logprobs = model, version, exact_logprobs
         self.kv_tokens = slots * max_context_tokens if kv_tokens is None else kv_tokens
@@ -73,6 +78,7 @@ class SlotBatch:
         self.kv = SlotKV(model.config, slots + 1, max_context_tokens, head.dtype, head.device)
         self.forward = Forward(model, self.kv, fused=fused)
         self.table = SlotTable(slots, max_context_tokens)
+        self.parked = ParkedKV(self.kv, self.table, host_kv)
         self.queue: RequestQueue[Job] = RequestQueue(slots)
         self.shared = SharedContexts()
         self.drafts = Drafts() if speculate else None
@@ -108,10 +114,12 @@ class SlotBatch:
             self.queue.end(job)
         if slot is not None:
             self._free(slot)
+        self.parked.forget(trajectory_id)
         return ended
 
     def forget(self, trajectory_id: str) -> None:
         """Free a trajectory's KV now, or when its running request ends."""
+        self.parked.forget(trajectory_id)
         slot = self.table.slot_of.get(trajectory_id)
         if slot is None:
             return
@@ -119,6 +127,10 @@ class SlotBatch:
             self.forgotten.add(trajectory_id)
         else:
             self._free(slot)
+
+    def export_kv(self, trajectory_id: str) -> KVObject | None:
+        """The KV of a trajectory between two turns; see MovesKV."""
+        return self.parked.export(trajectory_id, self.version, self.queue.waiting)
 
     def load(self, version: int, directory: Path) -> None:
         """Copy new weights in, drop all KV they did not compute, and let running requests compute theirs again."""
@@ -130,6 +142,7 @@ class SlotBatch:
         self.version = version
         for slot in table.of_state(RETAINED):
             self._free(slot)
+        self.parked.loaded(version)
         for slot in running:
             table.running_job(slot).versions.append((int(table.generated[slot]), version))
             table.cached[slot] = 0
@@ -380,7 +393,8 @@ class SlotBatch:
             if slot is None:
                 return
             self.queue.begin(job)
-            reuse = self.table.place(job, slot)
+            self.table.place(job, slot)
+            reuse = self.parked.restore(job, self.version)
             if reuse == 0 and len(job.request.context_ids) > 1:
                 self.shared.join(job.name, self.table.tokens[slot, : len(job.request.context_ids)].tobytes())
             job.started_s, job.cached_tokens, job.versions = now_s, reuse, [(0, self.version)]
@@ -393,7 +407,7 @@ class SlotBatch:
             return free[0]
         slot = self.table.least_worth(self.queue.waiting)
         if slot is not None:
-            self._free(slot)
+            self._evict(slot)
         return slot
 
     def _make_room(self, need: int, own: int | None) -> bool:
@@ -405,8 +419,13 @@ class SlotBatch:
         while reserved + need + self.table.retained_tokens(own) > self.kv_tokens:
             slot = self.table.least_worth(self.queue.waiting, own)
             assert slot is not None, "retained tokens were counted, but no slot is retained"
-            self._free(slot)
+            self._evict(slot)
         return True
+
+    def _evict(self, slot: int) -> None:
+        """Free a retained slot; its KV goes to host memory, if there is a pool."""
+        self.parked.evicted(slot, self.version, self.queue.waiting)
+        self._free(slot)
 
     def _finish(self, slot: int, stopped: bool) -> tuple[Job, TurnOutput]:
         """Answer a slot's request and keep its KV for the next turn."""

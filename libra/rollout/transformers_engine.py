@@ -30,7 +30,9 @@ from numpy.typing import NDArray
 from libra.errors import EngineError, LibraError
 from libra.rollout import kv_slots
 from libra.rollout.engine import EngineSettings, EngineStats
-from libra.rollout.engine_capacity import kv_token_bytes, tokens_within
+from libra.rollout.engine_capacity import GIB, kv_token_bytes, tokens_within
+from libra.rollout.host_kv import HostKV
+from libra.rollout.kv_object import KVObject
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
@@ -63,6 +65,8 @@ class TransformersSettings(EngineSettings):
         ``model.loader``.
     speculate : bool
         Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.drafts`).
+    host_kv_gib : float or None
+        Host memory for KV that was evicted or comes from another engine (`libra.rollout.host_kv`); None: there is none.
     """
 
     exact_logprobs: bool = False
@@ -70,6 +74,7 @@ class TransformersSettings(EngineSettings):
     device: str = "cpu"
     loader: str | None = None
     speculate: bool = False
+    host_kv_gib: float | None = None
 
 
 class TransformersEngine:
@@ -87,6 +92,8 @@ class TransformersEngine:
     def __init__(self, model_dir: Path | str, *, version: int = 0, **options: Any) -> None:
         self.settings = TransformersSettings(model_dir=Path(model_dir), **options)
         self.version = version
+        gib = self.settings.host_kv_gib
+        self._host_kv = None if gib is None else HostKV(int(gib * GIB))
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
@@ -148,6 +155,19 @@ class TransformersEngine:
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
         """Columns of layers as used; see ReadsColumns."""
         return cast("dict[str, NDArray[np.float32]]", await self._ask(self._open().columns, wanted))
+
+    @property
+    def kv_layout(self) -> str:
+        """See MovesKV; empty without ``host_kv_gib``."""
+        return "" if self._host_kv is None else self._open().kv.layout
+
+    async def export_kv(self, trajectory_id: str) -> KVObject | None:
+        """The KV of a trajectory that is between two turns; see MovesKV."""
+        return cast("KVObject | None", await self._ask(self._open().export_kv, trajectory_id))
+
+    async def import_kv(self, kv: KVObject) -> bool:
+        """Keep an object for the trajectory's next request; see MovesKV."""
+        return self._host_kv is not None and await self._ask(self._host_kv.put, kv)
 
     def stats(self) -> EngineStats:
         """Approximate current counters (the engine's thread may be in the middle of a step)."""
@@ -221,6 +241,7 @@ class TransformersEngine:
                 kv_tokens=kv_tokens,
                 min_pass_s=settings.min_pass_s,
                 speculate=settings.speculate,
+                host_kv=self._host_kv,
             )
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
             self._answer(loaded, error)

@@ -250,6 +250,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         exact_logprobs=config.rollout.exact_logprobs,
         speculate=config.rollout.speculate,
         kv_cache_gib=config.rollout.kv_cache_gib,
+        host_kv_gib=config.rollout.kv_host_gib,
         min_pass_s=kind.min_pass_s,
         device=config.cluster.device,
         loader=config.model.loader,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,9 +86,11 @@ def reference_logprobs(reference: Callable[[Path], torch.nn.Module]) -> Callable
 def make_engine(make_model: Callable[..., Path]) -> Callable[..., TransformersEngine]:
     """``make_engine(slots=...)``: an engine that is not started; tests start and close it in their own event loop."""
 
-    def make(directory: Path | None = None, *, slots: int = 8, max_context_tokens: int = 128) -> TransformersEngine:
+    def make(
+        directory: Path | None = None, *, slots: int = 8, max_context_tokens: int = 128, **more: Any
+    ) -> TransformersEngine:
         return TransformersEngine(
-            directory or make_model(), slots=slots, max_context_tokens=max_context_tokens, threads=1
+            directory or make_model(), slots=slots, max_context_tokens=max_context_tokens, threads=1, **more
         )
 
     return make
