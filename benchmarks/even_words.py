@@ -50,8 +50,10 @@ def reward(text: str) -> float:
     return sum(int(each[1:]) % 2 == 0 for each in words if each.startswith("w")) / len(words) if words else 0.0
 
 
-def save_model(directory: Path, *, seed: int = 0) -> int:
+def save_model(directory: Path, *, seed: int = 0, positions: int = 1024) -> int:
     """Write the model and its tokenizer to ``directory`` in Hugging Face layout; returns the number of parameters.
+
+    ``positions``: tokens of the longest context.
 
     Qwen3 architecture, float32, 4 layers of width 256, 8 heads on 2 key-value heads, feed-forward width 512, separate
     input and output embeddings. Channel 0 of the residual stream is the constant of invariant 2: every input embedding
@@ -71,7 +73,7 @@ def save_model(directory: Path, *, seed: int = 0) -> int:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         attention_dropout=0.0,
         bos_token_id=None,

@@ -117,6 +117,13 @@ class Pairs:
         return statistics.median(self.first), statistics.median(self.second)
 
 
+def _enough_pairs(text: str) -> int:
+    """The value of ``--pairs``, refused before anything starts."""
+    if int(text) < MIN_PAIRS:
+        raise argparse.ArgumentTypeError(str(_too_few(int(text))))
+    return int(text)
+
+
 def _too_few(pairs: int) -> ConfigError:
     return ConfigError(
         f"pairs: got {pairs}; a comparison rests on at least {MIN_PAIRS} pairs, type --pairs {MIN_PAIRS}"
@@ -197,7 +204,9 @@ def command_parser(
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
     if pairs is not None:
-        parser.add_argument("--pairs", type=int, default=pairs, help=f"at least {MIN_PAIRS} (default {pairs})")
+        parser.add_argument(
+            "--pairs", type=_enough_pairs, default=pairs, help=f"at least {MIN_PAIRS} (default {pairs})"
+        )
     if data:
         parser.add_argument("--data", type=Path, default=DATA, help="directory with agent_turns/*.csv")
     return parser

@@ -50,6 +50,11 @@ SCHEDULER_TOKENS = 16
 IDLE_S = 1.5
 
 
+def context_tokens(tokens: int, turns: int) -> int:
+    """Room for a prompt, and ``turns`` turns of so many tokens with their observations."""
+    return 64 + turns * (tokens + 64)
+
+
 class Side:
     """A started run that only generates; a context manager."""
 
@@ -74,7 +79,7 @@ class Side:
                     "slots": options.concurrent,
                     "max_new_tokens": tokens,
                     "max_turns": options.turns,
-                    "max_context_tokens": 64 + options.turns * (tokens + 64),
+                    "max_context_tokens": context_tokens(tokens, options.turns),
                     "ignore_eos": True,
                 },
                 "trainer": {"prompts": options.concurrent // GROUP_SIZE, "group_size": GROUP_SIZE},
@@ -280,7 +285,8 @@ def main(arguments: list[str] | None = None) -> None:
     ratios: dict[int, float] = {}
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="rollout_overhead-") as name:
-        task.save_model(Path(name) / "model")
+        longest = context_tokens(max(options.tokens), options.turns)
+        task.save_model(Path(name) / "model", positions=longest)
         model_dir, runs_dir = Path(name) / "model", Path(name) / "runs"
         for tokens in options.tokens:
             ratios[tokens], scheduler_us = measure(model_dir, runs_dir, tokens, options, inline=not options.tool_slot)

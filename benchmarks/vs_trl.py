@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import even_words as task
-from benchmarks.report import MIN_PAIRS, Figure, alternate, command_parser, emit, machine
+from benchmarks.report import Figure, alternate, command_parser, emit, machine
 from benchmarks.trl_process import (
     TOKENS_PER_STEP,
     TRL_ENVIRONMENT,
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--trl-env", type=Path, default=TRL_ENVIRONMENT, help="where TRL's environment is, or is made")
     parser.add_argument("--trl-only", action="store_true", help="measure TRL alone and say what Libra has to reach")
     options = parser.parse_args(arguments)
-    for name, least in (("pairs", MIN_PAIRS), ("steps", 1), ("threads", 1)):
+    for name, least in (("steps", 1), ("threads", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name}: got {getattr(options, name)}; it is at least {least}, type --{name} {least}")
     python = trl_python(options.trl_env.absolute())

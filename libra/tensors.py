@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from libra.errors import ConfigError
+from libra.tensor_files import hash_parts
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -52,15 +52,18 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     return kept, aliases
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hexadecimal blake2b-128 over names, dtypes, shapes and elements, in the order of the names.
+def digest(tensors: Mapping[str, Tensor], like: str | None = None) -> str:
+    """`libra.tensor_files.hash_parts` over names, dtypes, shapes and elements, in the order of the names.
 
     Tied names are hashed once (see `untied`), so a tied model has the digest of its file.
     """
     kept, _ = untied(tensors)
-    state = hashlib.blake2b(digest_size=16)
-    for name in sorted(kept):
-        tensor = kept[name].detach().cpu().contiguous()
-        state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
+    return hash_parts(((_label(name, kept[name]), _elements(kept[name])) for name in sorted(kept)), like)
+
+
+def _label(name: str, tensor: Tensor) -> str:
+    return f"{name}:{tensor.dtype}:{tuple(tensor.shape)};"
+
+
+def _elements(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

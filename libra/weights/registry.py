@@ -121,9 +121,9 @@ class WeightStore:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
         kept, tied = untied(tensors)
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
-        content = digest(kept) if content is None else content
         if self.directory(number).exists():
-            return self._same(number, content)
+            return self._same(number, digest(kept, like=self.get(number).digest))
+        content = digest(kept) if content is None else content
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
         facts = {name: TensorFacts(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in kept.items()}
         manifest = Manifest(SCHEMA, number, content, num_bytes, facts, tied)
@@ -294,7 +294,7 @@ def load_tensors(path: Path, announced: str, *, verify: bool = True) -> dict[str
         raise WeightsError(
             f"weights: {path} is torn or not readable ({error}); announced digest {announced}"
         ) from error
-    if verify and (found := digest(tensors)) != announced:
+    if verify and (found := digest(tensors, like=announced)) != announced:
         raise WeightsError(f"weights: {path} has digest {found}, announced was {announced}; the file was altered")
     return tensors
 

@@ -14,6 +14,7 @@ from distributed.comm import get_address_host
 from libra.events.reports import HybridPoolReport
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.wave_records import Rows, in_waves, read_waves
+from libra.tensors import digest as tensors_digest
 from libra.weights import WeightStore
 from libra.worker.batch_rows import members_of
 from libra.worker.checkpoint_writer import CheckpointWriter
@@ -171,6 +172,8 @@ def _load_published(
     if version not in store.numbers():
         return
     published = store.get(version)
+    if len(published.digest) != len(digest):  # by an older Libra
+        digest = tensors_digest(checkpoints.replica.weights(), like=published.digest)
     if published.digest != digest:
         logger.warning(
             "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBES, PROBE_TOKENS, PROBE_SEED = 2, 32, 20260603
+PROBES, PROBE_TOKENS, PROBE_SEED = 1, 32, 20260603
 
 
 def probe_tokens(vocab_size: int, max_context_tokens: int) -> tuple[NDArray[np.int32], ...]:

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
     "traces": {"errors", "types"},
-    "tensors": {"errors", "types"},
+    "tensors": {"errors", "types", "tensor_files"},
     "tensor_files": {"seals"},
     "seals": set(),
     "projections": set(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from libra.tensor_files import tensors_digest
+from libra.tensor_files import CHUNK_BYTES, tensors_digest
 from libra.tensors import digest
 
 TENSORS = {
@@ -41,3 +41,25 @@ def test_a_torn_file_is_a_value_error(tmp_path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ValueError):
         tensors_digest([path])
+
+
+def test_digests_of_an_older_libra_are_still_compared(tmp_path: Path) -> None:
+    """BLAKE2b over labels and elements in one pass, as runs from before have them in their manifests."""
+    save_file(TENSORS, tmp_path / "one.safetensors")
+    older = digest(TENSORS, like="0" * 32)
+    assert older == "9edbdcbee9f3e447aad479ed0c3fd468"
+    assert tensors_digest([tmp_path / "one.safetensors"], like=older) == older
+    assert len(digest(TENSORS)) == 40
+
+
+def test_every_byte_of_a_tensor_of_several_chunks_counts() -> None:
+    """The last byte of the first chunk, the first of the second, and the last of all; and chunks have an order."""
+    size = 2 * CHUNK_BYTES + 5
+    tensor = torch.arange(size, dtype=torch.int64).remainder(251).to(torch.uint8)
+    found = {digest({"a": tensor})}
+    for place in (CHUNK_BYTES - 1, CHUNK_BYTES, size - 1):
+        other = tensor.clone()
+        other[place] += 1
+        found.add(digest({"a": other}))
+    found.add(digest({"a": torch.cat([tensor[CHUNK_BYTES : 2 * CHUNK_BYTES], tensor[:CHUNK_BYTES], tensor[-5:]])}))
+    assert len(found) == 5
