@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
-LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "reinforce"]
+LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "vespo", "reinforce"]
 AggregationMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "constant"
 ]
@@ -20,6 +20,10 @@ KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 OldLogp = Literal["behaviour", "proximal", "exact"]
 CorrectionAction = Literal["none", "truncate", "mask"]
 LayoutName = Literal["ddp", "fsdp2"]
+Divergence = Literal["tv", "kl"]
+RejectMetric = Literal["none", "ratio", "k1", "k2", "k3", "k3-reverse", "binary-kl"]
+RejectLevel = Literal["token", "sequence"]
+RejectReduce = Literal["mean", "sum", "max"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 AlgorithmName = Literal[
     "grpo",
@@ -35,6 +39,7 @@ AlgorithmName = Literal[
     "opo",
     "ppo_decoupled",
     "dppo",
+    "vespo",
 ]
 DEFAULT_ALGORITHM: AlgorithmName = "dapo"
 
@@ -169,6 +174,13 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Tokens leave the gradient when their probability, not their ratio, moved by more than 0.2.",
             "Rare tokens: a ratio of 10 on a probability of 0.001 should not stop the update.",
             "DPPO, arXiv:2602.04879, as prime-rl runs it",
+        ),
+        "vespo": Algorithm(
+            Preset(loss="vespo"),
+            "Log-probabilities weighted by a smooth function of the whole answer's ratio, which falls on both sides of its peak.",
+            "Off-policy batches of long answers, where products of ratios explode and clips cut too much.",
+            "VESPO, arXiv:2602.10693",
+            "Exponents and bounds are those of TRL (`trainer.vespo_positive`, `trainer.vespo_negative`).",
         ),
     }
 )

@@ -19,7 +19,7 @@ _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
-        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _mismatch,
+        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _masks, _mismatch,
         _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
@@ -173,6 +173,23 @@ def _algorithm(config: RunSections) -> Iterator[str]:
     low, high = trainer.correction_low, trainer.correction_high
     if low is not None and high is not None and low > high:
         yield f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less"
+
+
+def _masks(config: RunSections) -> Iterator[str]:
+    trainer = config.trainer
+    low, high = trainer.reject_low, trainer.reject_high
+    if trainer.reject != "none" and high is None and (low is None or trainer.reject == "binary-kl"):
+        yield (
+            f"trainer.reject: {trainer.reject}, and trainer.reject_high=null bounds nothing; type e.g. trainer.reject_high=2.0, or "
+            "trainer.reject=none"
+        )
+    if low is not None and high is not None and low > high:
+        yield f"trainer.reject_low: {low} is above trainer.reject_high={high}; type trainer.reject_low={high} or less"
+    if trainer.loss == "vespo" and trainer.correction != "none" and trainer.correction_level != "token":
+        yield (
+            f"trainer.correction_level: {trainer.correction_level}, and trainer.loss=vespo multiplies the weights of a sequence's "
+            "tokens itself; type trainer.correction_level=token, or trainer.correction=none"
+        )
 
 
 def _loss(config: RunSections) -> Iterator[str]:

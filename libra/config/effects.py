@@ -77,14 +77,17 @@ def _simulated_policy(*names: str) -> Need:
 
 
 _LEARNS = above("trainer.lr", 0)
-_CLIPS = is_not("trainer.loss", "sapo", "reinforce")
+_CLIPS = is_not("trainer.loss", "sapo", "vespo", "reinforce")
 _CORRECTS = is_not("trainer.correction", "none")
+_REJECTS = is_not("trainer.reject", "none")
+_REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
 _STREAMS = (
     is_("trainer.epochs", 1),
     is_("trainer.minibatches", 1),
     is_("trainer.advantage", *GROUP_ADVANTAGES),
+    missing("trainer.m2po_threshold"),
 )
 _REPLICAS = either(above("cluster.train_workers", 1), is_("planner.layout", "auto"))
 _VLLM = is_("rollout.engine", "vllm")
@@ -162,11 +165,19 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "normalize_std", _run(_SCALES[0])),
     ("trainer", "std_eps", _run(*_SCALES)),
     ("trainer", "loss_divisor", _run(is_("trainer.aggregation", "seq-mean-token-sum-norm", "constant"))),
-    ("trainer", "old_logp", {"run": (either(is_not("trainer.loss", "reinforce"), _CORRECTS),), "plan": ()}),
+    ("trainer", "old_logp", {"run": (either(is_not("trainer.loss", "reinforce"), _CORRECTS, _REJECTS),), "plan": ()}),
     ("trainer", "clip_low clip_high", _run(_CLIPS)),
     ("trainer", "dual_clip", _run(is_("trainer.loss", "ppo", "gspo"))),
     ("trainer", "tau_positive tau_negative", _run(is_("trainer.loss", "sapo"))),
     ("trainer", "log_ratio_coef", _run(is_("trainer.loss", "dppo"))),
+    ("trainer", "dppo_divergence", _run(is_("trainer.loss", "dppo"))),
+    ("trainer", "ratio_max", _run(is_("trainer.loss", "ppo", "gspo", "dppo"))),
+    ("trainer", "vespo_positive vespo_negative", _run(is_("trainer.loss", "vespo"))),
+    ("trainer", "reject off_policy_threshold", _run()),
+    ("trainer", "m2po_threshold", _of("run", "plan")),
+    ("trainer", "reject_high", _run(_REJECTS)),
+    ("trainer", "reject_low reject_level", _run(_REJECTS_RANGE)),
+    ("trainer", "reject_reduce", _run(_REJECTS_RANGE, is_("trainer.reject_level", "sequence"))),
     ("trainer", "correction", _run(is_not("trainer.old_logp", "behaviour"))),
     ("trainer", "correction_level correction_low correction_high", _run(_CORRECTS)),
     ("trainer", "kl_estimator kl_bound", _run(_HAS_KL)),

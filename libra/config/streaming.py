@@ -23,6 +23,11 @@ def streaming_obstacle(config: RunSections) -> str | None:
             f"one batch takes {passes} optimizer steps, and all but the first need the whole batch; type trainer.epochs=1 "
             "trainer.minibatches=1"
         )
+    if trainer.m2po_threshold is not None:
+        return (
+            f"trainer.m2po_threshold={trainer.m2po_threshold:g} chooses among all tokens of the batch; type "
+            "trainer.m2po_threshold=null"
+        )
     if trainer.advantage not in GROUP_ADVANTAGES:
         own = "may look at" if ":" in trainer.advantage else "needs"
         return (

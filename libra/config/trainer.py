@@ -16,10 +16,14 @@ from libra.config.algorithms import (
     AlgorithmName,
     CorrectionAction,
     CorrectionLevel,
+    Divergence,
     KLEstimator,
     LayoutName,
     LossName,
     OldLogp,
+    RejectLevel,
+    RejectMetric,
+    RejectReduce,
     preset_values,
 )
 from libra.config.own_parts import OwnOr
@@ -100,12 +104,27 @@ class TrainerSection(Section):
     """(preset) The probability ratio is clipped above at 1 + `clip_high`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """For negative advantages the loss is at most this many times the advantage (ppo and gspo). None: not bounded."""
+    ratio_max: Annotated[float, Field(gt=1)] | None = None
+    """Largest unclipped ratio, whatever the sign of the advantage (ppo and gspo: two-sided GRPO). For dppo the ratio is cut there
+    and the gradient goes through the log-probability alone. None: not bounded."""
     tau_positive: Annotated[float, Field(gt=0)] = 1.0
     """For `loss` sapo: steepness of the gate for positive advantages."""
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
     """For `loss` sapo: steepness of the gate for all other advantages."""
     log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
     """(preset) For `loss` dppo: weight of the squared log ratio, which keeps the policy near the engine's."""
+    dppo_divergence: Divergence = "tv"
+    """For `loss` dppo: what `clip_low` and `clip_high` bound, of "this token or another": total variation (tv) or KL divergence
+    (kl)."""
+    vespo_positive: Annotated[
+        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], Field(strict=False)
+    ] = (2.0, 3.0)
+    """For `loss` vespo and advantages of at least 0: k and lambda of the weight e^lambda w^k e^(-lambda w) of a sequence with ratio
+    w, which is largest at k / lambda."""
+    vespo_negative: Annotated[
+        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], Field(strict=False)
+    ] = (3.0, 2.0)
+    """The same for negative advantages."""
     correction: CorrectionAction = "none"
     """(preset) A token's importance weight (trainer over engine) outside [`correction_low`, `correction_high`] becomes
     the bound (truncate) or 0 (mask). none: no weights. Needs `old_logp` proximal or exact."""
@@ -115,6 +134,26 @@ class TrainerSection(Section):
     """Smallest weight. None: no bound."""
     correction_high: Annotated[float, Field(gt=0)] | None = 2.0
     """(preset) Largest weight. None: no bound."""
+    reject: RejectMetric = "none"
+    """Leave tokens out of the loss where trainer and engine disagree, with d = log p(trainer) - log p(engine): outside
+    [`reject_low`, `reject_high`] lies e^d (ratio), d (k1), d^2/2 (k2), e^d - 1 - d (k3), e^-d - 1 + d (k3-reverse), or above
+    `reject_high` the KL divergence of "this token or another" in either direction (binary-kl). p(trainer) is that of `old_logp`;
+    for behaviour, of the weights in training. Rejected tokens still count in the denominators."""
+    reject_level: RejectLevel = "token"
+    """What is left out: tokens, or whole sequences by their mean, sum or largest value (`reject_reduce`). Not for binary-kl."""
+    reject_reduce: RejectReduce = "mean"
+    """From tokens to a sequence; for ratio of the logarithms."""
+    reject_low: float | None = None
+    """Smallest value that is kept. None: no bound."""
+    reject_high: float | None = None
+    """Largest value that is kept. None: no bound."""
+    off_policy_threshold: float | None = None
+    """Leave sequences of negative advantage out of the loss if their mean of log p(engine) - log p(now) is above this many nats
+    (DeepSeek-V3.2). None: none."""
+    m2po_threshold: Annotated[float, Field(ge=0)] | None = None
+    """Leave the fewest tokens out of the loss that bring the mean square of log p(now) - log p(engine) over the minibatch down to
+    this (M2PO: 0.04), the largest first and only those that the advantage pushes further away. Costs a forward pass per optimizer
+    step. None: none."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
@@ -150,8 +189,8 @@ class TrainerSection(Section):
     dispatch: Literal["storage", "peer"] = "storage"
     """How a step gets its trajectories. "storage": every replica reads the whole batch from the run directory. "peer":
     each replica fetches its slice over the network from the workers that graded it, and reads rows that those workers
-    lost from the run directory. It fetches the whole batch if several steps begin with a pass over it (`old_logp`), or
-    with `exact_logprobs`."""
+    lost from the run directory. It fetches the whole batch if several steps begin with a pass over it (`old_logp`),
+    with `m2po_threshold`, or with `exact_logprobs`."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
     compute."""

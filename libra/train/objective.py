@@ -2,7 +2,11 @@
 
 ::
 
-    loss of a token = weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
+    loss of a token = keep x weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
+
+``keep`` is 0 where a mask leaves the token out of the policy loss: ``reject``, ``off_policy_threshold``, or the minibatch's
+``m2po_threshold``. Such a token still counts in the denominator, and in the mean ratio of its sequence. VESPO's weight is inside
+its policy loss.
 
 ``old_logp`` defines p_old, and so what the weight corrects:
 
@@ -27,7 +31,13 @@ from torch import Tensor
 
 from libra.named_parts import is_named
 from libra.train.aggregation import Aggregation
-from libra.train.corrections import importance_weights, two_factors
+from libra.train.corrections import (
+    binary_kl_mask,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+    two_factors,
+)
 from libra.train.kl import kl_estimate
 from libra.train.losses import (
     cispo_loss,
@@ -40,6 +50,7 @@ from libra.train.losses import (
     reinforce_loss,
     sapo_loss,
     sequence_ratio,
+    vespo_loss,
 )
 from libra.train.own_parts import own_losses
 from libra.train.replica_settings import TrainSettings
@@ -86,7 +97,8 @@ class Objective:
         settings = self.settings
         sequences = batch.sequences
         old_N, weight_N, exact_N = self._old(batch, logp_N.detach(), sequences)
-        loss_N = weight_N * self.policy_losses(logp_N, old_N, batch.advantage_N, sequences)
+        keep_N = self._kept(batch, logp_N.detach(), old_N, sequences).to(weight_N.dtype)
+        loss_N = keep_N * self.policy_losses(logp_N, old_N, batch.advantage_N, sequences, weight_N)
         sums = self._sums(logp_N.detach(), old_N, batch.advantage_N, sequences)
         if reference_logp_N is not None:
             kl_N = kl_estimate(
@@ -101,22 +113,42 @@ class Objective:
         if settings.entropy_coef:
             loss_N = loss_N - settings.entropy_coef * entropy_N
         sums |= {
-            "weight_sum": float(weight_N.sum()),
-            "weight_square_sum": float(weight_N.double().square().sum()),
+            "weight_sum": float((keep_N * weight_N).sum()),
+            "weight_square_sum": float((keep_N * weight_N).double().square().sum()),
+            "rejected": len(keep_N) - float(keep_N.sum()),
             "exact_old": float(exact_N.sum()),
         }
         return loss_N, sums | self._corrected(batch, old_N, weight_N)
 
-    def policy_losses(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> Tensor:
-        """The policy loss of each token before its weight (N,)."""
+    def policy_losses(
+        self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences, weight_N: Tensor
+    ) -> Tensor:
+        """The weighted policy loss of each token before masks (N,)."""
+        settings = self.settings
+        if settings.loss == "vespo":
+            return vespo_loss(
+                logp_N,
+                old_N,
+                advantage_N,
+                sequences,
+                k_positive=settings.vespo_positive[0],
+                lambda_positive=settings.vespo_positive[1],
+                k_negative=settings.vespo_negative[0],
+                lambda_negative=settings.vespo_negative[1],
+                weight_N=None if settings.correction == "none" else weight_N,
+            )
+        return weight_N * self._unweighted(logp_N, old_N, advantage_N, sequences)
+
+    def _unweighted(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> Tensor:
         settings = self.settings
         tokens = (logp_N, old_N, advantage_N)
         low, high = settings.clip_low, settings.clip_high
+        dual, most = settings.dual_clip, settings.ratio_max
         match settings.loss:
             case "ppo":
-                return ppo_loss(*tokens, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
+                return ppo_loss(*tokens, clip_low=low, clip_high=high, dual_clip=dual, ratio_max=most)
             case "gspo":
-                return gspo_loss(*tokens, sequences, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
+                return gspo_loss(*tokens, sequences, clip_low=low, clip_high=high, dual_clip=dual, ratio_max=most)
             case "cispo":
                 return cispo_loss(*tokens, clip_low=low, clip_high=high)
             case "sapo":
@@ -124,7 +156,14 @@ class Objective:
             case "gmpo":
                 return gmpo_loss(*tokens, sequences, clip_low=low, clip_high=high)
             case "dppo":
-                return dppo_loss(*tokens, clip_low=low, clip_high=high, log_ratio_coef=settings.log_ratio_coef)
+                return dppo_loss(
+                    *tokens,
+                    clip_low=low,
+                    clip_high=high,
+                    divergence=settings.dppo_divergence,
+                    log_ratio_coef=settings.log_ratio_coef,
+                    ratio_max=settings.ratio_max,
+                )
             case "reinforce":
                 return reinforce_loss(logp_N, advantage_N)
         return own_losses(settings, *tokens, sequences)
@@ -151,6 +190,30 @@ class Objective:
         return factors.old_logp_N, weight_N, batch.current_N
 
     @torch.no_grad()
+    def _kept(self, batch: MicroBatch, logp_N: Tensor, old_N: Tensor, sequences: Sequences) -> Tensor:
+        """Whether each token is in the policy loss (N,) bool."""
+        settings, engine_N = self.settings, batch.behaviour_logp_N
+        keep_N = sequences.mask_N if batch.kept_N is None else sequences.mask_N & batch.kept_N
+        trainer_N = logp_N if settings.old_logp == "behaviour" else old_N
+        if settings.reject == "binary-kl":
+            assert settings.reject_high is not None, "refused without"
+            keep_N = keep_N & binary_kl_mask(trainer_N, engine_N, sequences, high=settings.reject_high)
+        elif settings.reject != "none":
+            keep_N = keep_N & rejection_mask(
+                trainer_N - engine_N,
+                sequences,
+                metric=settings.reject,
+                level=settings.reject_level,
+                reduce=settings.reject_reduce,
+                low=settings.reject_low,
+                high=settings.reject_high,
+            )
+        if (threshold := settings.off_policy_threshold) is not None:
+            tokens = (logp_N, engine_N, batch.advantage_N, sequences)
+            keep_N = keep_N & off_policy_sequence_mask(*tokens, threshold=threshold)
+        return keep_N
+
+    @torch.no_grad()
     def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, float]:
         """The number of tokens whose weight was changed by its bounds."""
         if self.settings.correction == "none":
@@ -170,11 +233,18 @@ class Objective:
             seen_N = old_N + sequence_ratio(logp_N, old_N, sequences).log()
         elif settings.loss == "gmpo":  # clips the logarithm
             low, high = 1 - float(torch.tensor(-low).exp()), float(torch.tensor(high).exp()) - 1
-        elif settings.loss in ("sapo", "reinforce", "dppo") or is_named(settings.loss):
+        elif settings.loss in ("sapo", "vespo", "reinforce", "dppo") or is_named(settings.loss):
             low, high = 1.0, float("inf")
         sums = clip_sums(seen_N, old_N, advantage_N, clip_low=low, clip_high=high)
         if settings.loss == "dppo":
-            out_N = ~dppo_keep(logp_N, old_N, advantage_N, low=settings.clip_low, high=settings.clip_high)
+            out_N = ~dppo_keep(
+                logp_N,
+                old_N,
+                advantage_N,
+                low=settings.clip_low,
+                high=settings.clip_high,
+                divergence=settings.dppo_divergence,
+            )
             sums |= {
                 "clipped_low": float((out_N & (advantage_N < 0)).sum()),
                 "clipped_high": float((out_N & (advantage_N > 0)).sum()),

@@ -215,7 +215,8 @@ class Replica(ReplicaState):
         """The samples of a batch or wave, counted, and scored as the engine did where that is configured."""
         started = time.perf_counter()
         proximal = self.gradient.objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1
-        samples = samples_of(trajectories, step, whole=proximal or self.settings.exact_logprobs)
+        whole = proximal or self.settings.exact_logprobs or self.settings.m2po_threshold is not None
+        samples = samples_of(trajectories, step, whole=whole)
         tally.add(
             sequences=len(samples),
             excluded_sequences=len(trajectories) - len(samples),
@@ -236,7 +237,8 @@ class Replica(ReplicaState):
         try:
             for minibatch in passes:
                 partial = PartialGradient()
-                self._add(minibatch, partial, step, tally)
+                chosen = self.gradient.with_kept(minibatch, fresh=tally.stepped)
+                self._add(chosen, partial, step, tally)
                 self._apply(partial, step, tally)
         except BaseException:
             if backup is not None:

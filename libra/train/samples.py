@@ -32,6 +32,8 @@ class Sample:
     advantage : float
     proximal_logp : float array (A,), optional
         Under the weights at the start of the step, if the loss needs it and it has been computed.
+    kept : bool array (A,), optional
+        False where a choice over the whole minibatch leaves the token out of the loss.
     turn_at : int64 array
         Positions of inputs whose next token is the first of a generation.
     """
@@ -43,6 +45,7 @@ class Sample:
     current: NDArray[np.bool_]
     advantage: float
     proximal_logp: NDArray[np.floating] | None = None
+    kept: NDArray[np.bool_] | None = None
     turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property

@@ -36,8 +36,8 @@ class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
     ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
-    counts inputs without padding. ``proximal_logp_N`` is None if a sample has none. ``mask_R1WW`` is the attention mask if
-    prompts are shared; None: positions separate sequences.
+    counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are None if a sample has none. ``mask_R1WW``
+    is the attention mask if prompts are shared; None: positions separate sequences.
     """
 
     token_ids_RW: Tensor
@@ -51,6 +51,7 @@ class MicroBatch:
     samples: tuple[Sample, ...]
     num_tokens: int
     mask_R1WW: Tensor | None = None
+    kept_N: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -154,6 +155,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
     flat = [sample for row in rows for sample in row]
     advantage_N = np.repeat([sample.advantage for sample in flat], [sample.num_actions for sample in flat])
     behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
+    proximal_N = _known([sample.proximal_logp for sample in flat])
     return MicroBatch(
         token_ids_RW=torch.from_numpy(token_ids_RW),
         position_ids_RW=torch.from_numpy(position_ids_RW),
@@ -162,13 +164,15 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
         behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
         advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
         current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
-        proximal_logp_N=_proximal(flat, logp_dtype),
+        proximal_logp_N=None if proximal_N is None else proximal_N.to(logp_dtype),
+        kept_N=_known([sample.kept for sample in flat]),
         samples=tuple(flat),
         num_tokens=num_tokens,
         mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
     )
 
 
-def _proximal(samples: Sequence[Sample], dtype: torch.dtype) -> Tensor | None:
-    known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]
-    return torch.from_numpy(np.concatenate(known)).to(dtype) if len(known) == len(samples) else None
+def _known(arrays: Sequence[NDArray[Any] | None]) -> Tensor | None:
+    """The arrays one after the other; None if one is missing."""
+    known = [array for array in arrays if array is not None]
+    return torch.from_numpy(np.concatenate(known)) if len(known) == len(arrays) else None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.train import mismatch
+from libra.train.corrections import m2po_mask
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.minibatch_slices import split
 from libra.train.model_layout import is_sharded
@@ -29,6 +30,7 @@ from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample
 from libra.train.sequence_packing import MicroBatch, pack
+from libra.train.sequences import Packed
 from libra.train.step_report import Tally
 
 _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for narrower dtypes
@@ -120,9 +122,36 @@ class SliceGradient:
             mismatch.observe(tally, logp_N.detach()[batch.current_N], batch.behaviour_logp_N[batch.current_N])
         return self.objective.aggregation.weighted_sum(loss_N, batch.sequences)
 
-    @torch.no_grad()
     def with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
-        """``samples`` with their log-probabilities under the present weights; each is scored by one replica of the group."""
+        """``samples`` with their log-probabilities under the present weights."""
+        return [replace(sample, proximal_logp=one) for sample, one in zip(samples, self.scored(samples), strict=True)]
+
+    def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
+        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica of the group.
+
+        ``fresh``: the weights have moved since `with_proximal`, so the samples are scored again.
+        """
+        threshold = self.settings.m2po_threshold
+        if threshold is None or not samples:
+            return list(samples)
+        known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]
+        logp = known if len(known) == len(samples) and not fresh else self.scored(samples)
+        lengths = torch.tensor([sample.num_actions for sample in samples])
+        sequence_N = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+        engine_N = np.concatenate([sample.behaviour_logp for sample in samples])
+        keep_N = m2po_mask(
+            torch.from_numpy(np.concatenate(logp).astype(np.float64) - engine_N),
+            Packed(sequence_N, len(samples)),
+            threshold=threshold,
+            advantage_N=torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)[sequence_N],
+        )
+        parts = keep_N.split(lengths.tolist())
+        return [replace(sample, kept=part.numpy()) for sample, part in zip(samples, parts, strict=True)]
+
+    @torch.no_grad()
+    def scored(self, samples: Sequence[Sample]) -> list[NDArray[np.floating[Any]]]:
+        """Log-probabilities of the actions of each sample (A,) under the present weights; each is scored by one replica of the
+        group."""
         numbered = {id(sample): index for index, sample in enumerate(samples)}
         flat = [torch.zeros(sample.num_actions, dtype=self._logp_dtype) for sample in samples]
         for batch, counts in self._passes(self._pack(split(samples, self.group.size)[self.group.rank])):
@@ -136,7 +165,7 @@ class SliceGradient:
         logp: list[NDArray[np.floating[Any]]] = [
             part.numpy() for part in joined_N.cpu().split([sample.num_actions for sample in samples])
         ]
-        return [replace(sample, proximal_logp=one) for sample, one in zip(samples, logp, strict=True)]
+        return logp
 
     def _passes(self, batches: list[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         """The micro-batches, each with True; if passes are collectives, empty ones with False fill up to the largest number

@@ -38,10 +38,11 @@ class StepReport:
         sample size of p_trainer / p_rollout over the number of tokens.
     pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
         Wall seconds, the total with the digest; forwarded tokens over total_s.
-    correction_frac, effective_sample_frac, exact_old_frac : float
-        Share of tokens whose importance weight was truncated or masked; effective sample size of the weights over the
-        number of tokens (1: all weigh the same); share of tokens whose old log-probability is the trainer's own, under the
-        weights that generated them.
+    correction_frac, rejected_frac, effective_sample_frac, exact_old_frac : float
+        Share of tokens whose importance weight was truncated or masked; share that a mask left out of the loss
+        (``trainer.reject``, ``off_policy_threshold``, ``m2po_threshold``); effective sample size of the weights, masks
+        included, over the number of tokens (1: all weigh the same); share of tokens whose old log-probability is the
+        trainer's own, under the weights that generated them.
     replicas, hybrids, hybrids_joining, hybrids_lost : int
         Core replicas; hybrid replicas that computed a slice, had not received their state yet, or were lost or failed with
         a slice that the core then computed. Maxima over the optimizer steps; lost ones in total.
@@ -103,6 +104,7 @@ class StepReport:
     hybrid_sent_bytes: int = 0
     hybrid_received_bytes: int = 0
     peak_bytes: int = 0
+    rejected_frac: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""
@@ -177,6 +179,7 @@ class Tally:
                 "mismatch_weight", "mismatch_weight_square", "mismatch_tokens"
             ),
             "correction_frac": self.mean("corrected", "scored"),
+            "rejected_frac": self.mean("rejected", "scored"),
             "effective_sample_frac": self._effective_frac("weight_sum", "weight_square_sum", "scored"),
             "exact_old_frac": self.mean("exact_old", "scored"),
             "tokens_per_s": self.sums.get("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,

@@ -70,7 +70,9 @@ make algorithms                                                                 
 
 The default is `{DEFAULT_ALGORITHM}`. Every loss runs on packed micro-batches; however a step is cut into them, its gradient is
 that of one big batch. Whatever the algorithm, `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.dual_clip` (ppo, gspo),
-`trainer.drop_uniform_groups` and `trainer.drop_truncated` add to it. [configuration.md](configuration.md) explains each key,
+`trainer.ratio_max` (ppo, gspo, dppo), `trainer.drop_uniform_groups` and `trainer.drop_truncated` add to it. So do the masks that
+leave tokens out of the loss: `trainer.reject` (trainer and engine disagree), `trainer.off_policy_threshold` (DeepSeek-V3.2's
+sequences) and `trainer.m2po_threshold` (M2PO). [configuration.md](configuration.md) explains each key,
 [golden.md](golden.md) says whose numbers these functions reproduce, [paper_index.md](paper_index.md) where each one is.
 """
 
@@ -84,9 +86,6 @@ These are functions of the library, with the same tests, that need what a run of
 | `libra.train.advantages.gae`, `libra.train.losses.value_loss` | a critic |
 | `libra.train.advantages.remax` | the greedy answer to every prompt, as baseline |
 | `libra.train.advantages.reinforce_pp` with `gamma` below 1 | rewards per token; a run has one per trajectory |
-| `libra.train.corrections.m2po_mask` | a choice over the whole minibatch at once; micro-batches are scored one by one |
-| `rejection_mask`, `binary_kl_mask`, `off_policy_sequence_mask` of `libra.train.corrections` | a key; a run masks by weight alone |
-| `libra.train.losses.vespo_loss`, `dppo_loss` with KL divergence | a key |
 | DAPO's dynamic sampling | prompts beyond the batch to replace what `libra.train.advantages.informative` leaves out |
 """
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
-from libra.config.algorithms import AdvantageName, CorrectionAction, LossName
+from libra.config.algorithms import AdvantageName, CorrectionAction, LossName, RejectLevel, RejectMetric
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
@@ -189,29 +189,29 @@ def losses_of(config: RunConfig, batch: Any, logp_N: torch.Tensor, reference_N: 
 
 @pytest.fixture(scope="module")
 def scored() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A micro-batch whose ratios are on both sides of every bound, stale tokens among them."""
+    """A micro-batch whose ratios, of tokens and of sequences, are on both sides of every bound, stale tokens among them."""
     from libra.train.sequence_packing import Sample, pack
 
     rng = np.random.default_rng(0)
 
-    def around(mean: float) -> np.ndarray[Any, Any]:
-        return rng.normal(mean, 1, 40).astype(np.float32)
+    def around(mean: float, count: int) -> np.ndarray[Any, Any]:
+        return rng.normal(mean, 1, count).astype(np.float32)
 
     samples = [
         Sample(
-            np.arange(41),
-            np.arange(40),
-            np.arange(1, 41),
-            around(-2 - ratio),
-            rng.random(40) < 0.5,
+            np.arange(count + 1),
+            np.arange(count),
+            np.arange(1, count + 1),
+            around(-2 - ratio, count),
+            rng.random(count) < 0.5,
             advantage,
-            proximal_logp=around(-2 - ratio),
+            proximal_logp=around(-2 - ratio, count),
         )
-        for advantage, ratio in itertools.product((-2.0, 1.0), (-0.6, 0.6))
+        for count, advantage, ratio in itertools.product((40, 2, 1, 1, 1), (-2.0, 1.0), (-0.6, 0.6))
     ]
     (batch,) = pack(samples, max_row_tokens=1024, micro_batch_tokens=1024)
-    logp_N = torch.from_numpy(rng.normal(-2, 1.5, 160).astype(np.float32))
-    return batch, logp_N, torch.from_numpy(rng.normal(-2, 3.0, 160).astype(np.float32))
+    logp_N = torch.from_numpy(rng.normal(-2, 1.5, 180).astype(np.float32))
+    return batch, logp_N, torch.from_numpy(rng.normal(-2, 3.0, 180).astype(np.float32))
 
 
 # Two values each that are far apart.
@@ -227,6 +227,10 @@ LOSS_FIELDS: dict[str, tuple[Any, ...]] = {
     "trainer.correction_level": ("token", "sequence"),
     "trainer.correction_low": (0.4, 0.9),
     "trainer.correction_high": (1.1, 2.0),
+    "trainer.dppo_divergence": ("tv", "kl"),
+    "trainer.ratio_max": (1.05, 1.4),
+    "trainer.vespo_positive": ((1.0, 1.0), (2.0, 3.0)),
+    "trainer.vespo_negative": ((1.0, 1.0), (2.0, 3.0)),
     "trainer.kl_estimator": ("k1", "k2"),
     "trainer.kl_bound": (0.01, 3.0),
 }
@@ -259,6 +263,36 @@ def test_the_loss_depends_on_a_field_exactly_where_the_table_says(name: str, sco
         assert (one != two) == claimed, around
         seen.add(claimed)
     assert seen == ({True, False})
+
+
+# Two values each that are far apart, and bounds with tokens and sequences on both sides of them.
+MASK_FIELDS: dict[str, tuple[Any, Any, float | None, float]] = {
+    "trainer.reject": ("none", "k2", 0.5, 1e9),
+    "trainer.reject_low": (0.01, 2.0, None, 1e9),
+    "trainer.reject_high": (0.3, 1e6, None, 0.3),
+    "trainer.reject_level": ("token", "sequence", 0.5, 1e9),
+    "trainer.reject_reduce": ("mean", "sum", 0.5, 5.0),
+    "trainer.off_policy_threshold": (-1.0, 1.0, None, 1e9),
+}
+
+
+@pytest.mark.parametrize("name", MASK_FIELDS)
+def test_the_masks_depend_on_a_field_exactly_where_the_table_says(name: str, scored: Any) -> None:
+    key = name.partition(".")[2]
+    first, second, low, high = MASK_FIELDS[name]
+    seen = set()
+    for reject, level in itertools.product(get_args(RejectMetric), get_args(RejectLevel)):
+        if key == "reject" and reject != "none":
+            continue
+        around = {"reject": reject, "reject_level": level, "reject_low": low, "reject_high": high, "clip_high": 5.0}
+        base = config_from_dict({})
+        made = [around | {key: value} for value in (first, second)]
+        configs = [base.model_copy(update={"trainer": base.trainer.model_copy(update=each)}) for each in made]
+        claimed = name in effective(configs[0], "run")
+        one, two = (losses_of(config, *scored) for config in configs)
+        assert (one != two) == claimed, around
+        seen.add(claimed)
+    assert True in seen
 
 
 @pytest.mark.parametrize("estimator", get_args(AdvantageName))

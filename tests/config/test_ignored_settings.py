@@ -31,6 +31,8 @@ OTHER: dict[str, Any] = {
     "trainer.lora_targets": ("q_proj",),
     "trainer.correction_low": 0.5,
     "trainer.betas": (0.8, 0.9),
+    "trainer.vespo_positive": (1.0, 2.0),
+    "trainer.vespo_negative": (1.0, 2.0),
     "trainer.correction": "truncate",
     "policy.boundaries_tokens": {"tp1": 3000.0},
     "cluster.engines": ({"tp": 1, "count": 2},),
@@ -50,6 +52,11 @@ WITH: dict[str, dict[str, Any]] = {
     "trainer.correction_level": {"trainer.old_logp": "proximal"},
     "trainer.correction_low": {"trainer.old_logp": "proximal"},
     "trainer.correction_high": {"trainer.old_logp": "proximal"},
+    "trainer.reject": {"trainer.reject_high": 5.0},
+    "trainer.reject_low": {"trainer.reject_high": 5.0},
+    "trainer.reject_high": {"trainer.reject_low": 0.1},
+    "trainer.reject_level": {"trainer.reject_high": 5.0},
+    "trainer.reject_reduce": {"trainer.reject_high": 5.0},
 }
 
 
@@ -151,6 +158,7 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "trainer.lora_rank": (None, 4),
         "trainer.epochs": (1, 2),
         "trainer.minibatches": (1, 2),
+        "trainer.m2po_threshold": (None, 0.04),
         "trainer.mismatch_alarm": (None, 0.1),
         "watchdog.timeout_s": (None, 9.0),
     }
@@ -214,7 +222,7 @@ def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told() -> No
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.2"]))
     (found,) = ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.3"]))
     assert found.message == (
-        "trainer.clip_high=0.3 has no effect here; needed is a trainer.loss other than sapo and reinforce"
+        "trainer.clip_high=0.3 has no effect here; needed is a trainer.loss other than sapo and vespo and reinforce"
     )
 
 
@@ -251,7 +259,8 @@ def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path: Path) ->
 def test_settings_with_one_reason_share_a_line() -> None:
     config = config_from_dict({}, ["trainer.loss=sapo", "trainer.clip_low=0.1", "trainer.clip_high=0.3"])
     assert warning_lines(ignored_settings(config)) == [
-        "trainer.clip_low=0.1, trainer.clip_high=0.3 have no effect here; needed is a trainer.loss other than sapo and reinforce"
+        "trainer.clip_low=0.1, trainer.clip_high=0.3 have no effect here; needed is a trainer.loss other than sapo and vespo and "
+        "reinforce"
     ]
 
 

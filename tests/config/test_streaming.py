@@ -16,6 +16,7 @@ REFUSED = {
     "minibatches": ({"minibatches": 4}, "one batch takes 4 optimizer steps"),
     "whitened": ({"algorithm": "reinforce_pp"}, "advantage=reinforce_pp needs the rewards of the whole batch"),
     "scaled": ({"advantage": "reinforce_pp_baseline"}, "needs the rewards of the whole batch"),
+    "m2po": ({"m2po_threshold": 0.04}, "m2po_threshold=0.04 chooses among all tokens of the batch"),
     "own": ({"advantage": "workflows.own:advantage"}, "own:advantage may look at the rewards of the whole batch"),
 }
 

@@ -11,7 +11,14 @@ import torch
 from libra.config.algorithms import ALGORITHMS
 from libra.errors import ConfigError
 from libra.train import Aggregation, Padded, Replica, TrainSettings, kl_estimate, pack, sample_of
-from libra.train.corrections import importance_weights, two_factors
+from libra.train.corrections import (
+    binary_kl_mask,
+    importance_weights,
+    m2po_mask,
+    off_policy_sequence_mask,
+    rejection_mask,
+    two_factors,
+)
 from libra.train.losses import (
     cispo_loss,
     dppo_loss,
@@ -20,6 +27,7 @@ from libra.train.losses import (
     ppo_loss,
     reinforce_loss,
     sapo_loss,
+    vespo_loss,
 )
 from libra.train.step_report import Tally
 
@@ -30,6 +38,16 @@ VARIANTS = {
     "constant": ("dapo", {"aggregation": "constant", "loss_divisor": 100.0}),
     "dual_clip": ("grpo", {"dual_clip": 1.5}),
     "two_factors": ("dapo", {"old_logp": "exact", "correction": "truncate", "correction_level": "sequence"}),
+    "vespo_weighted": ("vespo", {"old_logp": "proximal", "correction": "truncate"}),
+    "dppo_kl": ("dppo", {"dppo_divergence": "kl", "clip_high": 0.02, "clip_low": 0.02}),
+    "ratio_max": ("grpo", {"ratio_max": 1.05}),
+    "reject": ("ppo_decoupled", {"reject": "k3", "reject_high": 0.02}),
+    "reject_sequences": (
+        "dapo",
+        {"reject": "ratio", "reject_level": "sequence", "reject_reduce": "sum", "reject_low": 0.9, "reject_high": 2.0},
+    ),
+    "reject_binary": ("gspo", {"reject": "binary-kl", "reject_high": 1e-4}),
+    "off_policy": ("cispo", {"off_policy_threshold": 0.01}),
     "geometric": ("ppo_decoupled", {"correction_level": "geometric", "correction_low": 0.5, "correction_high": 1.5}),
 }
 LAYOUTS = [(1, 40), (64, 130), (50, 10_000)]
@@ -116,15 +134,24 @@ def written_out(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: 
             )
     clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
     loss = {
-        "ppo": lambda: ppo_loss(logp, old, advantage, dual_clip=settings.dual_clip, **clip),
+        "ppo": lambda: ppo_loss(
+            logp, old, advantage, dual_clip=settings.dual_clip, ratio_max=settings.ratio_max, **clip
+        ),
+        "vespo": lambda: vespo_loss(
+            logp, old, advantage, rows, weight_N=None if settings.correction == "none" else weight
+        ),
         "gspo": lambda: gspo_loss(logp, old, advantage, rows, **clip),
         "cispo": lambda: cispo_loss(logp, old, advantage, **clip),
         "sapo": lambda: sapo_loss(logp, old, advantage),
         "gmpo": lambda: gmpo_loss(logp, old, advantage, rows, **clip),
-        "dppo": lambda: dppo_loss(logp, old, advantage, log_ratio_coef=settings.log_ratio_coef, **clip),
+        "dppo": lambda: dppo_loss(
+            logp, old, advantage, log_ratio_coef=settings.log_ratio_coef, divergence=settings.dppo_divergence, **clip
+        ),
         "reinforce": lambda: reinforce_loss(logp, advantage),
     }[settings.loss]()
-    loss = loss * weight
+    if settings.loss != "vespo":
+        loss = loss * weight
+    loss = loss * kept(settings, tokens, rows, old)
     if settings.kl_coef:
         kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0, log_ratio_bound=20.0)
         loss = loss + settings.kl_coef * kl
@@ -134,6 +161,23 @@ def written_out(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: 
         "seq-mean-token-sum-norm": {"horizon_tokens": settings.loss_divisor},
     }
     return Aggregation(settings.aggregation, **modes.get(settings.aggregation, {}))(loss, rows)
+
+
+def kept(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: Padded, old: torch.Tensor) -> torch.Tensor:
+    now, engine = tokens["logp"].detach(), tokens["engine"]
+    trainer = now if settings.old_logp == "behaviour" else old
+    keep = rows.mask_N
+    if settings.reject == "binary-kl":
+        keep = keep & binary_kl_mask(trainer, engine, rows, high=settings.reject_high)
+    elif settings.reject != "none":
+        names = {"metric": settings.reject, "level": settings.reject_level, "reduce": settings.reject_reduce}
+        keep = keep & rejection_mask(
+            trainer - engine, rows, low=settings.reject_low, high=settings.reject_high, **names
+        )
+    if settings.off_policy_threshold is not None:
+        tokens_of = (now, engine, tokens["advantage"], rows)
+        keep = keep & off_policy_sequence_mask(*tokens_of, threshold=settings.off_policy_threshold)
+    return keep
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -228,6 +272,42 @@ def test_weights_that_leave_their_bounds_are_counted(replica, batch, score):
     assert 0 < report.correction_frac < 1
     assert 0 < report.effective_sample_frac < 1
     assert report.clip_low_frac == report.clip_high_frac == 0  # the first step has not moved
+
+
+@pytest.mark.parametrize("variant", ["reject", "reject_sequences", "reject_binary", "off_policy"])
+def test_tokens_that_a_mask_leaves_out_are_counted(replica, batch, score, variant):
+    model = replica(torch.float64, **settings_of(variant))
+    near(model, batch, score, np.random.default_rng(0))
+    assert 0 < model.step(batch, 0).rejected_frac < 1
+
+
+def test_m2po_chooses_over_the_whole_minibatch_whatever_its_micro_batches(replica, batch, score):
+    """The masks of a step are those of the library on all of its tokens, each optimizer step under the weights before it."""
+    layout = {"max_row_tokens": 1, "micro_batch_tokens": 64}  # many micro-batches
+    model = replica(torch.float64, m2po_threshold=0.004, minibatches=2, lr=3e-3, **layout)
+    near(model, batch, score, np.random.default_rng(0))
+    seen = []
+    accumulate = model.gradient.accumulate
+
+    def spy(samples, step, tally):
+        seen.append((list(samples), score(model, list(samples))))
+        return accumulate(samples, step, tally)
+
+    model.gradient.accumulate = spy
+    report = model.step(batch, 0)
+    assert report.optimizer_steps == 2 and len(seen) == 2
+    rejected = 0
+    for samples, logp in seen:
+        rows = Padded(torch.nn.utils.rnn.pad_sequence([torch.ones(len(one)) for one in logp], batch_first=True))
+        ratio = [now - torch.as_tensor(s.behaviour_logp) for now, s in zip(logp, samples, strict=True)]
+        advantage = torch.tensor([[s.advantage] for s in samples]).expand(rows.mask.shape)
+        ratio_BT = torch.nn.utils.rnn.pad_sequence(ratio, batch_first=True)
+        keep = m2po_mask(ratio_BT, rows, threshold=0.004, advantage_N=advantage)
+        for row, sample in enumerate(samples):
+            assert sample.kept.tolist() == keep[row, : sample.num_actions].tolist()
+            rejected += int((~sample.kept).sum())
+    assert 0 < rejected < report.action_tokens
+    assert report.rejected_frac == pytest.approx(rejected / report.action_tokens)
 
 
 def test_an_algorithm_that_does_not_exist_is_named():

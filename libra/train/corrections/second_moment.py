@@ -24,7 +24,8 @@ def m2po_mask(
     The tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the mean square of the
     rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N`` only tokens that the advantage would push further away
     (A > 0 and ratio > 1, or A < 0 and ratio < 1), as in the paper; None: any token (AReaL). The choice is over all tokens given,
-    so it differs between a minibatch and its parts: call it on the whole minibatch. Library only for that reason.
+    so it differs between a minibatch and its parts: call it on the whole minibatch, as
+    ``trainer.m2po_threshold`` does.
     """
     mask_N = sequences.mask_N
     square_N = sequences.only(log_ratio_N).double().square()
