@@ -1,8 +1,9 @@
 """Value types shared by every part of Libra. Nothing here does I/O, reads a clock, or imports torch or dask.
 
 The hierarchy is run > iteration > group (one prompt, G samples) > trajectory > turn (one generation, then at most one
-round of tool calls). A *quantum* is one uninterrupted piece of work of a trajectory on one worker: a generation (ROLLOUT slot) or
-an action (TOOL slot). A *version* is the number of published weights; version 0 is what the run started from.
+round of tool calls). A *quantum* is one uninterrupted piece of work of a trajectory on one worker: a generation, or a part of one
+with `rollout.chunk_tokens` (ROLLOUT slot), or an action (TOOL slot). A *version* is the number of published weights; version 0 is
+what the run started from.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class StopReason(StrEnum):
     STOP = "stop"  # the model ended its turn
     LENGTH = "length"  # max_new_tokens reached
     ABORT = "abort"  # abort() was called
+    PARKED = "parked"  # rollout.chunk_tokens reached: the turn goes on in the trajectory's next quantum
 
 
 class EndReason(StrEnum):
@@ -216,6 +218,9 @@ class TurnRequest:
         Smaller is served first when the engine is full.
     group : str
         Samples of one prompt have one name: an engine that speculates drafts from their tokens. Empty: no drafts.
+    generated : int
+        Tokens at the end of the context that earlier requests generated of this turn, from the same seed: its sampling goes on
+        after them, so that a turn has the same tokens in one request or in several.
     """
 
     trajectory_id: str
@@ -228,6 +233,7 @@ class TurnRequest:
     seed: int = 0
     priority: tuple[int, ...] = (0,)
     group: str = ""
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

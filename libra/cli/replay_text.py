@@ -94,7 +94,9 @@ def _text_of(event: events.Event) -> str:
             return f"quantum {event.quantum} begins in the same {event.phase} slot on {event.worker}: no trajectory waited for it"
         case events.QuantumFinished():
             what = f"{event.tokens} tokens" if event.tokens else f"tool {event.tool or '-'}: {event.status or '-'}"
-            end = f"; the trajectory ends: {event.end}" if event.end else ""
+            end = (
+                f"; the trajectory ends: {event.end}" if event.end else "; the turn goes on" if event.unfinished else ""
+            )
             return f"quantum {event.quantum} of {event.key} is committed by {event.worker} ({event.phase}, {what}){end}"
         case events.TrajectoryEnded():
             return f"{event.key} has ended" + ("" if event.completed else ", incomplete")

@@ -91,6 +91,15 @@ _STREAMS = (
 )
 _REPLICAS = either(above("cluster.train_workers", 1), is_("planner.layout", "auto"))
 _VLLM = is_("rollout.engine", "vllm")
+_DIVIDES = Need(
+    ("rollout.max_new_tokens", "rollout.max_context_tokens", "rollout.ignore_eos"),
+    "a rollout.chunk_tokens below rollout.max_new_tokens",
+    # A scripted environment, which needs ignore_eos, has lengths of its own.
+    lambda config, _: (
+        (config.rollout.chunk_tokens or 1)
+        < (config.rollout.max_context_tokens if config.rollout.ignore_eos else config.rollout.max_new_tokens)
+    ),
+)
 _NO_TRACE = (missing("planner.trace"), without("--trace"))
 _DRAWN = without("--from-run", "--workload")
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
@@ -149,6 +158,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         "slots",
         {"run": (_SOME_SLOTS, either(LOCAL, given("cluster.engines"))), "slurm": (_SOME_SLOTS,)},
     ),
+    ("rollout", "chunk_tokens", _of("run", "simulate", needs=(_DIVIDES,))),
     ("rollout", "max_new_tokens", {"run": (), "plan": _NO_TRACE}),
     ("vllm", "kv_cache_gib eager", _run(_VLLM)),
     ("vllm", "gpu_memory_frac", _run(_VLLM, GPU)),

@@ -98,6 +98,10 @@ class RolloutSection(Section):
     the environment's own format, by default "hermes"."""
     max_new_tokens: AtLeastOne = 64
     """Maximum tokens of one turn; a turn that reaches it ends its trajectory as "length"."""
+    chunk_tokens: AtLeastOne | None = None
+    """Maximum tokens of one quantum: a longer turn parks after so many, and waits in the queue for a slot to go on, with the same
+    tokens as in one piece. So long turns neither hold a slot while others wait for it, nor stay on an engine that others have left;
+    each part costs a record and a report. An engine of your own must declare ``continues_turns``. None: a turn is one quantum."""
     max_turns: AtLeastOne = 12
     """Maximum turns of a trajectory."""
     max_context_tokens: AtLeastOne = 1024

@@ -37,8 +37,8 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     """A quantum ended.
 
     ``next`` is the phase that the trajectory needs now, empty if it has ended (``end``: how); ``goes_on``: its next quantum
-    begins in the same slot. ``version``: the oldest among the generated tokens, -1 if there are none. ``tool`` and
-    ``status``: of the calls that returned. ``start_s``, ``stop_s``: wall clock.
+    begins in the same slot; ``unfinished``: the next one goes on with the same turn. ``version``: the oldest among the generated
+    tokens, -1 if there are none. ``tool`` and ``status``: of the calls that returned. ``start_s``, ``stop_s``: wall clock.
     """
 
     quantum: int
@@ -55,6 +55,7 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     context_tokens: int
     start_s: float
     stop_s: float
+    unfinished: bool = False
 
 
 class FoundEndedReport(TrajectoryReport, frozen=True, tag="ended"):

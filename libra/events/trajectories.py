@@ -84,7 +84,8 @@ class QuantumFinished(Event, frozen=True):
 
     ``tokens`` were generated, the oldest by weights ``version`` (-1: none); ``tool`` and ``status`` are those of an action,
     which appended ``payload_tokens``; ``status`` is empty (`libra.types.NO_TOOL`) if no tool returned. ``end`` is why the
-    trajectory ended, empty if it continues. ``latency_s`` is wall time on the worker. ValueError if ``status`` is not an outcome.
+    trajectory ended, empty if it continues; ``unfinished``: its turn goes on in its next quantum (`rollout.chunk_tokens`).
+    ``latency_s`` is wall time on the worker. ValueError if ``status`` is not an outcome.
     """
 
     key: str
@@ -98,6 +99,7 @@ class QuantumFinished(Event, frozen=True):
     worker: str
     version: int
     end: str
+    unfinished: bool = False
 
     def __post_init__(self) -> None:
         tool_outcome(self.status)

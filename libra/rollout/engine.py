@@ -167,6 +167,8 @@ class EngineFactory(Protocol):
     """``rollout.engine`` of one's own: a class or function that makes an engine, not started.
 
     Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees that its engines can have; without it: 1.
+    Its attribute ``continues_turns``, if true, says that its engines heed `TurnRequest.generated`, as ``rollout.chunk_tokens``
+    needs.
 
     Of further options it gets those that it takes by name: ``tp``, one of its degrees, if it declares others than 1
     (``rollout.tp``, ``cluster.engines``, a role change), ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its own

@@ -25,6 +25,10 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
             f"{name}: got temperature={request.temperature}, top_p={request.top_p}, seed={request.seed}; "
             "allowed: temperature >= 0, 0 < top_p <= 1, seed >= 0"
         )
+    if not 0 <= request.generated < context:
+        raise EngineError(
+            f"{name}: got generated={request.generated} of {context} context tokens; allowed: 0 to {context - 1}"
+        )
     low, high = int(request.context_ids.min()), int(request.context_ids.max())
     if low < 0 or high >= vocab_size:
         raise EngineError(f"{name}: context ids from {low} to {high}; the model knows 0 to {vocab_size - 1}")

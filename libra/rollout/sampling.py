@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def draw_uniforms(seed: int, num_tokens: int) -> NDArray[np.float32]:
-    """The uniform numbers in [0, 1) that decide a request's tokens, one each (num_tokens,)."""
-    return np.random.default_rng(seed).random(num_tokens, dtype=np.float32)
+def draw_uniforms(seed: int, num_tokens: int, first: int = 0) -> NDArray[np.float32]:
+    """The uniform numbers in [0, 1) that decide tokens ``first``, ``first + 1``, ... of a turn, one each (num_tokens,)."""
+    return np.random.default_rng(seed).random(first + num_tokens, dtype=np.float32)[first:]
 
 
 def sample(

@@ -56,7 +56,9 @@ class SamplingColumns:
         self.stops[slot] = -1
         self.stops[slot, :num_stops] = request.stop_ids
         self.limit[slot] = request.max_new_tokens
-        self.uniforms[slot, : request.max_new_tokens] = draw_uniforms(request.seed, request.max_new_tokens)
+        self.uniforms[slot, : request.max_new_tokens] = draw_uniforms(
+            request.seed, request.max_new_tokens, request.generated
+        )
         self.temperature[slot], self.top_p[slot] = request.temperature, request.top_p
 
     def settle(self, running: Slots) -> None:

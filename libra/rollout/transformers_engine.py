@@ -89,6 +89,8 @@ class TransformersEngine:
         Further fields of `TransformersSettings`.
     """
 
+    continues_turns = True
+
     def __init__(self, model_dir: Path | str, *, version: int = 0, **options: Any) -> None:
         self.settings = TransformersSettings(model_dir=Path(model_dir), **options)
         self.version = version

@@ -59,6 +59,8 @@ class VLLMEngine:
         Further fields of `VLLMSettings`: tp, keep_kv, kv_cache_gib, gpu_memory_frac, eager.
     """
 
+    continues_turns = True
+
     def __init__(self, model_dir: Path | str, *, version: int = 0, **options: Any) -> None:
         self.settings = VLLMSettings(model_dir=Path(model_dir), **options)
         self.version = version

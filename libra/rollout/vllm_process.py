@@ -30,7 +30,7 @@ from libra.rollout.engine_capacity import PassMeter
 from libra.rollout.request_checks import packed_priority
 from libra.rollout.request_queue import QueuedJob
 from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
-from libra.rollout.vllm_settings import PROBE, VLLMSettings, check_installed, engine_args, environment
+from libra.rollout.vllm_settings import GENERATED, PROBE, VLLMSettings, check_installed, engine_args, environment
 from libra.rollout.vllm_worker import Part
 from libra.types import StopReason, TurnOutput
 
@@ -88,6 +88,7 @@ class Core:
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
             core = cls(llm, settings, meter)
             await llm.update_weight_version(str(version))
+            await llm.collective_rpc("libra_continue_turns")
             for temperature in (0.0, 1.0):  # kernels are compiled at their first use, for both ways of sampling
                 await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
             await llm.reset_prefix_cache()
@@ -121,6 +122,7 @@ class Core:
                     seed=request.seed,
                     stop_token_ids=list(request.stop_ids),
                     logprobs=0,
+                    extra_args={GENERATED: request.generated} if request.generated else None,
                 ),
                 job.handle,
                 priority=packed_priority(request.priority),

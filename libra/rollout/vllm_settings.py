@@ -26,6 +26,8 @@ CPU_BATCHED_TOKENS = 4096
 """Maximum context tokens that one step of an engine on a CPU computes; at least one whole context."""
 CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
+GENERATED = "libra_generated"
+"""Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
 PARENT = "LIBRA_ENGINE_PARENT"
 """Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
 ended."""

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from libra.projections import draw_input, draw_rows, generator_of
+from libra.rollout.vllm_settings import GENERATED
 from libra.rollout.weight_loading import HEAD
 
 
@@ -53,6 +54,29 @@ class LibraWorker:
         with torch.no_grad():
             _pack_embeddings_again(worker.model_runner.get_model())
 
+    def libra_continue_turns(self) -> None:
+        """Let a request that continues a turn draw on where the earlier ones of the turn stopped.
+
+        vLLM's model runner V1 draws from a generator per request, seeded when the request begins: here it skips what the tokens
+        that the turn has already took from it. Runner V2 draws by seed and position, as one request does and as several do.
+        """
+        worker: Any = self
+        runner = worker.model_runner
+        if not hasattr(runner, "requests"):
+            return
+        update = runner._update_states
+
+        def update_and_skip(scheduled: Any) -> Any:
+            result = update(scheduled)
+            for each in scheduled.scheduled_new_reqs:
+                generated = ((each.sampling_params and each.sampling_params.extra_args) or {}).get(GENERATED, 0)
+                generator = runner.requests[each.req_id].generator
+                if generated and generator is not None:
+                    skip_draws(generator, generated, runner)
+            return result
+
+        runner._update_states = update_and_skip
+
     def libra_outputs(self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None) -> dict[str, Part]:
         """This rank's parts of the outputs of layers, by the Hugging Face name of their weight.
 
@@ -62,6 +86,27 @@ class LibraWorker:
         worker: Any = self
         with torch.no_grad():
             return dict(_outputs(worker.model_runner.get_model(), seed, wanted or {}))
+
+
+def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
+    """Draw what ``tokens`` sampled tokens of vLLM's model runner V1 draw from a request's generator.
+
+    On a CPU that is one number per token, from which its kernel makes the noise, or an exponential number per entry of the
+    vocabulary; elsewhere always the latter, and the offset of the generator grows by the same for each token.
+    """
+    sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
+    fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
+    if sampler.forward.__name__ == "forward_cpu" and not fp64:
+        torch.randint(0, 2**31, (tokens,), generator=generator, dtype=torch.long)
+        return
+    noise = torch.empty(vocab, dtype=torch.float64 if fp64 else torch.float32, device=generator.device)
+    if generator.device.type == "cpu":
+        for _ in range(tokens):
+            noise.exponential_(generator=generator)
+        return
+    begin = generator.get_offset()
+    noise.exponential_(generator=generator)
+    generator.set_offset(begin + tokens * (generator.get_offset() - begin))
 
 
 def _tensors(path: Path, tied_to: str | None) -> Iterator[tuple[str, Tensor]]:

@@ -299,6 +299,7 @@ class Trajectories:
             tracked.worker,
             report.version,
             report.end,
+            report.unfinished,
         )
         done = QuantumFinished(key, phase, tokens, tool, status, latency_s, payload)
         self._handle(state, done)

@@ -190,6 +190,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         train_s=section.train_s or 0.0,
         load_s=section.load_s or 0.0,
         tool_slots=section.tool_slots,
+        chunk_tokens=config.rollout.chunk_tokens,
         residuals=shipped_residuals() if section.noise else None,
         boundaries=(
             boundaries_of(config.policy.boundaries_tokens) if choices.policy in ("cmlfq", "predictor", "oracle") else ()
@@ -268,6 +269,8 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
         options = replace(options, load_s=section.load_s or 0.0)
     if "tool_slots" in given:
         options = replace(options, tool_slots=section.tool_slots)
+    if "rollout.chunk_tokens" in typed:
+        options = replace(options, chunk_tokens=config.rollout.chunk_tokens)
     if "run.eta" in typed:
         options = replace(options, eta=config.run.eta)
     if section.noise and "noise" in given:

@@ -126,6 +126,7 @@ def run_options(record: RunRecord, calibration: RunCalibration) -> SimulationOpt
         gate_s=calibration.gate_s,
         commit_s=calibration.commit_s,
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
+        chunk_tokens=rollout.chunk_tokens,
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
     )
 

@@ -3,7 +3,7 @@ trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -278,11 +278,12 @@ class RunRecord:
         rows: dict[str, list[tuple[float, ...]]] = {}
         for row, split in enumerate(whole["split"].tolist()):
             place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
-            start, count = int(whole["turn_offset"][row]), int(whole["num_turns"][row])
-            mine = generated.get(place, [])[-count:] if count and split == "train" else []
-            if len(mine) != count:
-                continue
+            start, stop = (int(whole["turn_offset"][row]) + more for more in (0, int(whole["num_turns"][row])))
+            lengths = turns["generated_tokens"][start:stop].tolist() if split == "train" else []
+            mine = _whole_turns(generated.get(place, []), lengths)
             for at, quantum in enumerate(mine, start):
+                if quantum is None:
+                    continue
                 context = float(turns["prompt_tokens"][at])
                 rows.setdefault(quantum.worker, []).append(
                     (
@@ -334,6 +335,25 @@ def digest_of(model: str) -> str:
         return shape_digest(load_shape(resolve_model(model)))
     except (ModelError, ConfigError):
         return ""
+
+
+def _whole_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[Quantum | None]:
+    """The quantum of each turn of a trajectory's last attempt, by the tokens of its turns; None: it took several, or is unknown.
+
+    Without any if the quanta do not add up to the turns.
+    """
+    found: list[Quantum | None] = []
+    end = len(quanta)
+    for length in reversed(lengths):
+        begin, tokens = end, 0
+        while begin and tokens < length:
+            begin -= 1
+            tokens += quanta[begin].tokens
+        if tokens != length:
+            return []
+        found.append(quanta[begin] if end - begin == 1 else None)
+        end = begin
+    return found[::-1]
 
 
 def _mean(values: list[float]) -> float:

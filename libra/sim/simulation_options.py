@@ -44,6 +44,8 @@ class SimulationOptions:
     residuals : Residuals or None
         Ratios of measured to predicted seconds, from which noise is drawn. None: seconds are as predicted.
     losses : tuple of Loss
+    chunk_tokens : int or None
+        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn parks as often as it takes. None: a turn is one quantum.
     boundaries : tuple of (TP degree, tokens)
         As of `libra.policy.messages.BoundariesSet`; empty: none.
     """
@@ -60,6 +62,7 @@ class SimulationOptions:
     reserve: tuple[int, int] | None = None
     residuals: Residuals | None = None
     losses: tuple[Loss, ...] = ()
+    chunk_tokens: int | None = None
     boundaries: tuple[tuple[int, float], ...] = ()
 
     def step_s(self, batch: int) -> float:

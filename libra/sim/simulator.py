@@ -7,8 +7,9 @@ Invariants
 ----------
 1. Virtual time never runs backwards, and no wall clock is read.
 2. The same workload, engines, ordering and seed give the same events: the agenda breaks ties by insertion.
-3. Every trajectory of the workload ends exactly once; each of its turns is generated exactly once, one that was lost with its
-   engine again from its beginning, one that its engine handed over from where it was.
+3. Every trajectory of the workload ends exactly once; each of its quanta is generated exactly once, one that was lost with its
+   engine again from its beginning, one that its engine handed over from where it was. A quantum is a turn, or up to
+   ``chunk_tokens`` of one.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Agenda:
 class SimulatedTrajectory:
     """A trajectory that has begun and not ended.
 
-    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are tokens of its turn that an
-    engine generated before it handed the trajectory over.
+    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are the tokens that
+    its turn has: of earlier parts of the turn, and those that an engine generated before it handed the trajectory over.
     """
 
     key: str
@@ -353,11 +354,11 @@ class Simulator:
         """Submit a trajectory's turn to an engine."""
         engine, plan = self.running_engines[worker], one.plan
         one.started_s = self.agenda.now_s
-        reserve, context = self.options.reserve, one.context_tokens
+        reserve, context, chunk = self.options.reserve, one.context_tokens, self.options.chunk_tokens
         request = Request(
-            one.key, one.group, context, plan.prompt_tokens, one.turn_plan.new_tokens - one.generated, one.computed_tokens,
-            0 if reserve is None else min(reserve[0], reserve[1] - context),
-            plan.contexts[one.turn] if plan.contexts else 0,
+            one.key, one.group, context, plan.prompt_tokens, self._part_tokens(one), one.computed_tokens,
+            0 if reserve is None else min(chunk or reserve[0], reserve[0], reserve[1] - context),
+            plan.contexts[one.turn] if plan.contexts and not one.generated else 0,
         )  # fmt: skip
         engine.submit(self.agenda.now_s, request, ())
         return engine
@@ -374,8 +375,9 @@ class Simulator:
         worker_s = self._specs[engine.name].overhead.worker_s
         for request in engine.finished(self.agenda.now_s):
             one = self._running[request.key]
-            turn = one.turn_plan
-            held_s = self._drawn(worker_s) + (turn.tool_s if self._is_inline(turn) else 0.0)
+            turn, held_s = one.turn_plan, self._drawn(worker_s)
+            if self._is_inline(turn) and self._is_last_part(one):
+                held_s += turn.tool_s
             if held_s:
                 self._in_transit[one.key] = engine.name
             self._after(held_s, self._reported, one, one.attempt, engine.name)
@@ -386,22 +388,22 @@ class Simulator:
         if one.attempt != attempt:
             return
         self._in_transit.pop(one.key, None)
-        turn = one.turn_plan
-        new_tokens, one.generated = turn.new_tokens - one.generated, 0
+        turn, new_tokens, ends = one.turn_plan, self._part_tokens(one), self._is_last_part(one)
+        one.generated = 0 if ends else one.generated + new_tokens
         one.context_tokens += new_tokens
         one.computed_tokens = one.context_tokens
-        inline = self._is_inline(turn)
+        inline = ends and self._is_inline(turn)
         tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
         one.quanta += 2 if inline else 1
         one.context_tokens += payload
         latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
         self.notify(QuantumFinished(one.key, Phase.ROLLOUT, new_tokens, tool, status, latency_s, payload))
         one.turn += inline
-        if one.turn == len(one.plan.turns) or turn.status == NO_TOOL:
+        if ends and (one.turn == len(one.plan.turns) or turn.status == NO_TOOL):
             self._end(one)
-        elif inline and self._contended:
+        elif (inline or not ends) and self._contended:
             self._park(one)
-        elif inline:  # no other trajectory waits for the slot: the next quantum begins in it at once
+        elif inline or not ends:  # no other trajectory waits for the slot: the next quantum begins in it at once
             self.notify(QuantumStarted(one.key, Phase.ROLLOUT, worker))
             if worker in self.running_engines:
                 self._schedule_next(self.generate(one, worker))
@@ -411,6 +413,14 @@ class Simulator:
         else:
             one.phase = Phase.TOOL
             self._park(one)
+
+    def _part_tokens(self, one: SimulatedTrajectory) -> int:
+        """Tokens of its next quantum, or of the one that it is in."""
+        left = one.turn_plan.new_tokens - one.generated
+        return min(left, self.options.chunk_tokens or left)
+
+    def _is_last_part(self, one: SimulatedTrajectory) -> bool:
+        return one.generated + self._part_tokens(one) == one.turn_plan.new_tokens
 
     def _is_inline(self, turn: TurnPlan) -> bool:
         return turn.status != NO_TOOL and turn.tool in self.options.inline_tools

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from libra.errors import ContextOverflow, EngineError, WeightsError
 from libra.projections import project_tensors
 from libra.rollout.engine import RolloutEngine
+from libra.testing.divided_turns import DividedTurns
 from libra.testing.models import VOCAB, Models, ask
 from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
@@ -48,7 +49,7 @@ async def all_asked(engine: RolloutEngine) -> None:
     await engine.abort("nobody")  # engines handle requests in order
 
 
-class EngineContract:
+class EngineContract(DividedTurns):
     """The tests. A subclass defines `make_engine`, and may change `tolerance`."""
 
     tolerance = TOLERANCE

@@ -127,11 +127,21 @@ def own_degrees(name: str) -> tuple[int, ...]:
     return tuple(degrees)
 
 
+def own_continues(name: str) -> bool:
+    """Whether engines of one's own continue a turn where an earlier request stopped (`libra.types.TurnRequest.generated`)."""
+    return bool(getattr(named_part(ENGINE, name), "continues_turns", False))
+
+
 def check_engine(config: RunConfig) -> None:
     """ConfigError if this machine lacks the configured engine, or its KV cache would not hold one context."""
     if is_named(config.rollout.engine):
         check_own_engine(config.rollout.engine)
         _check_degrees(config)
+        if config.rollout.chunk_tokens is not None and not own_continues(config.rollout.engine):
+            raise ConfigError(
+                f"rollout.chunk_tokens: {config.rollout.engine!r} does not declare that it continues a turn as if it were whole; "
+                "leave rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
+            )
     elif config.rollout.engine == "vllm":
         from libra.rollout.vllm_settings import check_installed
 

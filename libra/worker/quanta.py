@@ -31,7 +31,17 @@ from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
 from libra.store.group_records import group_path, read_group
-from libra.types import FailureClass, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnRequest
+from libra.types import (
+    FailureClass,
+    Phase,
+    Prompt,
+    StopReason,
+    ToolCall,
+    ToolReturn,
+    ToolStatus,
+    TrajectoryId,
+    TurnRequest,
+)
 from libra.untrusted import error_text, storable, storable_calls
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import priority_here, still_wanted
@@ -202,25 +212,32 @@ class QuantumRunner:
         if state.tid.split == "eval" and context.spec.config.evaluation.temperature is not None:
             temperature = context.spec.config.evaluation.temperature
         script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
+        done = sum(map(len, state.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens
         room = rollout.max_context_tokens - len(context_ids)
+        left = max(1, min(wanted - done, room))
+        part = min(left, rollout.chunk_tokens or left)
         output = await serving.generate(
             TurnRequest(
                 trajectory_id=str(state.tid),
                 turn=state.turns,
                 context_ids=context_ids,
-                max_new_tokens=max(1, min(wanted, room)),
+                max_new_tokens=part,
                 temperature=temperature,
                 top_p=rollout.top_p,
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
                 seed=context.spec.turn_seed(state.tid, state.turns, state.draw),
                 priority=priority_here(context.worker, key),
                 group=f"{state.tid.split}-{state.tid.iteration}-{state.tid.group}",
+                generated=done,
             )
         )
         self.engine.turn_ended()
-        text = storable(self.chat.decode(output.token_ids))
-        calls = self._parse(text) if script is None else script.calls
+        if output.stop_reason is StopReason.LENGTH and part < left:
+            output, text, calls = replace(output, stop_reason=StopReason.PARKED), "", ()
+        else:
+            text = storable(self.chat.decode(np.concatenate([*state.unfinished, output.token_ids])))
+            calls = self._parse(text) if script is None else script.calls
         record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
         try:
             self._commit(state, record, started_s)
@@ -357,6 +374,7 @@ class QuantumRunner:
             context_tokens=state.num_context_tokens,
             start_s=started_s,
             stop_s=time.time(),
+            unfinished=bool(new and state.unfinished),
         )
         self.context.report(report)
 

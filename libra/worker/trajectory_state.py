@@ -107,6 +107,11 @@ def failure_record(failure: FailureClass, detail: str) -> dict[str, Any]:
     return {"kind": "failure", "failure": str(failure), "detail": storable(detail[:MAX_ERROR_CHARS])}
 
 
+def is_unfinished(generation: Mapping[str, Any]) -> bool:
+    """Whether a generation record is a part of a turn that goes on; the record of the last part has text and calls of the whole."""
+    return bool(generation["stop_reason"] == StopReason.PARKED)
+
+
 def without_text(generation: Mapping[str, Any], detail: str) -> dict[str, Any]:
     """A generation record that could not be stored, without text and calls: it ends its trajectory as a `policy` failure.
 
@@ -134,6 +139,8 @@ class TrajectoryState:
     ----------
     state : bytes or None
         The environment's state of it after the last record; None: it has none.
+    unfinished : list of int32 arrays
+        Tokens of the parts of its present turn, if that parked before its end; `turns` does not count it yet.
     answered : bool
         Its last turn had no calls, and waits for the environment's answer.
     """
@@ -159,6 +166,7 @@ class TrajectoryState:
     calls: tuple[ToolCall, ...] = ()
     answered: bool = False
     state: bytes | None = None
+    unfinished: list[NDArray[np.int32]] = field(default_factory=list)
 
     @property
     def phase(self) -> Phase | None:
@@ -196,6 +204,10 @@ class TrajectoryState:
         if record["prompt_ids"] is not None:
             self._extend(record["prompt_ids"])
         self._extend(record["token_ids"])
+        if is_unfinished(record):
+            self.unfinished.append(record["token_ids"])
+            return
+        self.unfinished = []
         self.turns += 1
         calls = _calls(record)
         if "unstorable" in record:
@@ -220,7 +232,7 @@ class TrajectoryState:
             self.draw += 1
             self.first = len(self.records)
             self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
-            self.answered, self.state = False, None
+            self.answered, self.state, self.unfinished = False, None, []
 
     def _extend(self, token_ids: NDArray[np.int32]) -> None:
         self.context.append(token_ids)
@@ -237,6 +249,8 @@ class TrajectoryState:
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 ids = tuple(record["token_ids"].tolist())
+                if record["turn"] < len(turns):  # a further part of it
+                    ids = turns.pop().token_ids + ids
                 turns.append(Turn(record["text"], _calls(record), num_tokens=len(ids), token_ids=ids))
             elif record["kind"] == "action":
                 returns = tuple(ToolReturn(**r | {"status": ToolStatus(r["status"])}) for r in record["returns"])
@@ -282,19 +296,21 @@ class TrajectoryState:
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
                 context += 0 if record["prompt_ids"] is None else len(record["prompt_ids"])
+                parts = rows.pop() if record["turn"] < len(rows) else {}
                 rows.append(
                     {
                         "turn": record["turn"],
                         "tool": record["calls"][0]["name"] if record["calls"] else "",
                         "status": NO_TOOL,
                         "num_calls": len(record["calls"]),
-                        "prompt_tokens": context,
-                        "generated_tokens": len(record["token_ids"]),
+                        "prompt_tokens": parts.get("prompt_tokens", context),
+                        "generated_tokens": parts.get("generated_tokens", 0) + len(record["token_ids"]),
                         "observation_tokens": 0,
                         "stop_reason": record["stop_reason"],
-                        "cached_tokens": record["cached_tokens"],
-                        "generate_s": record.get("busy_s", record["stop_s"] - record["start_s"]),
-                        "queued_s": record["queued_s"],
+                        "cached_tokens": parts.get("cached_tokens", record["cached_tokens"]),
+                        "generate_s": parts.get("generate_s", 0.0)
+                        + record.get("busy_s", record["stop_s"] - record["start_s"]),
+                        "queued_s": parts.get("queued_s", 0.0) + record["queued_s"],
                         "tool_s": 0.0,
                         "worker": record["worker"],
                         "text_chars": len(record["text"]),

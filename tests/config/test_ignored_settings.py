@@ -153,6 +153,8 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "simulation.objective": (None, "stream"),
         "planner.calibration": (None, "mine.json"),
         "evaluation.prompts": (0, 4),
+        "rollout.max_new_tokens": (2, 64),
+        "rollout.max_context_tokens": (64, 1024),
         "trainer.kl_coef": (0.0, 0.1),
         "trainer.lr": (0.0, 1e-3),
         "trainer.lora_rank": (None, 4),

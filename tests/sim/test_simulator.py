@@ -20,6 +20,7 @@ from libra.policy import (
     KnownLengths,
     Oracle,
     Priority,
+    QuantumFinished,
     SetPriority,
     TrajectoryParked,
 )
@@ -43,6 +44,47 @@ def test_slots_bound_how_many_run_and_the_rest_wait_in_order(engines: Engines, w
     times = [d.at_s for d in outcome.dispatched]
     assert [d.key.split("-")[3] for d in outcome.dispatched] == ["0", "1", "2", "3", "4"]
     assert len(set(times)) == 3 and times[0] == times[1] == 0.0
+
+
+def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines: Engines, workload: Workloads) -> None:
+    work, fleet = workload([(100, 5.0), (50, 0.0)]), engines(1)
+    whole = Simulator(work, fleet, Fifo()).run()
+    parts = Simulator(work, fleet, Fifo(), options=SimulationOptions(chunk_tokens=30)).run()
+    assert (parts.turns, parts.generated_tokens, parts.prefilled_tokens) == (2, 150, 110)
+    assert parts.makespan_s == pytest.approx(whole.makespan_s, rel=1e-6)
+    finished: list[QuantumFinished] = []
+
+    class Seen(Fifo):
+        def handle(self, event: Any) -> Any:
+            if isinstance(event, QuantumFinished):
+                finished.append(event)
+            return super().handle(event)
+
+    Simulator(work, fleet, Seen(), options=SimulationOptions(chunk_tokens=30)).run()
+    assert [(each.phase, each.tokens) for each in finished] == [
+        *[(Phase.ROLLOUT, tokens) for tokens in (30, 30, 30, 10)], (Phase.TOOL, 0),
+        *[(Phase.ROLLOUT, tokens) for tokens in (30, 20)], (Phase.TOOL, 0),
+    ]  # fmt: skip
+    assert all(each.status == "" for each in finished if each.phase is Phase.ROLLOUT)
+
+
+def test_with_chunks_least_attained_service_gives_a_slot_to_the_one_that_waits(
+    engines: Engines, workload: Workloads
+) -> None:
+    work = workload([(400, 0.0)], [(40, 0.0)])
+    ends = {}
+    for chunk in (None, 50):
+        outcome = Simulator(
+            work, engines(1, slots=1), ORDERINGS["mlfq"](), options=SimulationOptions(chunk_tokens=chunk)
+        )
+        ends[chunk] = {key.split("-")[3]: at_s for key, at_s in _ended(outcome).items()}
+    assert ends[None]["1"] > ends[None]["0"], "a whole turn holds the only slot to its end"
+    assert ends[50]["1"] < 0.3 * ends[50]["0"], "a chunk does not"
+
+
+def _ended(simulator: Simulator) -> dict[str, float]:
+    simulator.run()
+    return simulator.record.ended_s
 
 
 def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Workloads) -> None:
@@ -91,12 +133,17 @@ class Watched:
         self.inner, self.name = inner, inner.name
         self.places: dict[str, Priority] = {}
         self.parked: Counter[str] = Counter()
+        self.generated: Counter[str] = Counter()
+        self.quanta: list[int] = []
 
     def handle(self, event: Any) -> Any:
         answers = self.inner.handle(event)
         if isinstance(event, TrajectoryParked):
             assert isinstance(answers[0], SetPriority) and answers[0].key == event.key
             self.parked[event.key] += 1
+        if isinstance(event, QuantumFinished):
+            self.generated[event.key] += event.tokens
+            self.quanta.append(event.tokens)
         for answer in answers:
             if isinstance(answer, SetPriority):
                 self.places[answer.key] = answer.priority
@@ -120,6 +167,7 @@ TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])
     count=st.integers(1, 3),
     tool_slots=st.sampled_from([None, 1, 3]),
     lost=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 20)), max_size=3),
+    chunk=st.sampled_from([None, 9, 70, 1000]),
 )
 def test_every_turn_runs_once_and_slots_are_never_exceeded(
     engines: Engines,
@@ -130,20 +178,25 @@ def test_every_turn_runs_once_and_slots_are_never_exceeded(
     count: int,
     tool_slots: int | None,
     lost: list[tuple[int, float]],
+    chunk: int | None,
 ) -> None:
     work = workload(*trajectories, iterations=2)
     losses = tuple(Loss(f"tp1-{i}", at, 1.0) for i, at in lost if i < count)
     ordering = Watched(ORDERINGS[name]())
-    around = SimulationOptions(tool_slots=tool_slots, train_s=1.0, load_s=0.5, losses=losses)
+    around = SimulationOptions(tool_slots=tool_slots, train_s=1.0, load_s=0.5, losses=losses, chunk_tokens=chunk)
     simulator = Simulator(work, engines(count, slots, 3000), ordering, options=around)
     outcome = simulator.run()
     again = Counter((d.key, d.quantum) for d in outcome.dispatched)
     rollouts = sum(d.phase is Phase.ROLLOUT for d in outcome.dispatched)
-    assert rollouts == work.num_turns + outcome.lost_quanta
-    assert sum(again.values()) - len(again) == outcome.lost_quanta
+    if chunk not in (9, 70):
+        assert rollouts == work.num_turns + outcome.lost_quanta
+        assert sum(again.values()) - len(again) == outcome.lost_quanta
+    assert max(ordering.quanta) <= (chunk or 300)
+    assert ordering.generated == work.totals()
     assert set(simulator.record.ended_s) == set(work.totals())
     assert max(outcome.peak_kv_tokens.values()) <= 3000
-    assert sum(ordering.parked.values()) >= len(outcome.dispatched) >= work.num_turns
+    assert sum(ordering.parked.values()) >= len(outcome.dispatched)
+    assert len(ordering.quanta) >= work.num_turns
 
 
 def test_with_one_engine_dispatch_order_is_the_order_of_priorities(engines: Engines) -> None:
