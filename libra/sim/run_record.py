@@ -281,14 +281,14 @@ class RunRecord:
             start, stop = (int(whole["turn_offset"][row]) + more for more in (0, int(whole["num_turns"][row])))
             lengths = turns["generated_tokens"][start:stop].tolist() if split == "train" else []
             mine = _whole_turns(generated.get(place, []), lengths)
-            for at, quantum in enumerate(mine, start):
-                if quantum is None:
+            for at, whole_turn in enumerate(mine, start):
+                if whole_turn is None:
                     continue
                 context = float(turns["prompt_tokens"][at])
-                rows.setdefault(quantum.worker, []).append(
+                rows.setdefault(whole_turn.worker, []).append(
                     (
-                        quantum.told_s, quantum.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
-                        float(turns["tool_s"][at]) if quantum.inline is not None else 0.0, float(quantum.tokens), context,
+                        whole_turn.told_s, whole_turn.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
+                        float(turns["tool_s"][at]) if whole_turn.inline is not None else 0.0, float(whole_turn.tokens), context,
                         context - max(0.0, float(turns["cached_tokens"][at])),
                     )
                 )  # fmt: skip

@@ -44,7 +44,7 @@ class DividedTurns:
             if not getattr(engine, "continues_turns", False):
                 pytest.skip("this engine does not declare continues_turns")
             await engine.load_version(engine.version + 1, models.first)
-            fields = ({"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.6})
+            fields: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.6})
             requests = [ask(f"c{n}", length=30 + n, new=40, seed=n, **each) for n, each in enumerate(fields)]
             whole = [await engine.generate(request) for request in requests]
             stop = int(whole[1].token_ids[24])

@@ -233,8 +233,9 @@ class QuantumRunner:
             )
         )
         self.engine.turn_ended()
+        text, calls = "", tuple[ToolCall, ...]()
         if output.stop_reason is StopReason.LENGTH and part < left:
-            output, text, calls = replace(output, stop_reason=StopReason.PARKED), "", ()
+            output = replace(output, stop_reason=StopReason.PARKED)
         else:
             text = storable(self.chat.decode(np.concatenate([*state.unfinished, output.token_ids])))
             calls = self._parse(text) if script is None else script.calls
