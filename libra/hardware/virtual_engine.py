@@ -5,8 +5,9 @@ Invariants
 ----------
 1. KV in use (reserved by running requests, and kept between turns) never exceeds the engine's capacity.
 2. Every submitted request finishes once, or `lost` returns it.
-3. A running request is never preempted: it reserves its whole turn when it starts. (A real engine does not know the length of a
-   turn, and sometimes recomputes one.)
+3. A running request is never preempted: it reserves its whole turn when it starts. With ``preempts`` it holds what it has, as in
+   an engine that does not know the length of a turn: when memory is full, the one that started last goes back to the queue's
+   front, and its context is computed again.
 4. Smaller priority starts first, then earlier submission.
 
 All running requests gain one token per step, whose seconds come from `EngineSeconds` for the batch halfway to the next change.
@@ -25,12 +26,21 @@ import numpy as np
 
 from libra.errors import ConfigError
 from libra.hardware.engine import EngineSeconds
+from libra.hardware.host_kv import HostKv
 from libra.hardware.measured_engine import MeasuredEngine
 from libra.hardware.timing_residuals import Residuals
 from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256
 """Step seconds are tabulated per this many tokens of context."""
+
+
+WATERMARK = 0.01
+"""Share of the KV memory that stays free when a request starts on an engine that preempts: or it would be preempted at once."""
+
+
+FRONT = 1 << 48
+"""Subtracted from the serial of a request that was preempted, so that it is before all that have not begun."""
 
 
 class Request(NamedTuple):
@@ -115,13 +125,25 @@ class Counters(NamedTuple):
     recomputed_tokens: int
     busy_s: float
     peak_kv_tokens: int
+    preempted: int = 0
 
 
 class VirtualEngine:
-    """One engine; with ``residuals`` its seconds are drawn around the tables."""
+    """One engine; with ``residuals`` its seconds are drawn around the tables.
+
+    ``preempts``: see invariant 3. ``host``: KV that any engine computed, fetched where that is sooner than computing it again; a
+    request whose KV is being fetched holds its memory, and the others go on.
+    """
 
     def __init__(
-        self, name: str, tables: EngineTables, *, residuals: Residuals | None, rng: np.random.Generator
+        self,
+        name: str,
+        tables: EngineTables,
+        *,
+        residuals: Residuals | None,
+        rng: np.random.Generator,
+        preempts: bool = False,
+        host: HostKv | None = None,
     ) -> None:
         self.name = name
         self.changes = 0  # invalidates events that were computed before the last change
@@ -139,6 +161,12 @@ class VirtualEngine:
         self._serial = 0
         self._generated = self._prefilled = self._cached = self._recomputed = self._peak = 0
         self._busy_s = 0.0
+        self._preempts, self._host = preempts, host
+        self._fetching: list[
+            tuple[float, int, str, int]
+        ] = []  # heap of (second, serial, key, tokens that are then cached)
+        self._before: dict[str, int] = {}  # tokens that preempted requests had generated
+        self._num_preempted = 0
 
     # ---------------------------------------------------------------- requests
 
@@ -158,6 +186,9 @@ class VirtualEngine:
     def finished(self, now_s: float) -> list[Request]:
         """Requests that have their last token at ``now_s``, in order; their KV stays until its memory is needed."""
         self._advance(now_s)
+        while self._fetching and self._fetching[0][0] <= now_s:
+            _, _, key, cached = heapq.heappop(self._fetching)
+            self._run(self._requests[key], cached)
         done = []
         while self._running and self._running[0][0] <= self._steps + 1e-6:
             _, _, key = heapq.heappop(self._running)
@@ -168,14 +199,17 @@ class VirtualEngine:
             self._generated += request.new_tokens
             self._kept[key] = (tokens, request.group)
             self._kept_tokens += tokens
+            self._before.pop(key, None)
             done.append(request)
         if not self._running:
             self._context = 0.0
+        if self._preempts:
+            self._preempt()
         self._admit()
         return done
 
     def forget(self, key: str) -> None:
-        """Drop the KV of a trajectory that has ended."""
+        """Drop the KV of a trajectory that has ended, or goes on elsewhere."""
         self._evict(key)
 
     def cancel(self, now_s: float, key: str) -> bool:
@@ -187,13 +221,18 @@ class VirtualEngine:
         if had:
             self._queue = waiting
             heapq.heapify(self._queue)
+        self._before.pop(key, None)
         request = self._requests.pop(key, None)
         if request is not None:
-            finish = next(entry[0] for entry in self._running if entry[2] == key)
-            self._running = [entry for entry in self._running if entry[2] != key]
-            heapq.heapify(self._running)
             self._reserved -= request.room_tokens
-            self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
+            if any(entry[2] == key for entry in self._fetching):
+                self._fetching = [entry for entry in self._fetching if entry[2] != key]
+                heapq.heapify(self._fetching)
+            else:
+                finish = next(entry[0] for entry in self._running if entry[2] == key)
+                self._running = [entry for entry in self._running if entry[2] != key]
+                heapq.heapify(self._running)
+                self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
             self._prompts[request.group] -= 1
             if not self._prompts[request.group]:
                 del self._prompts[request.group]
@@ -207,15 +246,18 @@ class VirtualEngine:
         return len(self._running), len(self._queue), len(self._kept)
 
     def next_finish_s(self) -> float | None:
-        """When the next request finishes; None if none runs. Valid until ``changes`` changes."""
+        """When the next request finishes, or its KV arrives; None if none runs. Valid until ``changes`` changes."""
         if not self._running:
-            return None
+            return max(self._now, self._fetching[0][0]) if self._fetching else None
         count = len(self._running)
         steps = max(0.0, self._running[0][0] - self._steps)
+        if self._preempts and count > 1:
+            steps = min(steps, max(0.0, self._tables.kv_capacity_tokens - self._context) / count)
         self._step_s = self._tables.step_s(count, self._context + 0.5 * count * steps)
         if self._residuals is not None:
             self._step_s *= self._residuals.decode_factor(self._rng, max(1, int(steps)))
-        return max(self._ready, self._now) + steps * self._step_s
+        at_s = max(self._ready, self._now) + steps * self._step_s
+        return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
     def load(self, now_s: float, load_s: float) -> None:
         """Load new weights: kept KV is dropped, and running requests recompute their context."""
@@ -227,12 +269,13 @@ class VirtualEngine:
             request = self._requests[key]
             self._recomputed += request.context_tokens
             self._compute(request.context_tokens, 0)
+        self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
         self.changes += 1
 
     def lost(self) -> list[str]:
         """Lose the engine; returns the keys of its requests, which never finish here."""
         keys = [request.key for _, _, request in sorted(self._queue)] + sorted(self._requests)
-        self._queue, self._running, self._requests = [], [], {}
+        self._queue, self._running, self._requests, self._fetching = [], [], {}, []
         self.changes += 1
         return keys
 
@@ -240,10 +283,17 @@ class VirtualEngine:
         """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
         self._advance(now_s)
         left = {request.key: 0 for _, _, request in sorted(self._queue)}
+        for _, _, key, _ in sorted(self._fetching):
+            del self._requests[key]
+            left[key] = 0
+        self._fetching = []
         for finish, _, key in sorted(self._running, key=lambda entry: entry[1]):
             request = self._requests.pop(key)
-            left[key] = min(request.new_tokens - 1, max(0, request.new_tokens - math.ceil(finish - self._steps - 1e-6)))
+            left[key] = self._done_of(request, finish)
             self._generated += left[key]
+        for key, tokens in self._before.items():
+            left[key] += tokens
+        self._before.clear()
         self._queue, self._running, self._kept = [], [], OrderedDict()
         self._prompts.clear()
         self._first_with.clear()
@@ -252,15 +302,49 @@ class VirtualEngine:
         self.changes += 1
         return left
 
+    def _done_of(self, request: Request, finish: float) -> int:
+        """Tokens that a running request has generated, at least one fewer than it will have."""
+        return min(request.new_tokens - 1, max(0, request.new_tokens - math.ceil(finish - self._steps - 1e-6)))
+
+    def _preempt(self) -> None:
+        """While the next step does not fit, the request that started last goes back to the queue's front."""
+        capacity = self._tables.kv_capacity_tokens
+        while self._kept and self.kv_tokens + len(self._running) > capacity:
+            self._evict(next(iter(self._kept)))
+        while len(self._running) > 1 and self._context + len(self._running) > capacity:
+            last = max(self._running, key=lambda entry: entry[1])
+            self._running.remove(last)
+            heapq.heapify(self._running)
+            finish, serial, key = last
+            request = self._requests.pop(key)
+            done = self._done_of(request, finish)
+            context = request.context_tokens + done
+            self._generated += done
+            self._num_preempted += 1
+            self._reserved -= request.room_tokens
+            self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
+            self._before[key] = self._before.get(key, 0) + done
+            self._prompts[request.group] -= 1
+            if not self._prompts[request.group]:
+                del self._prompts[request.group]
+            again = request._replace(
+                context_tokens=context, new_tokens=request.new_tokens - done, computed_tokens=context, context=0
+            )
+            self._leave(key)
+            heapq.heappush(self._queue, ((), serial - FRONT, again))
+
     @property
     def counters(self) -> Counters:
         """Work so far."""
-        return Counters(self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak)
+        return Counters(
+            self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak,
+            self._num_preempted,
+        )  # fmt: skip
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of KV in use."""
-        return self._reserved + self._kept_tokens
+        return (math.ceil(self._context) if self._preempts else self._reserved) + self._kept_tokens
 
     # ---------------------------------------------------------------- time
 
@@ -279,7 +363,13 @@ class VirtualEngine:
         while self._queue:
             request = self._queue[0][2]
             need = request.room_tokens
-            if self._reserved + need > capacity or (most is not None and len(self._running) >= most):
+            if self._preempts:
+                need = request.context_tokens + 1
+                if self._running and self._context + need > capacity * (1.0 - WATERMARK):
+                    break
+            elif self._reserved + need > capacity:
+                break
+            if most is not None and len(self._running) >= most:
                 break
             heapq.heappop(self._queue)
             cached, _ = self._drop(request.key)
@@ -300,12 +390,20 @@ class VirtualEngine:
             self._leave(request.key)
             if request.context:
                 self._first_with[request.context], self._context_of[request.key] = request.key, request.context
-        self._cached += cached
-        self._recomputed += max(0, min(request.computed_tokens, request.context_tokens) - cached)
-        self._compute(request.context_tokens - cached, cached)
         self._requests[request.key] = request
         self._prompts[request.group] = self._prompts.get(request.group, 0) + 1
         self._reserved += request.room_tokens
+        if self._host is not None and (held := min(self._host.tokens(request.key), request.context_tokens)) > cached:
+            seconds = self._host.fetch(held - cached, self._tables.prefill_s(held - cached, cached))
+            if seconds:
+                heapq.heappush(self._fetching, (self._now + seconds, self._serial, request.key, held))
+                return
+        self._run(request, cached)
+
+    def _run(self, request: Request, cached: int) -> None:
+        self._cached += cached
+        self._recomputed += max(0, min(request.computed_tokens, request.context_tokens) - cached)
+        self._compute(request.context_tokens - cached, cached)
         self._context += request.context_tokens
         self._serial += 1
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))

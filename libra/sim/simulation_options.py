@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from libra.errors import ConfigError
 from libra.hardware import Residuals
+from libra.hardware.host_kv import HostPool
 from libra.sim.engines import NO_OVERHEAD, QuantumOverhead
 
 
@@ -48,6 +50,10 @@ class SimulationOptions:
         Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn parks as often as it takes. None: a turn is one quantum.
     boundaries : tuple of (TP degree, tokens)
         As of `libra.policy.messages.BoundariesSet`; empty: none.
+    host : HostPool or None
+        KV in host memory. None: an engine computes the context of a trajectory that comes from another one.
+    preempts : bool
+        Engines do not reserve KV for whole turns, and preempt (`libra.hardware.virtual_engine`, invariant 3).
     """
 
     eta: int = 0
@@ -64,6 +70,12 @@ class SimulationOptions:
     losses: tuple[Loss, ...] = ()
     chunk_tokens: int | None = None
     boundaries: tuple[tuple[int, float], ...] = ()
+    host: HostPool | None = None
+    preempts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.preempts and self.host is not None:
+            raise ConfigError("preempts: got True with host; a preempted request's KV is dropped, take one of the two")
 
     def step_s(self, batch: int) -> float:
         """Seconds of step ``batch`` with its weight update."""

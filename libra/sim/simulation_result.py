@@ -54,6 +54,8 @@ class SimulationResult(NamedTuple):
         Sampled; context computed; context whose KV was cached; computed context that some engine had computed before.
     moves, lost_quanta : int
         Turns that began on another engine than the previous turn; quanta that were lost with their engine.
+    preempted, fetched_tokens : int
+        Requests that were preempted; KV that was fetched from host memory.
     busy_frac : float
         Share of the engines' seconds in which they were busy, up to the last trajectory's end.
     dispatched : tuple of Dispatched
@@ -75,6 +77,8 @@ class SimulationResult(NamedTuple):
     busy_frac: float
     peak_kv_tokens: dict[str, int]
     dispatched: tuple[Dispatched, ...]
+    preempted: int = 0
+    fetched_tokens: int = 0
 
     @classmethod
     def of(
@@ -84,6 +88,7 @@ class SimulationResult(NamedTuple):
         counters: Sequence[tuple[str, Counters]],
         engines: int,
         end_s: float,
+        fetched_tokens: int = 0,
     ) -> SimulationResult:
         """The result of a record; an engine that stopped and came back has counters of each time."""
         makespan = max(record.ended_s.values())
@@ -109,6 +114,8 @@ class SimulationResult(NamedTuple):
             sum(c.busy_s for c in done) / (max(end_s, makespan) * engines) if engines and makespan else 0.0,
             peaks,
             tuple(record.dispatched),
+            sum(c.preempted for c in done),
+            fetched_tokens,
         )
 
     def digest(self) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libra.errors import ConfigError
+from libra.hardware.host_kv import HostKv
 from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
 from libra.policy import (
     Admission,
@@ -145,6 +146,7 @@ class Simulator:
         self.running_engines: dict[str, VirtualEngine] = {}
         self._running: dict[str, SimulatedTrajectory] = {}
         self._home: dict[str, str] = {}
+        self._host = None if self.options.host is None else HostKv(self.options.host)
         self._groups = WorkloadGroups(workload)
         self._typical_context = typical_context(workload.trajectories)
         self._admission = Admission(self.options.eta, self._groups.per_iteration)
@@ -184,7 +186,9 @@ class Simulator:
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
                 f"({len(self.running_engines)} are running), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
             )
-        return SimulationResult.of(workload, record, self._all_counters(), len(self._specs), self.agenda.now_s)
+        fetched = 0 if self._host is None else self._host.fetched_tokens
+        counters = self._all_counters()
+        return SimulationResult.of(workload, record, counters, len(self._specs), self.agenda.now_s, fetched)
 
     def _all_counters(self) -> list[tuple[str, Counters]]:
         """Of all engines, also of those that stopped; one that came back has several."""
@@ -215,8 +219,9 @@ class Simulator:
 
     def _join(self, spec: EngineSpec) -> None:
         self.running_engines[spec.name] = VirtualEngine(
-            spec.name, spec.tables, residuals=self.options.residuals, rng=self._streams[spec.name]
-        )
+            spec.name, spec.tables, residuals=self.options.residuals, rng=self._streams[spec.name],
+            preempts=self.options.preempts, host=self._host,
+        )  # fmt: skip
         self.notify(spec.joined(self._typical_context))
 
     def _announce(self, joined: WorkerJoined) -> None:
@@ -292,6 +297,8 @@ class Simulator:
         version = batch + 1
         self.notify(VersionPublished(version))
         if version < len(self._groups.plans):
+            if self._host is not None:
+                self._host.clear()
             for engine in self.running_engines.values():
                 engine.load(self.agenda.now_s, self.options.load_s)
                 self._schedule_next(engine)
@@ -392,6 +399,8 @@ class Simulator:
         one.generated = 0 if ends else one.generated + new_tokens
         one.context_tokens += new_tokens
         one.computed_tokens = one.context_tokens
+        if self._host is not None:
+            self._host.put(one.key, one.context_tokens)
         inline = ends and self._is_inline(turn)
         tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
         one.quanta += 2 if inline else 1
@@ -452,6 +461,8 @@ class Simulator:
         home = self._home.pop(one.key, None)
         if home is not None:
             self.running_engines[home].forget(one.key)
+        if self._host is not None:
+            self._host.drop(one.key)
         self.notify(TrajectoryEnded(one.key))
         self.record.ended_s[one.key] = self.record.rollout_s[one.plan.iteration] = self.agenda.now_s
         num_ended = len(self.record.ended_s)

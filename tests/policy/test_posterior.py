@@ -285,3 +285,20 @@ def test_a_snapshot_of_another_schema_is_refused() -> None:
     snapshot = Posterior().snapshot()
     with pytest.raises(ValueError, match="schema 99"):
         Posterior().restore({**snapshot, "schema": 99})
+
+
+def test_a_turn_that_parks_before_its_end_is_forecast_again_from_what_it_has() -> None:
+    forecaster = Posterior()
+    for number in range(64):
+        key = f"short-{number}"
+        forecaster.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, f"g{number // 4}"))
+        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "", NO_TOOL, 1.0))
+        forecaster.handle(TrajectoryEnded(key))
+    forecaster.learn()
+    for key in ("parks", "runs"):
+        forecaster.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "g"))
+        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, 5000, "", NO_TOOL, 1.0))
+    before = forecaster.remaining("runs")
+    forecaster.handle(TrajectoryParked("parks", 0, Phase.ROLLOUT, 1, "g"))
+    assert forecaster.remaining("parks").mean_tokens > 10 * before.mean_tokens  # it has outrun all others
+    assert forecaster.remaining("runs") == before

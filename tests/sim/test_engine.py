@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.hardware import Residuals
+from libra.hardware.host_kv import HostKv, HostPool
 from libra.hardware.virtual_engine import Request
 from libra.sim import EngineTables, VirtualEngine
 
@@ -129,5 +130,79 @@ def test_every_request_ends_once_and_kv_never_overflows(
                 assert request.key not in ends
                 ends[request.key] = now
         assert engine.kv_tokens <= 700
+    assert len(ends) == len(requests)
+    assert engine.counters.generated_tokens == sum(new for _, new, _, _ in requests)
+
+
+def test_an_engine_that_preempts_starts_more_and_computes_a_context_again(tables: Tables) -> None:
+    whole, grows = (
+        VirtualEngine("e", tables(kv=1100), residuals=None, rng=np.random.default_rng(0), preempts=preempts)
+        for preempts in (False, True)
+    )
+    for engine in (whole, grows):
+        for key in ("a", "b"):
+            engine.submit(0.0, Request(key, key, 100, 0, 900), ())
+    assert whole.load_now == (1, 1, 0) and grows.load_now == (2, 0, 0)
+    ends = run_dry(grows)
+    # Both grow to 550 tokens each; then b waits for a's end, and its 550 tokens are computed again.
+    full_s = 0.2 + 450 * (0.010 + 1e-6 * 650)
+    a_s = full_s + 450 * (0.010 + 1e-6 * 775)
+    assert ends["a"] == pytest.approx(a_s, rel=0.02)  # grain 256
+    assert ends["b"] == pytest.approx(a_s + 0.55 + 450 * (0.010 + 1e-6 * 775), rel=0.02)
+    assert grows.counters.preempted == 1 and grows.counters.generated_tokens == 1800
+    assert grows.counters.recomputed_tokens == pytest.approx(550, abs=1)
+
+
+def test_a_preempted_request_hands_over_all_that_it_has(tables: Tables) -> None:
+    engine = VirtualEngine("e", tables(kv=1100), residuals=None, rng=np.random.default_rng(0), preempts=True)
+    for key in ("a", "b"):
+        engine.submit(0.0, Request(key, key, 100, 0, 900), ())
+    at_s = engine.next_finish_s()
+    assert at_s is not None and engine.finished(at_s) == []
+    left = engine.hand_over(at_s)
+    assert left["a"] == pytest.approx(450, abs=1) and left["b"] == pytest.approx(450, abs=1)
+
+
+def test_kv_comes_from_host_memory_where_that_is_sooner(tables: Tables) -> None:
+    host = HostKv(HostPool(2_000, 0.1, 1e-5))
+    engine = VirtualEngine("e", tables(), residuals=None, rng=np.random.default_rng(0), host=host)
+    host.put("far", 1000)
+    host.put("near", 50)  # 0.05 s to compute, 0.1005 s to fetch
+    engine.submit(0.0, Request("far", "f", 1000, 0, 100, 1000), ())
+    engine.submit(0.0, Request("near", "n", 50, 0, 5, 50), ())
+    ends = run_dry(engine)
+    assert ends["near"] == pytest.approx(0.05 + 5 * 0.0101, rel=0.02)  # it went on meanwhile
+    assert ends["far"] == pytest.approx(0.11 + 100 * (0.010 + 1e-6 * 1050), rel=0.02)
+    assert host.fetched_tokens == 1000 and engine.counters.cached_tokens == 1000
+    assert engine.counters.recomputed_tokens == 50
+    host.put("more", 1500)
+    assert (host.tokens("far"), host.tokens("near"), host.held_tokens) == (0, 50, 1550)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=REQUESTS, preempts=st.booleans())
+def test_every_request_ends_once_with_preemption_and_with_kv_from_host_memory(
+    tables: Tables, requests: list[tuple[int, int, float, int]], preempts: bool
+) -> None:
+    host = None if preempts else HostKv(HostPool(10_000, 0.01, 1e-5))
+    engine = VirtualEngine(
+        "e", tables(kv=700), residuals=None, rng=np.random.default_rng(0), preempts=preempts, host=host
+    )
+    arrivals = sorted((at, i) for i, (_, _, at, _) in enumerate(requests))
+    ends: dict[str, float] = {}
+    while arrivals or engine.next_finish_s() is not None:
+        at_s = engine.next_finish_s()
+        if arrivals and (at_s is None or arrivals[0][0] <= at_s):
+            now, i = arrivals.pop(0)
+            context, new, _, group = requests[i]
+            if host is not None and i % 2:
+                host.put(f"r{i}", context)
+            engine.submit(now, Request(f"r{i}", f"g{group}", context, 0, new), ())
+        else:
+            assert at_s is not None
+            for request in engine.finished(at_s):
+                assert request.key not in ends
+                ends[request.key] = at_s
+        assert engine.kv_tokens <= 700 + len(requests)  # one more token each until the next event
     assert len(ends) == len(requests)
     assert engine.counters.generated_tokens == sum(new for _, new, _, _ in requests)

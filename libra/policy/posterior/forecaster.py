@@ -64,12 +64,14 @@ from libra.policy.posterior.learner import Learner, RunningMean
 from libra.policy.posterior.path_residuals import BACK_OFF, SILENT, child
 from libra.policy.posterior.prompt_history import History
 from libra.policy.posterior.ridge import EXPERTS
-from libra.types import ToolStatus
+from libra.types import Phase, ToolStatus
 
 SCHEMA = 3
 """Of snapshots."""
 NAMED = 65_536
 """Groups whose prompts are known before their first trajectory; beyond, the oldest are dropped."""
+UNFINISHED = "(unfinished turn)"
+"""What returns when a turn parks before its end: only that it goes on."""
 WAITING = 1024
 """Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
 _ADDS32 = ADDS.astype(np.float32)
@@ -123,8 +125,11 @@ class Posterior:
                 if event.status:
                     self._returned(live, event.tool, event.status, event.payload_tokens)
         elif type(event) is TrajectoryParked:
-            if event.key not in self._live:
+            live = self._live.get(event.key)
+            if live is None:
                 self._started(event.key, event.group, event.family)
+            elif live.pending and event.phase is Phase.ROLLOUT:
+                self._returned(live, UNFINISHED, ToolStatus.OK, 0)
         elif type(event) is TrajectoryEnded:
             live = self._live.pop(event.key, None)
             if live is not None:
