@@ -14,13 +14,16 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from libra.config import config_from_dict
+from libra.config.effects import ignored_settings
 from libra.envs.tool_arithmetic import ToolArithmetic
-from libra.errors import EngineError
+from libra.errors import ConfigError, EngineError
 from libra.events.reports import QuantumReport
 from libra.rollout.chat_format import load_chat_format
+from libra.rollout.transformers_engine import TransformersEngine
 from libra.store.trajectory_journal import Journal
 from libra.types import FailureClass, StopReason, TrajectoryId, TurnOutput, TurnRequest
 from libra.worker import quanta
+from libra.worker.engine_factory import check_engine
 from libra.worker.quanta import QuantumRunner
 from libra.worker.trajectory_state import TrajectoryState
 
@@ -158,3 +161,36 @@ def test_an_engine_that_fails_in_mid_turn_is_asked_for_the_rest(chat: Any) -> No
     assert failed.state.retried == [FailureClass.ENGINE]
     assert failed.content() == whole.content()
     assert [request.generated for request in failed.serving.requests[:4]] == [0, 20, 40, 40]
+
+
+@pytest.mark.parametrize("value", [0, -5, 2.5, "many", True])
+def test_values_that_are_no_number_of_tokens_are_named(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.chunk_tokens"):
+        config_from_dict({"rollout": {"chunk_tokens": value}})
+
+
+@pytest.mark.parametrize(("tokens", "effective"), [(63, True), (64, False), (10_000, False)])
+def test_a_chunk_that_no_turn_reaches_is_said_to_have_no_effect(tokens: int, effective: bool) -> None:
+    config = config_from_dict({"rollout": {"chunk_tokens": tokens, "max_new_tokens": 64}})
+    told = [each.message for each in ignored_settings(config)]
+    assert told == ([] if effective else [
+        f"rollout.chunk_tokens={tokens} has no effect here; needed is a rollout.chunk_tokens below rollout.max_new_tokens"
+    ])  # fmt: skip
+
+
+class Forgetful(TransformersEngine):
+    """An engine of one's own that does not say that it continues turns."""
+
+    continues_turns = False
+
+    def __init__(self, *, model_dir: Path, slots: int, max_context_tokens: int, version: int) -> None:
+        super().__init__(model_dir, slots=slots, max_context_tokens=max_context_tokens, version=version)
+
+
+def test_an_engine_that_would_draw_the_same_noise_again_is_refused() -> None:
+    config = config_from_dict({"rollout": {"engine": f"{__name__}:Forgetful", "chunk_tokens": 8}})
+    with pytest.raises(
+        ConfigError, match=r"rollout.chunk_tokens: '.*:Forgetful' does not declare .* continues_turns = True"
+    ):
+        check_engine(config)
+    check_engine(config.model_copy(update={"rollout": config.rollout.model_copy(update={"chunk_tokens": None})}))
