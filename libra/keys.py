@@ -8,6 +8,7 @@ publish, summary.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from libra.errors import ConfigError
@@ -46,8 +47,9 @@ def make(node: str, indices: tuple[int, ...], *, epoch: int, run: str, split: st
     return "-".join((node, split, *map(str, indices), f"e{epoch}", run))
 
 
+@lru_cache(maxsize=4096)
 def parse(key: object) -> Key | None:
-    """The parts of a Libra key; None for any other key."""
+    """The parts of a Libra key; None for any other key. Each quantum asks for the same keys again."""
     match = _KEY.fullmatch(key) if isinstance(key, str) else None
     if match is None:
         return None

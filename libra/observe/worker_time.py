@@ -227,6 +227,8 @@ class WorkerTimes:
             self._num_waiting[phase] += 1
 
     def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> None:
+        if self._place.get(event.key) == (event.worker, event.phase):
+            return  # the next quantum, in the slot of the one before
         self._stopped(event.key)
         self._waits(event.key, None)
         phase = Phase(event.phase)
@@ -375,7 +377,7 @@ _HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
     events.TrajectoryParked: WorkerTimes._parked,
     events.QuantumDispatched: WorkerTimes._started,
     events.QuantumContinued: WorkerTimes._started,
-    events.QuantumFinished: lambda self, event: self._stopped(event.key),
+    # No QuantumFinished: the trajectory has its slot until it parks or ends, an instant later, or continues in it.
     events.QuantumLost: lambda self, event: self._stopped(event.key),
     events.QuantumGivenBack: lambda self, event: self._stopped(event.key),
     events.TrajectoryFoundEnded: lambda self, event: self._stopped(event.key),
