@@ -35,6 +35,8 @@ _IDENTITY_BYTES = 16
 LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
 """Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log from its beginning."""
+_READ_BYTES = 1 << 13
+"""Bytes of a log that a reader takes first where it looks for a record."""
 KEPT_INDEXES = 256
 """Logs whose record positions a reader keeps."""
 KEPT_LOOKUPS = 32_768
@@ -48,6 +50,8 @@ class _Log:
 
     path: str
     end: int
+    descriptor: int | None = None
+    """Open for writing, where it stays open."""
     names: set[bytes] = field(default_factory=set)
 
 
@@ -70,11 +74,13 @@ class Journal:
         worker's trajectories.
     fsync : bool
         Flush every record to the device before `append` returns. False: a record survives its process, not a power failure.
+    one_machine : bool
+        Whether all who read it are on this machine, so that the log may stay open between two records.
     """
 
-    def __init__(self, root: Path, *, fsync: bool = False) -> None:
+    def __init__(self, root: Path, *, fsync: bool = False, one_machine: bool = False) -> None:
         self.root = os.fspath(root)
-        self.fsync = fsync
+        self.fsync, self.one_machine = fsync, one_machine
         self._log: _Log | None = None
         self._indexes: OrderedDict[bytes, _Index] = OrderedDict()  # the one used last is the last
         self._lookups = 0
@@ -109,8 +115,8 @@ class Journal:
         log = self._log
         if log is None or len(log.names) >= MOST_RECORDS:
             log = self._new_log()
-        # Opened and closed each time: only then does NFS show the bytes to others.
-        descriptor = os.open(log.path, os.O_WRONLY | os.O_CLOEXEC)
+        # Opened and closed each time: only then does NFS show the bytes to other machines.
+        descriptor = log.descriptor if log.descriptor is not None else os.open(log.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             try:
                 write_all(descriptor, frame, log.end)
@@ -120,7 +126,8 @@ class Journal:
                 os.ftruncate(descriptor, log.end)
                 raise
         finally:
-            os.close(descriptor)
+            if log.descriptor is None:
+                os.close(descriptor)
         try:
             os.link(log.path, path)
         except FileExistsError:
@@ -142,13 +149,21 @@ class Journal:
             os.write(descriptor, identity)
         except OSError:
             os.unlink(path)
-            raise
-        finally:
             os.close(descriptor)
-        if self._log is not None:
-            os.unlink(self._log.path)
-        self._log = _Log(path, _IDENTITY_BYTES)
+            raise
+        if not self.one_machine:
+            os.close(descriptor)
+        self._close_log()
+        self._log = _Log(path, _IDENTITY_BYTES, descriptor if self.one_machine else None)
         return self._log
+
+    def _close_log(self) -> None:
+        """Remove the log's own name; its records keep the file."""
+        log, self._log = self._log, None
+        if log is not None:
+            if log.descriptor is not None:
+                os.close(log.descriptor)
+            Path(log.path).unlink(missing_ok=True)
 
     def read(self, trajectory_id: str, start: int = 0) -> list[dict[str, Any]]:
         """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
@@ -230,30 +245,39 @@ class Journal:
             place = index.places.get(name)
             if place is not None:
                 return place
-            data = os.pread(descriptor, max(os.fstat(descriptor).st_size - index.end, 0), index.end)
-            seen: dict[str, tuple[int, int]] = {}
-            at = 0
-            while at + _FRAME.size <= len(data):
-                name_bytes, record_bytes = _FRAME.unpack_from(data, at)
-                body = at + _FRAME.size + name_bytes
-                at = body + record_bytes
-                if at > len(data):
-                    break
-                found = data[body - name_bytes : body].decode(errors="replace")
-                seen[found] = (index.end + body, record_bytes)
-                if found == name:
-                    # It is linked, so it and all before it are committed. The bytes behind it may still be overwritten.
-                    index.places |= seen
-                    index.end += at
-                    return seen[name]
-            return None
+            size, step = os.fstat(descriptor).st_size, _READ_BYTES
+            while True:  # what comes after it need not be read
+                data = os.pread(descriptor, min(step, max(size - index.end, 0)), index.end)
+                if (place := _found(data, name, index)) is not None or step >= size - index.end:
+                    return place
+                step *= 4
 
     def close(self) -> None:
         """Remove the log's own name; its records keep the file. The next `append` makes another log."""
         with self._lock:
-            if self._log is not None:
-                Path(self._log.path).unlink(missing_ok=True)
-                self._log = None
+            self._close_log()
+
+
+def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
+    """The place of a record among the frames in ``data``, which is the log from ``index.end`` on; None: not there.
+
+    It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be overwritten.
+    """
+    seen: dict[str, tuple[int, int]] = {}
+    at = 0
+    while at + _FRAME.size <= len(data):
+        name_bytes, record_bytes = _FRAME.unpack_from(data, at)
+        body = at + _FRAME.size + name_bytes
+        at = body + record_bytes
+        if at > len(data):
+            return None
+        found = data[body - name_bytes : body].decode(errors="replace")
+        seen[found] = (index.end + body, record_bytes)
+        if found == name:
+            index.places |= seen
+            index.end += at
+            return seen[name]
+    return None
 
 
 def sweep_logs(root: Path) -> None:

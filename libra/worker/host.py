@@ -146,7 +146,7 @@ class LibraHost(WorkerPlugin):
         await environment.setup()
         epoch = Epoch(spec.epochs_dir, spec.epoch)
         epoch.check()
-        journal = Journal(spec.journal_dir)
+        journal = Journal(spec.journal_dir, one_machine=spec.config.cluster.scheduler is None)
         parts.callback(journal.close)
         weights = weights_of(worker, spec)
         parts.push_async_callback(asyncio.to_thread, weights.close)

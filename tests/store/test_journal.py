@@ -24,6 +24,12 @@ def names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if not path.name.startswith(LOG_PREFIX)]
 
 
+def open_logs(directory: Path) -> int:
+    """Files in a directory that this process has open."""
+    held = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(path.startswith(f"{directory}/") for path in held)
+
+
 def test_records_come_back_in_order_from_any_start(tmp_path):
     journal = Journal(tmp_path)
     for quantum in range(4):
@@ -123,9 +129,10 @@ def test_fsync_reaches_file_and_directory(tmp_path, monkeypatch):
     assert [path.name.startswith(LOG_PREFIX) or path.name for path in synced] == [True, tmp_path.name]
 
 
-def test_many_records_of_many_trajectories_lie_in_few_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("one_machine", [False, True])
+def test_many_records_of_many_trajectories_lie_in_few_files(tmp_path, monkeypatch, one_machine):
     monkeypatch.setattr(journal_module, "MOST_RECORDS", 10)
-    writer, reader = Journal(tmp_path), Journal(tmp_path)
+    writer, reader = Journal(tmp_path, one_machine=one_machine), Journal(tmp_path)
     for quantum in range(4):
         for sample in range(8):
             writer.append(f"train-0-0-{sample}", quantum, {"at": [sample, quantum]})
@@ -136,7 +143,9 @@ def test_many_records_of_many_trajectories_lie_in_few_files(tmp_path, monkeypatc
     for one in (reader, Journal(tmp_path)):
         for sample in reversed(range(8)):
             assert [r["at"] for r in one.read(f"train-0-0-{sample}")] == [[sample, q] for q in range(4)]
+    assert open_logs(tmp_path) == one_machine
     writer.close()
+    assert open_logs(tmp_path) == 0
     sweep_logs(tmp_path)
     for sample in range(8):
         writer.remove(f"train-0-0-{sample}")
@@ -160,8 +169,9 @@ def test_a_reader_forgets_logs_that_are_read_no_more(tmp_path, monkeypatch):
     assert max(held) == held[-1] < 60
 
 
-def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, monkeypatch):
-    loser, winner, reader = Journal(tmp_path), Journal(tmp_path), Journal(tmp_path)
+@pytest.mark.parametrize("one_machine", [False, True])
+def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, one_machine):
+    loser, winner, reader = Journal(tmp_path, one_machine=one_machine), Journal(tmp_path), Journal(tmp_path)
     loser.append(ID, 0, {"by": "loser"})
     assert len(reader.read(ID)) == 1
     winner.append(ID, 1, {"by": "winner"})
@@ -178,7 +188,7 @@ def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, monke
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 300)), max_size=40))
 def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, steps):
     root = tmp_path_factory.mktemp("journal")
-    writers, readers = [Journal(root) for _ in range(3)], [Journal(root) for _ in range(2)]
+    writers, readers = [Journal(root, one_machine=n > 0) for n in range(3)], [Journal(root) for _ in range(2)]
     model: dict[str, list[tuple[int, int]]] = {}
     for writer, sample, size in steps:
         name = f"train-0-0-{sample}"
@@ -190,6 +200,8 @@ def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, st
                 writers[(writer + 1) % 3].append(name, len(done) - 1, {"writer": -1, "text": ""})
         found = readers[size % 2].read(name)
         assert [(record["writer"], len(record["text"])) for record in found] == done
+    for each in writers:
+        each.close()
 
 
 def test_remove_forgets_one_trajectory(tmp_path):
