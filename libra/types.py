@@ -252,6 +252,8 @@ class TurnOutput:
         Context tokens whose KV was cached.
     queued_s, busy_s : float
         Wall seconds before the first forward pass, and from then to the end.
+    prefill_s : float
+        Of ``busy_s``, those before the first token; 0: not known.
     """
 
     token_ids: NDArray[np.int32]
@@ -262,6 +264,7 @@ class TurnOutput:
     cached_tokens: int = 0
     queued_s: float = 0.0
     busy_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +324,8 @@ class EngineCapacity:
         Measured seconds of its passes; None before enough of them ran.
     max_context_tokens : int
         Longest context of one trajectory; 0: unknown.
+    exchanges_kv : bool
+        Whether it gives and takes KV objects (`rollout.kv_host_gib`).
     """
 
     kv_tokens: int
@@ -330,6 +335,7 @@ class EngineCapacity:
     tp: int
     steps: StepSeconds | None = None
     max_context_tokens: int = 0
+    exchanges_kv: bool = False
 
     @classmethod
     def from_declaration(cls, declared: Mapping[str, Any]) -> EngineCapacity:
@@ -337,7 +343,9 @@ class EngineCapacity:
         steps = None
         if declared["fixed_s"] is not None:
             steps = StepSeconds(**{each.name: declared[each.name] for each in fields(StepSeconds)})
-        return cls(**{each.name: int(declared[each.name]) for each in fields(cls) if each.name != "steps"}, steps=steps)
+        sizes = (each.name for each in fields(cls) if each.name not in ("steps", "exchanges_kv"))
+        exchanges = bool(declared.get("exchanges_kv", False))
+        return cls(**{name: int(declared[name]) for name in sizes}, steps=steps, exchanges_kv=exchanges)
 
     def declaration(self) -> dict[str, Any]:
         """The flat fields that `from_declaration` reads; those of ``steps`` are None before any were measured."""

@@ -91,8 +91,9 @@ class RolloutSection(Section):
     need at `max_context_tokens`, turns wait until their context fits, and contexts kept between turns are evicted.
     None: enough for all slots."""
     kv_host_gib: Annotated[float, Field(gt=0)] | None = None
-    """Host memory of one engine, in GiB, for the KV of trajectories between two turns: contexts that were evicted from the KV cache
-    return from there instead of being computed again. Never used across versions. Needs engine transformers. None: no memory."""
+    """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Contexts that were evicted from the KV cache
+    return from there, and a trajectory that changes its home takes its KV along where that is expected to be quicker than computing
+    it again. Never used across versions. Needs engine transformers. None: KV is computed again."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
     the environment's own format, by default "hermes"."""

@@ -4,8 +4,8 @@ The controller plans from metadata (`orders`); payload goes from worker to worke
 """
 
 from libra.dispatch.batch_layout import Block, DispatchPlan, Move, Piece, balanced, contiguous, dealt, plan, replicated
-from libra.dispatch.client import Fetched, Order, fetch, orders, rows_of
-from libra.dispatch.server import DispatchServer
+from libra.dispatch.client import Fetched, Order, fetch, orders, recv_views, rows_of
+from libra.dispatch.server import DispatchServer, send_views
 
 __all__ = [
     "Block",
@@ -21,6 +21,8 @@ __all__ = [
     "fetch",
     "orders",
     "plan",
+    "recv_views",
     "replicated",
     "rows_of",
+    "send_views",
 ]

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from libra.dispatch.batch_layout import Block, Move, Row, Wanted, plan, replan
 from libra.dispatch.process_memory_copy import can_read, machine, read
 from libra.dispatch.server import PURPOSE, DispatchServer
 from libra.errors import DispatchError, LayoutError
-from libra.transport import Address, connect
+from libra.transport import Address, Channel, connect
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +165,20 @@ def _receive(move: Move, address: Address | None, target: memoryview, secret: st
         if (offered_bytes := answer.get("num_bytes")) != move.num_bytes:
             raise DispatchError(f"dispatch: {offered_bytes} bytes are offered, {move.num_bytes} were requested")
         views = [target[piece.at_bytes : piece.at_bytes + piece.num_bytes] for piece in move.pieces]
-        if "memory" in answer:
-            is_readable = can_read(answer["memory"])
-            if is_readable:
-                read(answer["memory"]["pid"], answer["memory"]["runs"], views)
-            channel.send_frame(read=is_readable)
-            if is_readable:
-                return
-        channel.recv_bytes(views, checked=True)
+        recv_views(channel, answer, views)
+
+
+def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
+    """Fill ``views`` with the bytes that `libra.dispatch.server.send_views` announced in ``answer``; OSError if they do not
+    come."""
+    if "memory" in answer:
+        is_readable = can_read(answer["memory"])
+        if is_readable:
+            read(answer["memory"]["pid"], answer["memory"]["runs"], views)
+        channel.send_frame(read=is_readable)
+        if is_readable:
+            return
+    channel.recv_bytes(views, checked=True)
 
 
 def rows_of(fetched: Fetched, order: Order) -> Mapping[Row, memoryview]:

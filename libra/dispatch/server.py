@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,12 +134,20 @@ class DispatchServer:
             except LayoutError as error:
                 channel.send_frame(error=str(error))
                 continue
-            num_bytes = sum(map(len, views))
-            if request.get("machine") == machine():
-                channel.send_frame(num_bytes=num_bytes, memory=offered(views))
-                answer = channel.recv_frame()  # until it comes, ``views`` keep the memory
-                if answer is None or answer["read"]:
-                    continue
-            else:
-                channel.send_frame(num_bytes=num_bytes)
-            channel.send_bytes(views, checked=True)
+            send_views(channel, views, request)
+
+
+def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[str, Any], **fields: Any) -> None:
+    """Answer ``request`` with ``fields`` and the bytes of ``views``, for `libra.dispatch.client.recv_views`.
+
+    A client on the machine that it names reads them in this process's memory, if it can.
+    """
+    num_bytes = sum(map(len, views))
+    if request.get("machine") == machine():
+        channel.send_frame(num_bytes=num_bytes, memory=offered(views), **fields)
+        answer = channel.recv_frame()  # until it comes, ``views`` keep the memory
+        if answer is None or answer["read"]:
+            return
+    else:
+        channel.send_frame(num_bytes=num_bytes, **fields)
+    channel.send_bytes(views, checked=True)

@@ -58,6 +58,14 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     unfinished: bool = False
 
 
+class HomeChangedReport(TrajectoryReport, frozen=True, tag="home_changed"):
+    """A generation ran that the scheduler had priced as a change of home; fields as in `libra.events.HomeChanged`."""
+
+    took_s: float
+    num_bytes: int
+    refused: str
+
+
 class FoundEndedReport(TrajectoryReport, frozen=True, tag="ended"):
     """The journal, or its group's record, shows that the trajectory ended before, after ``quanta`` records, or that many turns."""
 
@@ -117,9 +125,10 @@ class EngineReport(Report, frozen=True):
 
 
 class JoinedReport(EngineReport, frozen=True, tag="joined"):
-    """The engine runs; ``weights``: host and port at which its worker serves versions."""
+    """The engine runs; ``weights``: host and port at which its worker serves versions, ``kv``: at which it gives KV objects."""
 
     weights: tuple[str, int] | None = None
+    kv: tuple[str, int] | None = None
     engine: EngineKindFields | None = None
 
 

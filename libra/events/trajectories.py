@@ -79,6 +79,26 @@ class QuantumDispatched(Event, frozen=True):
     alone: bool
 
 
+class HomeChanged(Event, frozen=True):
+    """A generation of a trajectory with ``tokens`` of context ran on ``worker`` instead of ``home``, whose engine had its KV.
+
+    ``prefill_s`` and ``transfer_s`` were expected for computing the KV again (0: not known) and for sending it. ``sent``: it was
+    to be sent, ``num_bytes`` of it arrived and were taken, and ``took_s`` is the transfer; where ``refused`` says why not, and
+    where it was not to be sent, ``took_s`` is the time until the first token.
+    """
+
+    key: str
+    home: str
+    worker: str
+    tokens: int
+    prefill_s: float
+    transfer_s: float
+    sent: bool
+    took_s: float
+    num_bytes: int
+    refused: str
+
+
 class QuantumFinished(Event, frozen=True):
     """A quantum's record is committed.
 

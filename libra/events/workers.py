@@ -103,6 +103,7 @@ class WorkerCapacity(Event, frozen=True):
     prefill_s_per_token: float
     beside_s_per_token: float
     max_context_tokens: int = 0
+    kv_token_bytes: int = 0
 
 
 class EngineDeclared(Event, frozen=True):
@@ -129,6 +130,7 @@ class EngineDeclared(Event, frozen=True):
     num_steps: int = 0
     error_frac: float | None = None
     max_context_tokens: int = 0
+    exchanges_kv: bool = False
 
 
 class SlotsSet(Event, frozen=True):

@@ -23,7 +23,10 @@ def joined_of(
     """A worker whose engine declares ``capacity``; ``rollout_slots`` are those it has now (None: the engine's)."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
     limit = capacity.max_context_tokens
-    joined = WorkerJoined(worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit)
+    kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
+    joined = WorkerJoined(
+        worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit, kv_token_bytes=kv_token_bytes
+    )
     steps = capacity.steps
     if steps is None:
         return joined

@@ -32,6 +32,7 @@ from libra.policy.messages import (
     Command,
     Event,
     HomeForgotten,
+    KVTransferred,
     Place,
     Prefer,
     Priority,
@@ -191,6 +192,8 @@ class Dispatcher:
             if event.key not in queue.running and event.worker in queue.slots:  # otherwise it continues in its slot
                 queue.leave(event.key)
                 queue.take(event.key, event.worker)
+        elif type(event) is KVTransferred:
+            self._loads.transfers.add(event.num_bytes, event.seconds)
         elif type(event) is HomeForgotten:
             self._tool_home.pop(event.key, None)
         elif type(event) is TrajectoryEnded:
@@ -354,7 +357,7 @@ class Dispatcher:
             if phase is Phase.TOOL:
                 self._tool_home[place.key] = place.worker
             else:
-                self._loads.settle(place.key, place.worker)
+                place = self._loads.placed(place)
             self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
             places.append(place)
         return tuple(places)
@@ -477,9 +480,9 @@ class Dispatcher:
             here_s, there_s, _ = self._loads.moved_s(key, target)
             if there_s > here_s:
                 return ""
-        price_s = self._fleet.context_tokens.get(key, 0) * hosts[target].spec.prefill_s_per_token
+        move = self._loads.price(key, target)
         turn_s = self._quantum_s.get(home, 0.0) / max(1, queue.slots.get(home, 1))
-        pays = price_s <= queue.waiting_at.get(home, 0) * turn_s
+        pays = move is not None and move.seconds <= queue.waiting_at.get(home, 0) * turn_s
         return "the queue at home is longer than computing it again" if pays else ""
 
     def _silent(self, workers: Iterable[str]) -> str | None:

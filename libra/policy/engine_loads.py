@@ -21,7 +21,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from libra.policy.fleet import Fleet
+from libra.policy.messages import Move, Place
+from libra.policy.move_price import TransferPace, priced
 
 UNSURE, SURE = 3.0, 64.0
 """Exponents of the norm. The longest alone overrates a predictor whose forecasts correlate with the truth by 0.6: 2 to 5 % of the
@@ -68,6 +72,7 @@ class Loads:
         self._mean_final = 0.0
         self._num_ended = 0
         self._idlest: list[str] = []
+        self.transfers = TransferPace()
         self._changes = 0
 
     def join(self, key: str, group: str) -> None:
@@ -302,8 +307,23 @@ class Loads:
             return 0.0
         return here_s - after_s
 
+    def price(self, key: str, worker: str) -> Move | None:
+        """The price of ``worker`` as the new home of ``key``; None if it has no home, or this is it."""
+        hosts, home = self._fleet.hosts, self._fleet.home.get(key)
+        if home is None or home == worker:
+            return None
+        return priced(self._fleet.context_tokens.get(key, 0), hosts[home].spec, hosts[worker].spec, self.transfers)
+
+    def placed(self, place: Place) -> Place:
+        """The placement, with its price if it is a move between engines that exchange KV; its worker is the trajectory's home
+        from now on."""
+        move = self.price(place.key, place.worker)
+        self.settle(place.key, place.worker)
+        return place if move is None or move.transfer_s is None else msgspec.structs.replace(place, move=move)
+
     def _price_s(self, key: str, worker: str) -> float:
-        return self._fleet.context_tokens.get(key, 0) * self._fleet.hosts[worker].spec.prefill_s_per_token
+        move = self.price(key, worker)
+        return 0.0 if move is None else move.seconds
 
     def _first_over(self) -> list[str]:
         """The declared engines that finish first, updated every `LISTED_EVERY` calls."""

@@ -30,6 +30,7 @@ from libra.policy.messages import (
     Command,
     Event,
     HomeForgotten,
+    KVTransferred,
     OpenBatch,
     OpenGate,
     OpenWave,
@@ -225,6 +226,8 @@ def policy_event(line: int, event: events.Event, family: str) -> Event | None:
             return QuantumStarted(key, _phase(line, phase), worker)
         case events.HomeForgotten(key=key):
             return HomeForgotten(key)
+        case events.HomeChanged(num_bytes=num_bytes, took_s=took_s):
+            return KVTransferred(num_bytes, took_s) if num_bytes else None
         case events.PromptsNamed(iteration=iteration, prompts=prompts):
             return groups_named("train", iteration, prompts)
         case events.TrajectoryEnded(key=key, completed=completed):

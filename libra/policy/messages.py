@@ -129,6 +129,8 @@ class WorkerJoined(msgspec.Struct, frozen=True, gc=False):
         depends on the KV held.
     max_context_tokens : int
         Longest context of one trajectory; 0: not known.
+    kv_token_bytes : int
+        Bytes of one token's KV, of an engine that exchanges KV with others; 0: it exchanges none.
     """
 
     worker: str
@@ -141,6 +143,7 @@ class WorkerJoined(msgspec.Struct, frozen=True, gc=False):
     prefill_s_per_token: float = 0.0
     beside_s_per_token: float = 0.0
     max_context_tokens: int = 0
+    kv_token_bytes: int = 0
 
     @property
     def declared(self) -> bool:
@@ -152,6 +155,13 @@ class WorkerJoined(msgspec.Struct, frozen=True, gc=False):
         """Seconds that each token of context at home there adds to a generated one; `declared` must be true."""
         beside_s = self.beside_s_per_token * max(0, self.rollout_slots - 1)
         return max(0.0, self.full_s_per_token - self.alone_s_per_token - beside_s) / self.kv_tokens
+
+
+class KVTransferred(msgspec.Struct, frozen=True, gc=False):
+    """The KV of a trajectory went from one engine to another, and was taken."""
+
+    num_bytes: int
+    seconds: float
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, gc=False):
@@ -183,13 +193,44 @@ class Prefer(msgspec.Struct, frozen=True, gc=False):
     begins_tp: int = 0
 
 
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """The price of a change of home; see `libra.policy.move_price`.
+
+    Attributes
+    ----------
+    home : str
+        The worker whose engine has the KV.
+    tokens : int
+        Context tokens.
+    prefill_s : float
+        Expected seconds of computing their KV again; 0: not known.
+    transfer_s : float or None
+        Expected seconds of sending it; None: the two engines do not exchange KV.
+    sends : bool
+        Whether the KV is sent.
+    """
+
+    home: str
+    tokens: int
+    prefill_s: float
+    transfer_s: float | None
+    sends: bool
+
+    @property
+    def seconds(self) -> float:
+        """What the move costs: the lesser of the two, 0 if it is not known."""
+        return self.transfer_s if self.sends and self.transfer_s is not None else self.prefill_s
+
+
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Give a parked trajectory a slot of ``phase`` on ``worker``."""
+    """Give a parked trajectory a slot of ``phase`` on ``worker``; ``move``: its price, if this changes its home and the two
+    engines exchange KV."""
 
     key: str
     phase: Phase
     worker: str
     reason: str
+    move: Move | None = None
 
 
 class OpenGate(msgspec.Struct, frozen=True, gc=False):
@@ -230,5 +271,6 @@ Event = (
     | WorkerJoined
     | WorkerLeft
     | BoundariesSet
+    | KVTransferred
 )
 Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave

@@ -19,7 +19,14 @@ from libra import events
 from libra.policy.engine_loads import SURE, Loads
 from libra.policy.fleet import Fleet
 from libra.policy.log_replay import policy_event
-from libra.policy.messages import HomeForgotten, QuantumFinished, QuantumStarted, TrajectoryEnded, WorkerLeft
+from libra.policy.messages import (
+    HomeForgotten,
+    KVTransferred,
+    QuantumFinished,
+    QuantumStarted,
+    TrajectoryEnded,
+    WorkerLeft,
+)
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
@@ -85,6 +92,8 @@ def moves(log: Iterable[tuple[int, events.Event]]) -> tuple[list[Moved], int]:
                 continue
             case TrajectoryEnded(key=key):
                 loads.end(key)
+            case KVTransferred(num_bytes=num_bytes, seconds=seconds):
+                loads.transfers.add(num_bytes, seconds)
             case HomeForgotten(key=key):
                 loads.settle(key, None)
             case WorkerLeft(worker=worker):

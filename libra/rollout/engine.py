@@ -202,11 +202,7 @@ class ReadsColumns(Protocol):
 
 @runtime_checkable
 class MovesKV(Protocol):
-    """An engine that gives the KV of a trajectory to other engines of the same layout, and takes it from them."""
-
-    @property
-    def kv_layout(self) -> str:
-        """Engines with the same layout can exchange KV; empty: this one exchanges none."""
+    """An engine that gives the KV of a trajectory to other engines, and takes it from them."""
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """The KV of a trajectory that is between two turns, kept until `forget`; None if the engine has none."""

@@ -38,7 +38,7 @@ class KVObject:
     digest : str
         `digest_of` these tokens.
     layout : str
-        Engines whose ``kv_layout`` is the same store the same numbers in the same order, whatever their TP degree.
+        Engines of the same layout store the same numbers in the same order, whatever their TP degree.
     crc32 : int
         Of ``data``.
     data : numpy.ndarray

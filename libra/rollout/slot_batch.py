@@ -311,6 +311,10 @@ class SlotBatch:
         table.logprobs[slots, index] = nats
         table.known[slots] += 1
         table.generated[slots] += 1
+        if not index.all():
+            now_s = time.perf_counter()
+            for slot in slots[index == 0]:
+                table.running_job(slot).first_s = now_s
         self.counters.generated_tokens += len(slots)
         stopped = (ids[:, None] == sampling.stops[slots]).any(axis=1)
         done = stopped | (index + 1 >= sampling.limit[slots])
@@ -463,4 +467,5 @@ class SlotBatch:
             cached_tokens=job.cached_tokens,
             queued_s=started_s - job.arrived_s,
             busy_s=now_s - started_s,
+            prefill_s=0.0 if job.first_s is None else job.first_s - started_s,
         )

@@ -30,11 +30,13 @@ Slots = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Job(QueuedJob):
-    """A request in a batch over slots. ``versions``: (first token generated under it, version)."""
+    """A request in a batch over slots. ``versions``: (first token generated under it, version). ``first_s``: time of its
+    first token, on the performance counter."""
 
     slot: int = -1
     cached_tokens: int = 0
     versions: list[tuple[int, int]] = field(default_factory=list)
+    first_s: float | None = None
 
 
 class SamplingColumns:

@@ -158,11 +158,6 @@ class TransformersEngine:
         """Columns of layers as used; see ReadsColumns."""
         return cast("dict[str, NDArray[np.float32]]", await self._ask(self._open().columns, wanted))
 
-    @property
-    def kv_layout(self) -> str:
-        """See MovesKV; empty without ``host_kv_gib``."""
-        return "" if self._host_kv is None else self._open().kv.layout
-
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """The KV of a trajectory that is between two turns; see MovesKV."""
         return cast("KVObject | None", await self._ask(self._open().export_kv, trajectory_id))
@@ -182,7 +177,7 @@ class TransformersEngine:
         return EngineCapacity(
             kv_tokens=batch.kv_tokens, kv_bytes=batch.kv_tokens * token_bytes, kv_token_bytes=token_bytes,
             slots=self.settings.slots, tp=1, steps=batch.meter.seconds(),
-            max_context_tokens=self.settings.max_context_tokens,
+            max_context_tokens=self.settings.max_context_tokens, exchanges_kv=self._host_kv is not None,
         )  # fmt: skip
 
     async def close(self) -> None:

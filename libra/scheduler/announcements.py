@@ -20,6 +20,8 @@ from libra.events.reports import (
     QuarantinedReport,
     ServedReport,
 )
+from libra.policy import Move
+from libra.scheduler.dask_internals import tell_worker
 from libra.scheduler.run_state import RunState
 
 if TYPE_CHECKING:
@@ -42,6 +44,18 @@ def send_contention(scheduler: Scheduler, address: str, contended: bool) -> None
     """Notify a rollout worker whether a trajectory that could continue in its slot must park instead."""
     if address in scheduler.workers:
         scheduler.worker_send(address, {"op": "libra-contended", "contended": contended})
+
+
+def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> bool:
+    """Announce to ``worker``, before the task ``key`` is sent there, that it changes its home; False if it has not told that it
+    exchanges KV."""
+    if worker not in state.workers.kv:
+        return False
+    home = state.workers.kv.get(move.home) if move.sends else None
+    tell_worker(scheduler, state.workers.engines.get(worker, ""), {
+        "op": "libra-kv", "run": state.run, "epoch": state.epoch, "key": key, "home": home,
+    })  # fmt: skip
+    return True
 
 
 def version_published(state: RunState, report: PublishedReport) -> None:
@@ -67,8 +81,10 @@ def engine_reported(state: RunState, report: EngineReport) -> None:
     workers, name, address = state.workers, report.name, report.address
     workers.engines[name] = address
     match report:
-        case JoinedReport(weights=weights):
+        case JoinedReport(weights=weights, kv=kv):
             workers.holders.offers(address, weights)
+            if kv is not None:
+                workers.kv[name] = kv
         case ServedReport(version=version):
             workers.quarantined.discard(address)
             workers.out.discard(address)

@@ -14,7 +14,7 @@ import msgspec
 from libra import events
 from libra.keys import Key
 from libra.observe.page_snapshot import time_row
-from libra.policy import Admission, Fifo, Inspectable, OnlineLearner, Ordering, learns_after
+from libra.policy import Admission, Fifo, Inspectable, Move, OnlineLearner, Ordering, learns_after
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
 from libra.scheduler.version_holders import Holders
@@ -114,6 +114,8 @@ class RunWorkers:
         The engine sleeps, or is about to.
     blocks : OrderedDict
         The worker that keeps a group's rows in memory, by (iteration, group).
+    kv : dict
+        Host and port at which a worker gives KV objects, by its name.
     """
 
     served: dict[str, int] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class RunWorkers:
     ready: set[str] = field(default_factory=set)
     asleep: set[str] = field(default_factory=set)
     blocks: OrderedDict[tuple[int, ...], dict[str, Any]] = field(default_factory=OrderedDict)
+    kv: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def keeps_rows(self, iteration: int, group: int, block: dict[str, Any] | None) -> None:
         """A worker keeps the rows of a group in memory (None: no worker does); only the newest groups are recorded."""
@@ -242,6 +245,8 @@ class Tracked:
         Whether the policy was notified that it ended, and that it completed, which happens once.
     group : str
         As policies know it: split, iteration, number.
+    move : Move or None
+        The price of the change of home that its dispatch was, until its worker reports what became of it.
     """
 
     key: str
@@ -260,6 +265,7 @@ class Tracked:
     policy_ended: bool = False
     policy_completed: bool = False
     group: str = ""
+    move: Move | None = None
 
     def __post_init__(self) -> None:
         self.group = "-".join(map(str, (self.parsed.split, *self.parsed.indices[:2])))

@@ -22,12 +22,20 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from libra import events, keys
-from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport, TrajectoryReport
+from libra.events.reports import (
+    FoundEndedReport,
+    GivenBackReport,
+    HomeChangedReport,
+    QuantumReport,
+    TrajectoryReport,
+)
 from libra.observe.task_stream import QuantumStream
 from libra.policy import (
     Dispatcher,
     Event,
     HomeForgotten,
+    KVTransferred,
+    Place,
     QuantumFinished,
     QuantumStarted,
     TrajectoryEnded,
@@ -36,7 +44,7 @@ from libra.policy import (
     WorkerLeft,
 )
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import send_contention
+from libra.scheduler.announcements import announce_move, send_contention
 from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
@@ -191,7 +199,7 @@ class Trajectories:
                     dispatcher.stopped(place.key)  # cancelled; it parks again if it is still needed
                     continue
                 address = self.workers.address[place.worker]
-                self._dispatched(tracked, phase, place.worker, address, place.reason, alone)
+                self._dispatched(tracked, phase, address, place, alone)
                 releases.append(dask_internals.Release(place.key, {str(phase): 1}, address))
         if releases:
             self._dispatches += 1
@@ -202,8 +210,11 @@ class Trajectories:
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
                 send_contention(scheduler, address, contended)
 
-    def _dispatched(self, tracked: Tracked, phase: Phase, worker: str, address: str, reason: str, alone: bool) -> None:
-        state = tracked.run
+    def _dispatched(self, tracked: Tracked, phase: Phase, address: str, place: Place, alone: bool) -> None:
+        state, worker, reason, move = tracked.run, place.worker, place.reason, place.move
+        tracked.move = None
+        if move is not None and announce_move(self._scheduler, state, worker, tracked.key, move):
+            tracked.move = move
         tracked.at, tracked.worker = (phase, address), worker
         tracked.reported = tracked.given_back = False
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
@@ -262,8 +273,23 @@ class Trajectories:
             case FoundEndedReport(quanta=quanta, end=end):
                 tracked.found_ended(quanta, tracked.worker, end)
                 self._ended(tracked, completed=False)  # it was counted when it ended
+            case HomeChangedReport():
+                self._home_changed(state, tracked, report)
             case QuantumReport():
                 self._quantum_finished(state, tracked, tracked.at, report)
+
+    def _home_changed(self, state: RunState, tracked: Tracked, report: HomeChangedReport) -> None:
+        move, tracked.move = tracked.move, None
+        if move is None:
+            return
+        done = KVTransferred(report.num_bytes, report.took_s)
+        expected_s = {"prefill_s": round(move.prefill_s, 9), "transfer_s": round(move.transfer_s or 0.0, 9)}
+        state.log.emit(
+            events.HomeChanged, key=tracked.key, home=move.home, worker=tracked.worker, tokens=move.tokens, sent=move.sends,
+            took_s=done.seconds, num_bytes=done.num_bytes, refused=report.refused, **expected_s,
+        )  # fmt: skip
+        if done.num_bytes:
+            self._handle(state, done)
 
     def _quantum_finished(
         self, state: RunState, tracked: Tracked, at: tuple[Phase, str], report: QuantumReport

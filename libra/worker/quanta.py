@@ -217,7 +217,8 @@ class QuantumRunner:
         room = rollout.max_context_tokens - len(context_ids)
         left = max(1, min(wanted - done, room))
         part = min(left, rollout.chunk_tokens or left)
-        output = await serving.generate(
+        output = await self.engine.generate(
+            key,
             TurnRequest(
                 trajectory_id=str(state.tid),
                 turn=state.turns,
@@ -230,7 +231,7 @@ class QuantumRunner:
                 priority=priority_here(context.worker, key),
                 group=f"{state.tid.split}-{state.tid.iteration}-{state.tid.group}",
                 generated=done,
-            )
+            ),
         )
         self.engine.turn_ended()
         text, calls = "", tuple[ToolCall, ...]()

@@ -28,7 +28,8 @@ def sendable(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
     config = spec.config
     path = None
     cluster, peers = config.cluster, (config.trainer.dispatch, config.weights.transfer)
-    if "peer" in peers or cluster.hybrid_workers or cluster.train_workers > 1:
+    exchanges_kv = config.rollout.kv_host_gib is not None
+    if "peer" in peers or exchanges_kv or cluster.hybrid_workers or cluster.train_workers > 1:
         path = spec.directory / FILE
         write_private(path, spec.secret)
     return replace(spec, secret=""), path

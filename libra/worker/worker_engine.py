@@ -22,11 +22,12 @@ from libra.events.reports import (
     ServedReport,
 )
 from libra.policy import off_by_frac
-from libra.rollout.engine_capacity import FEWEST_PASSES, KEPT_PASSES, architecture_of
+from libra.rollout.engine_capacity import FEWEST_PASSES, GIB, KEPT_PASSES, architecture_of
 from libra.rollout.vllm_settings import read_model_config
-from libra.types import EngineCapacity
+from libra.types import EngineCapacity, TurnOutput, TurnRequest
 from libra.worker.context import WorkerContext
 from libra.worker.engine_factory import EngineKind, make_engine, stats_of
+from libra.worker.kv_transfer import KVTransfers
 from libra.worker.model_files import ONE_MODEL_AT_A_TIME
 from libra.worker.verified_engine import Serving
 
@@ -52,6 +53,7 @@ class WorkerEngine:
             scratch=Path(context.worker.local_directory),
             one_model=ONE_MODEL_AT_A_TIME,
         )
+        self.kv: KVTransfers | None = None
         self.contended = False
         """Whether trajectories wait for rollout slots, as the plugin reported last."""
         self._model = architecture_of(read_model_config(context.model_dir))
@@ -69,7 +71,12 @@ class WorkerEngine:
         # Before the report: the scheduler sends these to every engine that joined, and an unknown message closes the worker.
         self.context.listen("libra-version", self._version_announced)
         self.context.listen("libra-contended", self._contention_announced)
-        self._report(JoinedReport(weights=self.context.weights.offered, engine=self.kind.fields))
+        host_gib = self.context.spec.config.rollout.kv_host_gib
+        if host_gib is not None:
+            self.kv = KVTransfers(self.context, self.serving, int(host_gib * GIB))
+            self.context.listen("libra-kv", self.kv.announced)
+        kv = None if self.kv is None else self.kv.address
+        self._report(JoinedReport(weights=self.context.weights.offered, engine=self.kind.fields, kv=kv))
         if asleep:
             self._report(AsleepReport())
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
@@ -87,7 +94,14 @@ class WorkerEngine:
     async def close(self) -> None:
         """Close the engine."""
         self._closing = True
+        if self.kv is not None:
+            self.kv.close()
         await self.serving.close()
+
+    async def generate(self, key: str, request: TurnRequest) -> TurnOutput:
+        """One turn of the trajectory whose task is ``key``; see `Serving.generate`. With it comes its KV, if it changes its
+        home and has to bring it."""
+        return await (self.serving.generate(request) if self.kv is None else self.kv.generate(key, request))
 
     # ---------------------------------------------------------------- versions
 

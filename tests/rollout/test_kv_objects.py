@@ -93,11 +93,12 @@ def test_an_evicted_context_comes_back_from_host_memory(make_engine, make_reques
 def test_it_exchanges_kv_only_with_a_pool(make_engine, make_request):
     async def body(engine):
         await engine.generate(make_request("a"))
-        return engine.kv_layout, await engine.export_kv("a"), isinstance(engine, MovesKV)
+        return engine.capacity().exchanges_kv, await engine.export_kv("a"), isinstance(engine, MovesKV)
 
-    assert use([make_engine()], body) == ("", None, True)
-    layout, kv, _ = use([make_engine(**POOL)], body)
-    assert layout == kv.layout == "slots-2x2x2x16-float32"
+    assert use([make_engine()], body) == (False, None, True)
+    exchanges, kv, _ = use([make_engine(**POOL)], body)
+    assert exchanges
+    assert kv.layout == "slots-2x2x2x16-float32"
 
 
 def test_kv_of_other_weights_tokens_or_engines_is_computed_again(make_engine, make_request):

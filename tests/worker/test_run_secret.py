@@ -22,6 +22,7 @@ PEERS: list[dict[str, dict[str, Any]]] = [
     {"weights": {"transfer": "peer"}},
     {"cluster": {"hybrid_workers": 1}},
     {"cluster": {"train_workers": 2}},
+    {"rollout": {"kv_host_gib": 0.1}},
 ]
 
 

@@ -1,0 +1,185 @@
+"""KV from worker to worker: it arrives whole, or the context is computed again; nothing else is lost, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kv_sender
+import numpy as np
+import pytest
+
+from libra.errors import KVRefused, TransportError
+from libra.rollout import TransformersEngine
+from libra.transport import new_secret
+from libra.types import TurnOutput, TurnRequest
+from libra.worker.kv_transfer import KVTransfers, ask
+
+SECRET = new_secret()
+LIMIT = 2**26
+
+
+@pytest.fixture
+def sender(repository: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], tuple[str, int]]]]:
+    """``sender(how)``: a process that gives KV, and its address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(how: str) -> tuple[subprocess.Popen[str], tuple[str, int]]:
+        command = [sys.executable, kv_sender.__file__, SECRET, how]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(repository)}
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, ("127.0.0.1", int(process.stdout.readline()))
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_it_arrives_whole_and_the_sender_is_told(sender):
+    process, address = sender("good")
+    kv = ask(address, SECRET, "a", 0, LIMIT)
+    assert kv.header() == kv_sender.KV.header()
+    assert kv.data.tobytes() == kv_sender.KV.data.tobytes()
+    assert process.stdout.readline() == "kept\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "asked", "error"),
+    [
+        ("corrupt", {}, "checksum"),
+        ("truncated", {}, r"4194300 bytes arrived of 4194304"),
+        ("good", {"limit_bytes": 1000}, "are more than the pool of 1000"),
+        ("good", {"version": 1}, "version 0 came for a, 1"),
+        ("good", {"trajectory_id": "b"}, "KV of a, version 0 came for b"),
+    ],
+)
+def test_what_is_not_what_was_asked_for_is_refused(sender, how, asked, error):
+    process, address = sender(how)
+    with pytest.raises(KVRefused, match=error):
+        ask(address, SECRET, **({"trajectory_id": "a", "version": 0, "limit_bytes": LIMIT} | asked))
+    if how == "good":
+        assert process.stdout.readline() == "not kept\n"
+
+
+def test_a_stranger_gets_none(sender):
+    _, address = sender("good")
+    with pytest.raises(TransportError):
+        ask(address, new_secret(), "a", 0, LIMIT)
+
+
+class Home:
+    """One engine with what a worker has around it; ``reports`` are those it sent."""
+
+    def __init__(self, model: Path) -> None:
+        self.engine = TransformersEngine(model, slots=2, max_context_tokens=256, threads=1, host_kv_gib=0.1)
+        self.asleep, self.out = False, None
+        self.reports: list[Any] = []
+
+    async def generate(self, request: TurnRequest) -> TurnOutput:
+        return await self.engine.generate(request)
+
+    def forget(self, trajectory_id: str) -> None:
+        self.engine.forget(trajectory_id)
+
+    async def start(self) -> KVTransfers:
+        await self.engine.start()
+        context = SimpleNamespace(
+            address="tcp://127.0.0.1:1", name="w", spec=SimpleNamespace(secret=SECRET), report=self.reports.append
+        )
+        return KVTransfers(context, self, LIMIT)
+
+
+def request(turn: int, context: list[int]) -> TurnRequest:
+    return TurnRequest("a", turn, np.array(context, np.int32), 8, seed=turn)
+
+
+def moved(model: Path, home_of: Callable[[KVTransfers], Any], before: Callable[[Home], Any] = lambda home: None) -> Any:
+    """Turn 0 at home, turn 1 on another engine; its output, its report, and whether home still has the KV.
+
+    ``home_of`` gives the address that is announced for the move.
+    """
+
+    async def run() -> Any:
+        home, other = Home(model), Home(model)
+        transfers = [await each.start() for each in (home, other)]
+        try:
+            first = await transfers[0].generate("key", request(0, list(range(40))))
+            assert not home.reports
+            await asyncio.gather(*filter(None, [before(home)]))
+            transfers[1].announced("key", home_of(transfers[0]))
+            context = [*range(40), *first.token_ids.tolist(), 1, 2, 3]
+            second = await transfers[1].generate("key", request(1, context))
+            await home.engine.pause()  # what was posted before has been handled
+            return second, other.reports, home.engine.stats().retained
+        finally:
+            for each, transfer in zip((home, other), transfers, strict=True):
+                transfer.close()
+                await each.engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_turn_continues_from_what_the_old_home_had(random_model):
+    output, (report,), kept = moved(random_model, lambda home: home.address)
+    assert output.cached_tokens == 47
+    assert (report.key, report.refused) == ("key", "")
+    assert report.num_bytes > 0 and report.took_s > 0
+    assert kept == 0, "the old home freed it"
+    anew, (report,), kept = moved(random_model, lambda home: None)
+    assert anew.token_ids.tolist() == output.token_ids.tolist()
+    assert (anew.cached_tokens, report.num_bytes, report.refused, kept) == (0, 0, "", 1)
+    assert report.took_s == pytest.approx(anew.prefill_s, abs=1e-6)
+    assert 0 < anew.prefill_s < anew.busy_s
+
+
+def test_stale_kv_and_kv_that_is_gone_are_computed_again(random_model, tmp_path):
+    anew, _, _ = moved(random_model, lambda home: None)
+
+    async def newer(home: Home) -> None:
+        await home.engine.load_version(1, random_model)
+        home.engine.forget("nobody")
+        await home.engine.generate(request(1, list(range(30))))  # KV of version 1
+
+    async def asleep(home: Home) -> None:
+        home.asleep = True
+
+    for before, why in (
+        (newer, "it is of version 1, needed is 0"),
+        (lambda home: home.engine.abort("a"), "w has no KV of a"),
+        (asleep, "it sleeps"),
+    ):
+        output, (report,), _ = moved(random_model, lambda home: home.address, before)
+        assert why in report.refused
+        assert (report.num_bytes, output.cached_tokens) == (0, 0)
+        assert output.token_ids.tolist() == anew.token_ids.tolist()
+        assert output.logprobs.tobytes() == anew.logprobs.tobytes()
+
+
+def test_a_sender_that_is_killed_in_mid_transfer_costs_a_prefill_and_nothing_else(random_model, sender):
+    anew, _, _ = moved(random_model, lambda home: None)
+    process, address = sender("half")
+
+    def kill() -> None:
+        process.stdout.readline()  # half of the bytes are sent
+        os.kill(process.pid, signal.SIGKILL)
+
+    def home_of(home: KVTransfers) -> Any:
+        asyncio.get_running_loop().run_in_executor(None, kill)
+        return address
+
+    output, (report,), kept = moved(random_model, home_of)
+    assert report.refused and not report.num_bytes
+    assert output.token_ids.tolist() == anew.token_ids.tolist()
+    assert output.logprobs.tobytes() == anew.logprobs.tobytes()
+    assert kept == 1, "the real home keeps its own"
