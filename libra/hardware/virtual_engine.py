@@ -309,8 +309,6 @@ class VirtualEngine:
     def _preempt(self) -> None:
         """While the next step does not fit, the request that started last goes back to the queue's front."""
         capacity = self._tables.kv_capacity_tokens
-        while self._kept and self.kv_tokens + len(self._running) > capacity:
-            self._evict(next(iter(self._kept)))
         while len(self._running) > 1 and self._context + len(self._running) > capacity:
             last = max(self._running, key=lambda entry: entry[1])
             self._running.remove(last)
@@ -357,6 +355,9 @@ class VirtualEngine:
                 self._context += steps * len(self._running)
             self._busy_s += now_s - self._now
         self._now = now_s
+        if self._preempts:
+            while self._kept and self.kv_tokens > self._tables.kv_capacity_tokens:  # those that run have grown into it
+                self._evict(next(iter(self._kept)))
 
     def _admit(self) -> None:
         capacity, most = self._tables.kv_capacity_tokens, self._tables.max_contexts
