@@ -13,8 +13,8 @@ A snapshot is one dict per run:
 - ``roles``: one row per worker that can change its role, see `libra.scheduler.role_plugin.RolePlugin.roles`
 - ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
 - ``time``: what workers did since the run's start, of `time_row`
-- ``quanta``: {phase: finished}; ``tokens`` int generated, ``groups`` int committed, ``failures`` {class: count} of
-  trajectories that ended so, ``resampled`` int attempts that failed before
+- ``quanta``: {phase: finished}, ``parts`` int of them generations whose turn went on; ``tokens`` int generated, ``groups`` int
+  committed, ``failures`` {class: count} of trajectories that ended so, ``resampled`` int attempts that failed before
 - ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean reward, held-out questions], ...]
 - ``steps``: [[step, {state: seconds of the training worker from the weights before to those of this step}], ...]
 - ``decisions``: [[t_s, what, why], ...], the newest first
@@ -152,7 +152,10 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
         "failures": _failures(snapshot),
         "tokens": (f"{snapshot['tokens']:,}", "generated tokens"),
         "groups": (f"{snapshot['groups']:,}", "committed groups"),
-        "quanta_rollout": (f"{quanta.get('ROLLOUT', 0):,}", "generations"),
+        "quanta_rollout": (
+            f"{quanta.get('ROLLOUT', 0):,}",
+            f"generations, {snapshot['parts']:,} of them parts" if snapshot["parts"] else "generations",
+        ),
         "quanta_tool": (f"{quanta.get('TOOL', 0):,}", "tool calls"),
         "policy": (snapshot["policy"]["name"], _trust(snapshot["policy"])),
     }

@@ -56,6 +56,8 @@ class RunFacts:
         Generated so far.
     quanta : Counter
         Finished, by phase.
+    parts : int
+        Of those, generations whose turn went on (`rollout.chunk_tokens`).
     history : list
         Rows (t_s, queued_rollout, queued_tool, used_rollout, used_tool, tokens, waiting for ROLLOUT in each of `BANDS`).
     """
@@ -67,6 +69,7 @@ class RunFacts:
         self.iteration, self.published = -1, -1
         self.tokens = self.groups = self.resampled = 0
         self.quanta: Counter[str] = Counter()
+        self.parts = 0
         self.failures: Counter[str] = Counter()
         self.history: list[tuple[float, ...]] = []
         self._interval_s, self._next_s = SAMPLE_S, 0.0
@@ -102,7 +105,7 @@ class RunFacts:
                 for phase, number in zip(Phase, total, strict=True)
             },
             "queue": {str(phase): {k: n for k, n in sorted(self._levels[phase].items()) if n} for phase in Phase},
-            "quanta": {str(phase): self.quanta[phase] for phase in Phase},
+            "quanta": {str(phase): self.quanta[phase] for phase in Phase}, "parts": self.parts,
             "tokens": self.tokens, "groups": self.groups, "failures": dict(self.failures), "resampled": self.resampled,
             "rewards": [[k, reward] for k, (_, reward, _) in ended if reward is not None],
             "lag": [[k, lag] for k, (_, _, lag) in ended],
@@ -185,6 +188,7 @@ class RunFacts:
 
     def _finished(self, event: events.QuantumFinished) -> None:
         self.quanta[str(event.phase)] += 1
+        self.parts += event.unfinished
         self.tokens += event.tokens
 
     def _group_committed(self, event: events.GroupCommitted) -> None:

@@ -120,6 +120,8 @@ class Tracer:
         subject = "-".join(map(str, (parsed.split, *parsed.indices))) if parsed is not None else event.key
         what = {"tokens": event.tokens, "quantum": event.quantum, "version": event.version, "worker_s": event.latency_s}
         texts = {"tool": shown_line(event.tool), "status": str(event.status), "end": event.end}
+        if event.unfinished:
+            what["unfinished"] = True
         return self._slice(
             pid, tid, subject, begun_s, now_s, what | {name: each for name, each in texts.items() if each}
         )

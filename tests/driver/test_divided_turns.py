@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import zarr
 
+from libra.cli.replay_text import event_text
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.driver.session import Session
 from libra.events import from_dict
+from libra.observe.run_facts import RunFacts
 from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
 from libra.store.trajectory_journal import Journal
@@ -97,6 +99,11 @@ def test_a_run_in_chunks_has_the_trajectories_of_the_run_without(
     finished = [event for event in events if event["name"] == "quantum_finished"]
     assert Counter(event["tokens"] for event in finished if event["phase"] == "ROLLOUT") == {7: 4 * 24, 2: 24}
     assert all(event["unfinished"] == (event["tokens"] == 7) for event in finished)
+    facts = RunFacts()
+    for event in events:
+        facts.add(from_dict(event))
+    assert (facts.quanta["ROLLOUT"], facts.parts) == (5 * 24, 4 * 24)
+    assert sum("; the turn goes on" in event_text(from_dict(event)) for event in finished) == facts.parts
     waited = Counter(event["name"] for event in events)
     assert waited["quantum_continued"] and waited["quantum_dispatched"], "some had to leave their slot, and some not"
     told = list(replay((line, from_dict(event)) for line, event in enumerate(events, start=1)))

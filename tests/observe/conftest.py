@@ -202,7 +202,7 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
                 "name": "cmlfq", "objective": "makespan", "skill": 0.214, "weights": {"joint": 0.41, "totals": 0.0},
                 "outcomes": [[500, 800, 900], [510, 300, 250], [0, 40, 70]],
             },
-            "quanta": {"ROLLOUT": 1517, "TOOL": 1203}, "tokens": 4403, "groups": 23,
+            "quanta": {"ROLLOUT": 1517, "TOOL": 1203}, "parts": 0, "tokens": 4403, "groups": 23,
             "failures": {"none": 180, "tool": 3, "worker": 1},
             "rewards": [[0, 0.28125], [1, 0.40625], [2, 0.5625]], "lag": [[0, 0.0], [1, 0.5], [2, 0.75]],
             "history": history, "roles": [], "not_ready": [],
