@@ -26,7 +26,7 @@ def names(directory: Path) -> list[str]:
 
 def open_logs(directory: Path) -> int:
     """Files in a directory that this process has open."""
-    held = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    held = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(path.startswith(f"{directory}/") for path in held)
 
 
