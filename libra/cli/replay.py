@@ -17,7 +17,7 @@ from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast
 from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
 from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
 from libra.orderings import blank
-from libra.policy import OpenBatch, OpenWave
+from libra.policy import OpenBatch, OpenWave, SetPriority
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
 
@@ -236,7 +236,7 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
     command, before = entry.command, entry.before
     subject = subject_of(command)
     yield f"Line {line}: {NAMES[type(command).__name__].removesuffix('s')} of {subject_text(subject)}"
-    if hasattr(command, "priority"):
+    if isinstance(command, SetPriority):
         yield f"  before: {list(before) if before is not None else 'no priority yet'}"
         yield f"  after:  {list(command.priority)} (iteration, level, order; smaller goes first)"
     if isinstance(command, OpenBatch | OpenWave):
@@ -319,6 +319,8 @@ def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject 
             known[f"gate-{event.iteration}"] = ("gate", event.iteration)
         elif isinstance(event, events.BatchParked | events.BatchOpened | events.WaveParked):
             known[f"batch-{event.batch}"] = ("batch", event.batch)
+        elif isinstance(event, events.EngineTurned):
+            known[event.worker] = ("worker", event.worker)
     parsed_name = keys.parse(name)
     if name not in known and parsed_name is not None and parsed_name.node in ("gate", "batch"):
         name = f"{parsed_name.node}-{parsed_name.indices[0]}"

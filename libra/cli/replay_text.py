@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from libra import events
-from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority
+from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority, Turn
 from libra.untrusted import shown_line
 
 MAX_EVENT_CHARS = 3000
 """Longest sentence of one event; the detail of a failure has at most 2,000."""
 
 Subject = tuple[str, str | int]
-"""What a decision is about: ("trajectory", key), ("gate", iteration) or ("batch", step)."""
+"""What a decision is about: ("trajectory", key), ("gate", iteration), ("batch", step) or ("worker", name)."""
 
 NAMES = {
     "SetPriority": "priorities",
@@ -21,6 +21,7 @@ NAMES = {
     "OpenGate": "gate openings",
     "OpenBatch": "batch openings",
     "OpenWave": "wave openings",
+    "Turn": "turns of engines",
 }
 """The name of each command, in the plural."""
 
@@ -34,6 +35,8 @@ def subject_of(command: Command) -> Subject:
             return "gate", iteration
         case OpenBatch(batch=batch) | OpenWave(batch=batch):
             return "batch", batch
+        case Turn(worker=worker):
+            return "worker", worker
 
 
 def subject_text(subject: Subject) -> str:
@@ -57,6 +60,8 @@ def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, in
             return kind == "batch" and batch == which
         case events.VersionPublished():
             return kind in ("gate", "batch") and event.version <= int(which)
+        case events.EngineTurned(worker=worker) | events.TurnRefused(worker=worker) | events.RoleChanged(worker=worker):
+            return kind == "worker" and worker == which
         case events.GroupCommitted(split="train", iteration=iteration, group=group):
             return kind == "batch" and (iteration, group) in members
     return kind == "trajectory" and getattr(event, "key", None) == which
@@ -112,8 +117,9 @@ def _wave_text(event: events.WaveParked | events.WaveOpened | events.WaveTrained
         case events.WaveOpened():
             return f"{wave} opens with {len(event.members)} groups: {event.reason}"
         case events.WaveTrained():
-            missing = f", {event.missing} were still missing" if event.missing else ""
-            return f"{wave}: {event.groups} groups trained in {event.train_s:.3g} s{missing}"
+            missing = f", {event.missing} were left for later ones" if event.missing else ""
+            helped = f" by the trainers and {event.hybrids} engines that turned" if event.hybrids else ""
+            return f"{wave}: {event.groups} groups trained in {event.train_s:.3g} s{helped}{missing}"
 
 
 def _other_text(event: events.Event) -> str:
@@ -159,6 +165,12 @@ def _role_text(event: events.Event) -> str:
             return f"role change {event.generation} begins ({event.reason}): {wanted}"
         case events.RoleChanged():
             return f"{event.worker} changes from {event.from_role} to {event.to_role} in {event.seconds:.1f} s"
+        case events.EngineTurned():
+            return f"the engine of {event.worker} turns to {event.to}: {event.reason}"
+        case events.TurnRefused():
+            return f"{event.worker} stays as it is until the next version: {event.detail}"
+        case events.RoleMemberKnown():
+            return f"{event.worker} can change its role"
         case events.RoleChangeFailed():
             return f"role change {event.generation} is undone: {event.detail}"
         case events.LayoutPlanned():

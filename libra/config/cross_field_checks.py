@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from libra.config.models import RunSections
-from libra.config.streaming import streaming_obstacle
+from libra.config.streaming import streaming_obstacle, turning_obstacle
 
 _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
@@ -221,6 +221,8 @@ def _mismatch(config: RunSections) -> Iterator[str]:
 def _streaming(config: RunSections) -> Iterator[str]:
     if config.trainer.streaming == "on" and (obstacle := streaming_obstacle(config)) is not None:
         yield f"trainer.streaming: on, but {obstacle}, or trainer.streaming=auto"
+    if config.trainer.turning == "on" and (obstacle := turning_obstacle(config)) is not None:
+        yield f"trainer.turning: on, but {obstacle}, or trainer.turning=auto"
 
 
 def _lora(config: RunSections) -> Iterator[str]:

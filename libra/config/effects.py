@@ -194,6 +194,14 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "mismatch_action", _run(given("trainer.mismatch_alarm"))),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
     ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
+    (
+        "trainer",
+        "turning",
+        {
+            "run": (*_STREAMS, is_not("trainer.streaming", "off"), above("cluster.hybrid_workers", 0)),
+            "plan": (is_not("trainer.streaming", "off"),),
+        },
+    ),
     ("trainer", "offload", {"run": (is_("trainer.layout", "fsdp2"), _REPLICAS, GPU), "plan": ()}),
     ("checkpoint", "every keep keep_best", _run()),
     ("evaluation", "prompts", _run()),
@@ -244,7 +252,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("simulation", "turns", _simulated(missing("simulation.traces"), _DRAWN)),
     ("planner", "layout", _of("run", "slurm")),
     ("planner", "planned replan", _run()),
-    ("planner", "apply change_cost_s", _run(is_("planner.replan", True))),
+    ("planner", "apply", _run(is_("planner.replan", True))),
+    ("planner", "change_cost_s", _run(either(is_("planner.replan", True), is_not("trainer.turning", "off")))),
     ("planner", "gpu", {**_planned(), "simulate": (missing("simulation.gpu"), _BY_TABLES, _NOT_OF_RUN)}),
     (
         "planner",

@@ -10,6 +10,8 @@ from libra.config.models import RunSections
 
 MAX_WAVES = 16
 """Most waves of a batch. At most a sixteenth of its gradient is left when its last group arrives; more waves only cost tasks."""
+SEQUENCES = 4
+"""Sequences of a wave for each trainer, where engines turn: few of them divide badly, many make one that comes wait."""
 GROUP_ADVANTAGES = ("grpo", "rloo", "opo")
 """Estimators of `libra.config.algorithms.AdvantageName` that look at one group at a time."""
 
@@ -50,6 +52,36 @@ def wave_groups(config: RunSections) -> int:
     return -(-config.cluster.train_workers // config.trainer.group_size)
 
 
+def turning_obstacle(config: RunSections) -> str | None:
+    """Why no engine of this configuration can train while the tail of a rollout runs, with what to type; None if one can."""
+    cluster = config.cluster
+    if not most_waves(config):
+        return "its steps are not streamed, so that no gradient is computed before the batch is complete; type trainer.streaming=on"
+    if not cluster.hybrid_workers:
+        return "no worker can change its role; type cluster.hybrid_workers=1 or more"
+    engines = sum(group.count for group in cluster.engines) if cluster.engines else cluster.rollout_workers
+    if cluster.scheduler is None and engines < 2 and config.planner.layout != "auto":
+        return "the only engine has to generate; type cluster.rollout_workers=2 or more"
+    if (tp := max((group.tp for group in cluster.engines), default=config.rollout.tp)) > 1:
+        return f"an engine of {tp} GPUs would train with one of them; type rollout.tp=1, or cluster.engines with tp 1"
+    if config.planner.apply:
+        return "the planner would move the same workers; type planner.apply=false"
+    return None
+
+
+def turns(config: RunSections) -> bool:
+    """Whether engines train while the tail of a rollout runs."""
+    return config.trainer.turning != "off" and turning_obstacle(config) is None
+
+
+def enough_groups(config: RunSections) -> int:
+    """Most groups of a wave where engines turn, 0 elsewhere: sequences for each trainer, and soon a wave for one that comes."""
+    if not turns(config):
+        return 0
+    cluster = config.cluster
+    return -(-SEQUENCES * (cluster.train_workers + cluster.hybrid_workers) // config.trainer.group_size)
+
+
 def streaming_words(config: RunSections) -> str:
     """Whether the steps are streamed, and why, in one line; empty if that was not asked for."""
     streaming = config.trainer.streaming
@@ -57,7 +89,8 @@ def streaming_words(config: RunSections) -> str:
         return ""
     if (obstacle := streaming_obstacle(config)) is not None:
         return f"trainer.streaming={streaming}: steps are not streamed; {obstacle}"
-    return (
+    found = (
         f"trainer.streaming={streaming}: steps are streamed; gradients of complete groups are added up in up to "
         f"{most_waves(config)} waves while the other groups of the batch are generated"
     )
+    return found + (", by engines too that its tail does not need" if turns(config) else "")

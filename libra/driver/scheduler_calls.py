@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from libra.config.streaming import most_waves, wave_groups
+from libra.config.streaming import enough_groups, most_waves, turns, wave_groups
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
@@ -18,7 +18,7 @@ from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
-from libra.policy import Admission, Waves
+from libra.policy import Admission, TailSettings, Waves
 from libra.policy.step_lengths import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.gang_plugin import GangPlugin
@@ -30,6 +30,7 @@ from libra.worker.run_spec import RunSpec
 if TYPE_CHECKING:
     from distributed import Client
 
+    from libra.config import RunConfig
     from libra.driver.run_start import RunStart
 
 
@@ -79,6 +80,8 @@ class SchedulerCalls:
             groups_per_batch=config.trainer.prompts,
             waves=most_waves(config),
             wave_groups=wave_groups(config),
+            wave_enough=enough_groups(config),
+            turning=_turning(config),
             event_log=config.observe.event_log,
             restored=_admission(start) if start.resumed else None,
             watchdog_s=config.watchdog.timeout_s,
@@ -153,6 +156,13 @@ class SchedulerCalls:
         return self.client.sync(getattr(self.client.scheduler, name), run=self.spec.run, **arguments)
 
 
+def _turning(config: RunConfig) -> TailSettings | None:
+    """What the scheduler needs to know for turning engines; None: none turns."""
+    if not turns(config):
+        return None
+    return TailSettings(config.cluster.train_workers, config.trainer.group_size, config.planner.change_cost_s)
+
+
 def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
     """Least limits of the watchdog for tasks that end by a time-out of their own: those of the tools, and of graders."""
     floors_s = {"group": GRADE_TIMEOUT_S * (start.config.trainer.resample + 1) + FLOOR_S}
@@ -164,7 +174,8 @@ def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
 
 def _admission(start: RunStart) -> dict[str, Any]:
     """Admission as earlier starts of the run left it."""
-    waves = Waves(most_waves(start.config), wave_groups(start.config))
+    config = start.config
+    waves = Waves(most_waves(config), wave_groups(config), enough_groups(config))
     waves.take_over({start.point.batches: start.point.waves} if start.point.waves else {})
     return Admission.resumed(
         start.config.run.eta,

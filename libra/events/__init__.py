@@ -22,13 +22,16 @@ import numpy as np
 from libra.errors import StoreError
 from libra.events.event import Event
 from libra.events.roles import (
+    EngineTurned,
     RoleChangeCancelled,
     RoleChanged,
     RoleChangeFailed,
     RoleChangeStarted,
     RoleMemberFailed,
+    RoleMemberKnown,
     RoleRestored,
     RoleStage,
+    TurnRefused,
 )
 from libra.events.runs import (
     BatchOpened,
@@ -95,6 +98,7 @@ __all__ = [
     "BucketsPreferred",
     "EngineDeclared",
     "EngineQuarantined",
+    "EngineTurned",
     "EvaluationFinished",
     "Event",
     "FailureClassified",
@@ -126,6 +130,7 @@ __all__ = [
     "RoleChangeStarted",
     "RoleChanged",
     "RoleMemberFailed",
+    "RoleMemberKnown",
     "RoleRestored",
     "RoleStage",
     "RunStarted",
@@ -135,6 +140,7 @@ __all__ = [
     "TrajectoryEnded",
     "TrajectoryFoundEnded",
     "TrajectoryParked",
+    "TurnRefused",
     "VersionChecked",
     "VersionPublished",
     "VersionServed",

@@ -239,6 +239,7 @@ class WaveReport(Report, frozen=True, tag="wave"):
     groups: int
     missing: int
     train_s: float
+    hybrids: int = 0
 
 
 class IterationReport(Report, frozen=True, tag="iteration"):

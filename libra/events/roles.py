@@ -7,6 +7,31 @@ from typing import Any
 from libra.events.event import Event
 
 
+class RoleMemberKnown(Event, frozen=True):
+    """A worker that can change roles is there; ``tp``: GPUs that it was started with."""
+
+    worker: str
+    tp: int
+
+
+class EngineTurned(Event, frozen=True):
+    """The GPUs of the engine of ``worker`` are to train for the open step, or to generate again, for this reason.
+
+    ``to``: training or rollout. See `libra.policy.turning`; a change of roles follows, or `TurnRefused`.
+    """
+
+    worker: str
+    to: str
+    reason: str
+
+
+class TurnRefused(Event, frozen=True):
+    """A turn could not begin because of ``detail``; the worker rests until the next version."""
+
+    worker: str
+    detail: str
+
+
 class RoleChangeStarted(Event, frozen=True):
     """A change to other roles has begun: ``assignments`` has ``role`` and ``tp`` by worker.
 

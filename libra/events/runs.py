@@ -19,7 +19,7 @@ class RunStarted(Event, frozen=True):
 
 
 class PolicySnapshot(Event, frozen=True):
-    """State of the policy objects: ``order`` of the ordering ``policy``, and ``admission``.
+    """State of the policy objects: ``order`` of the ordering ``policy``, ``admission``, and ``turning`` (empty: off).
 
     An epoch begins with the first after ``run_started``; a replay can begin at any later one.
     """
@@ -28,6 +28,7 @@ class PolicySnapshot(Event, frozen=True):
     family: str
     order: dict[str, Any]
     admission: dict[str, Any]
+    turning: dict[str, Any] = {}
 
 
 class GateParked(Event, frozen=True):
@@ -100,14 +101,15 @@ class WaveOpened(Event, frozen=True):
 
 
 class WaveTrained(Event, frozen=True):
-    """The gradient of a wave with ``groups`` groups was added, in ``train_s`` seconds; ``missing`` groups of its batch were
-    not complete when it opened."""
+    """The gradient of a wave with ``groups`` groups was added in ``train_s`` seconds, with the help of ``hybrids`` workers that
+    can change roles; ``missing`` groups of its batch were left for later waves."""
 
     batch: int
     wave: int
     groups: int
     missing: int
     train_s: float
+    hybrids: int = 0
 
 
 class StepFinished(Event, frozen=True):

@@ -93,7 +93,7 @@ def _words(x: float, step_s: Mapping[str, float], eta: int) -> str:
     how = {
         "streaming": "gradients of complete groups while others are generated (trainer.streaming=on)",
         "colocated": "all GPUs generating and then training (simulated only, see libra simulate --against all)",
-        "turning": "engines that train while the tail runs (simulated only, see libra simulate --against all)",
+        "turning": "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
     }[best]
     found = f"{kind}: {share}; {how} would save about {100 * saved:.0f} % of a step"
     if best in ("colocated", "turning") and "streaming" in step_s:

@@ -46,6 +46,8 @@ from libra.policy.ordering import (
 )
 from libra.policy.paper_rule import PaperRule
 from libra.policy.staleness import Capacity, Consumption, StalenessLedger
+from libra.policy.tail import Tail, TailSettings
+from libra.policy.turning import Turn
 from libra.policy.waves import Waves
 
 __all__ = [
@@ -86,8 +88,11 @@ __all__ = [
     "QuantumStarted",
     "SetPriority",
     "StalenessLedger",
+    "Tail",
+    "TailSettings",
     "TrajectoryEnded",
     "TrajectoryParked",
+    "Turn",
     "VersionPublished",
     "Waves",
     "WorkerJoined",

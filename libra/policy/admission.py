@@ -197,6 +197,14 @@ class Admission:
         self._committed[group_id] = done.iteration - self.eta if oldest is None else oldest
         return self._decide()
 
+    def is_complete(self, iteration: int, group: int) -> bool:
+        """Whether the record of a group is written."""
+        return (iteration, group) in self._committed or self._is_consumed(iteration, group)
+
+    def ready(self, batch: int) -> list[GroupId]:
+        """Complete groups that batch ``batch``, whose step is streamed, may have, and that no wave has."""
+        return [group for group in self._committed if group[0] == batch]
+
     def _decide(self) -> tuple[Opened, ...]:
         commands: list[Opened] = []
         for iteration in sorted(self._gates):
@@ -217,8 +225,7 @@ class Admission:
     def _next_waves(self, batch: int) -> Iterator[OpenWave]:
         """Open the waves of ``batch`` that can: one with members, or all that are left over."""
         while batch <= self.version:
-            committed = [group for group in self._committed if group[0] == batch]
-            wave = self.waves.next(batch, self.groups_per_batch, committed)
+            wave = self.waves.next(batch, self.groups_per_batch, self.ready(batch))
             if wave is None:
                 return
             self._consume(wave.members)

@@ -14,41 +14,28 @@ Promises
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import isclose
 from typing import Any, NamedTuple
 
-from libra import events, keys
+from libra import events
 from libra.errors import StoreError
-from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.messages import (
-    BoundariesSet,
     Command,
-    Event,
-    HomeForgotten,
-    KVTransferred,
     OpenBatch,
     OpenGate,
     OpenWave,
-    Place,
     Prefer,
     Priority,
-    QuantumFinished,
-    QuantumStarted,
     SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
-    groups_named,
 )
-from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
-from libra.types import Phase, tool_outcome
+from libra.policy.ordering import OnlineLearner, blank_ordering
+from libra.policy.replayed_objects import BlankOrdering, ReplayedObjects
+from libra.policy.turning import Turn, Turned
 
 NOISE_FRAC = 1e-7
 """Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
@@ -56,7 +43,12 @@ Commands are compared exactly, because the numbers they rest on are rounded firs
 
 
 _LoggedCommand = (
-    events.PrioritySet | events.BucketsPreferred | events.GateOpened | events.BatchOpened | events.WaveOpened
+    events.PrioritySet
+    | events.BucketsPreferred
+    | events.GateOpened
+    | events.BatchOpened
+    | events.WaveOpened
+    | events.EngineTurned
 )
 
 
@@ -95,152 +87,6 @@ class Told:
     cut: bool = False
 
 
-BlankOrdering = Callable[[str], Ordering]
-"""Makes an ordering by the name that a log gives it, to be restored; KeyError for an unknown name."""
-
-
-class _Objects:
-    """The policy objects of one epoch, and the priorities they gave."""
-
-    def __init__(
-        self, line: int, policy: str, eta: int, groups_per_batch: int, family: str, blank: BlankOrdering
-    ) -> None:
-        try:
-            self.ordering: Ordering = blank(policy)
-        except KeyError:
-            raise StoreError(
-                f"line {line}: decisions of policy {policy!r}; this Libra has {', '.join(ORDERINGS)}; "
-                "replay it with the Libra that wrote it"
-            ) from None
-        self.admission = Admission(eta, groups_per_batch)
-        self.family = family
-        self.places: dict[str, Priority] = {}
-        self.dispatched: set[str] = set()  # since they were last parked
-        self.dispatcher: Dispatcher | None = None
-        self._placed: deque[Place] = deque()
-
-    def restore(self, line: int, snapshot: events.PolicySnapshot) -> None:
-        try:
-            self.ordering.restore(snapshot.order)
-            self.admission.restore(snapshot.admission)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(
-                f"line {line}: this policy_snapshot cannot be read: {type(error).__name__}: {error}"
-            ) from error
-
-    def tell(self, line: int, event: events.Event) -> tuple[Command, ...] | None:
-        """Their answers to an event; None if they do not receive this kind."""
-        match event:
-            case events.VersionPublished(version=version):
-                return (*self._handle(VersionPublished(version)), *self.admission.version_published(version))
-            case events.PolicyLearned():
-                if isinstance(self.ordering, OnlineLearner):
-                    self.ordering.learn()
-                return ()
-            case events.QuantumLost(key=key) | events.QuantumGivenBack(key=key):
-                if self.dispatcher is not None:
-                    self.dispatcher.stopped(key)
-                return ()
-            case events.PlacementVoid(key=key, phase=phase):
-                if self.dispatcher is not None:
-                    if not self._placed:
-                        self._placed.extend(self.dispatcher.dispatch(_phase(line, phase)))
-                    if self._placed:
-                        self._placed.popleft()
-                    self.dispatcher.stopped(key)
-                return ()
-            case events.QuantumDispatched(key=key, phase=phase, worker=worker):
-                parsed = _parsed(line, key)
-                if parsed.split == "train" and phase == Phase.ROLLOUT:
-                    iteration, group, _ = parsed.indices
-                    self.admission.generation_started(iteration, group, self.admission.version)
-                answers = self.ordering.handle(QuantumStarted(key, _phase(line, phase), worker))
-                if self.dispatcher is not None:
-                    self.dispatcher.apply(answers)
-                return answers
-        received = policy_event(line, event, self.family)
-        return self._admitted(event) if received is None else self._handle(received)
-
-    def _admitted(self, event: events.Event) -> tuple[Command, ...] | None:
-        """Answers about gates, batches and waves; None if the event is about none of them."""
-        match event:
-            case events.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
-                return (
-                    self.admission.group_committed(CommittedGroup(iteration, group, oldest)) if split == "train" else ()
-                )
-            case events.GateParked(iteration=iteration):
-                return self.admission.gate_parked(iteration)
-            case events.BatchParked(batch=batch):
-                return self.admission.batch_parked(batch)
-            case events.WaveParked(batch=batch, wave=wave):
-                return self.admission.wave_parked(batch, wave)
-            case events.WaveTrained(batch=batch, wave=wave):
-                return self.admission.wave_trained(batch, wave)
-        return None
-
-    def _handle(self, event: Event) -> tuple[Command, ...]:
-        if self.dispatcher is not None:
-            self.dispatcher.handle(event)
-        answers = self.ordering.handle(event)
-        if self.dispatcher is not None:
-            self.dispatcher.apply(answers)
-        return answers
-
-    def placed(self, line: int, event: events.QuantumDispatched) -> str:
-        """How a dispatch differs from the dispatcher's choice now; empty if the log does not have all of the dispatcher's
-        input."""
-        if not event.alone:
-            self.dispatcher = None
-        if self.dispatcher is None:
-            return ""
-        if not self._placed:
-            self._placed.extend(self.dispatcher.dispatch(_phase(line, event.phase)))
-        if not self._placed:
-            return f"{event.key} was given a slot of {event.worker}; now no trajectory gets one"
-        place = self._placed.popleft()
-        if (place.key, str(place.phase), place.worker, place.reason) == (
-            event.key,
-            event.phase,
-            event.worker,
-            event.reason,
-        ):
-            return ""
-        self.dispatcher = None  # later differences would only follow from this one
-        return (
-            f"{event.key} was given a {event.phase} slot of {event.worker} ({event.reason}); now {place.key} gets a "
-            f"{place.phase} slot of {place.worker} ({place.reason})"
-        )
-
-
-def policy_event(line: int, event: events.Event, family: str) -> Event | None:
-    """The event that policy objects receive for a line; None: none."""
-    match event:
-        case events.TrajectoryParked(key=key, phase=phase, quanta=quanta, context_tokens=context):
-            parsed = _parsed(line, key)
-            group = f"{parsed.split}-{parsed.indices[0]}-{parsed.indices[1]}"
-            return TrajectoryParked(key, parsed.indices[0], _phase(line, phase), quanta, group, family, context)
-        case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
-            latency_s, payload = event.latency_s, event.payload_tokens
-            return QuantumFinished(key, _phase(line, phase), tokens, tool, tool_outcome(status), latency_s, payload)
-        case events.QuantumContinued(key=key, phase=phase, worker=worker):
-            return QuantumStarted(key, _phase(line, phase), worker)
-        case events.HomeForgotten(key=key):
-            return HomeForgotten(key)
-        case events.HomeChanged(num_bytes=num_bytes, took_s=took_s):
-            return KVTransferred(num_bytes, took_s) if num_bytes else None
-        case events.PromptsNamed(iteration=iteration, prompts=prompts):
-            return groups_named("train", iteration, prompts)
-        case events.TrajectoryEnded(key=key, completed=completed):
-            return TrajectoryEnded(key, completed)
-        case events.WorkerCapacity():
-            return WorkerJoined(**{name: getattr(event, name) for name in WorkerJoined.__struct_fields__})
-        case events.WorkerWithdrawn(worker=worker):
-            return WorkerLeft(worker)
-        case events.BoundariesSet(boundaries=boundaries):
-            return BoundariesSet(tuple((int(tp), float(tokens)) for tp, tokens in boundaries))
-    return None
-
-
 def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
     """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that the policy objects received, in order.
 
@@ -248,7 +94,7 @@ def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bla
 
     Raises StoreError if the log begins with neither, or has a policy or a key that this Libra does not know.
     """
-    objects: _Objects | None = None
+    objects: ReplayedObjects | None = None
     waiting: _Answers | None = None
     fresh = False
     for line, event in lines:
@@ -266,7 +112,7 @@ def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bla
                 waiting = None
             if isinstance(event, events.RunStarted):
                 objects, fresh = (
-                    _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank),
+                    ReplayedObjects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank),
                     True,
                 )
                 objects.dispatcher = Dispatcher()
@@ -296,13 +142,13 @@ def learned(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bl
 
     A snapshot for ``Ordering.restore``; None if the log has none, or its ordering does not learn. Raises as `replay`.
     """
-    objects: _Objects | None = None
+    objects: ReplayedObjects | None = None
     fresh = False
     for line, event in lines:
         if isinstance(event, events.RunStarted):
             fresh = True  # a start that died before its first snapshot changes nothing
             if objects is None:
-                objects = _Objects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank)
+                objects = ReplayedObjects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank)
         elif isinstance(event, events.PolicySnapshot):
             if objects is None:
                 objects = _begun(line, event, blank)
@@ -340,7 +186,7 @@ class _Answers:
         return Told(self._line, self._event, tuple(self._logged), now, difference, cut)
 
 
-def _answers(line: int, event: events.Event, objects: _Objects) -> _Answers | None:
+def _answers(line: int, event: events.Event, objects: ReplayedObjects) -> _Answers | None:
     """Pass an event to the objects; None if they do not receive this kind."""
     places = objects.places
     difference = ""
@@ -363,8 +209,8 @@ def _answers(line: int, event: events.Event, objects: _Objects) -> _Answers | No
     return answers
 
 
-def _begun(line: int, snapshot: events.PolicySnapshot, blank: BlankOrdering) -> _Objects:
-    objects = _Objects(line, snapshot.policy, 0, 1, snapshot.family, blank)
+def _begun(line: int, snapshot: events.PolicySnapshot, blank: BlankOrdering) -> ReplayedObjects:
+    objects = ReplayedObjects(line, snapshot.policy, 0, 1, snapshot.family, blank)
     objects.restore(line, snapshot)
     return objects
 
@@ -381,6 +227,10 @@ def _command(line: int, event: events.Event) -> Command:
             return OpenBatch(batch, members, reason)
         case events.WaveOpened(batch=batch, wave=wave, members=members, reason=reason):
             return OpenWave(batch, wave, members, reason)
+        case events.EngineTurned(worker=worker, to=to, reason=reason):
+            if to not in list(Turned):
+                raise StoreError(f"line {line}: an engine turned to {to!r}; allowed are {', '.join(Turned)}")
+            return Turn(worker, Turned(to), reason)
     raise AssertionError(event)
 
 
@@ -390,20 +240,7 @@ def _priority(line: int, values: tuple[int, ...]) -> Priority:
     return Priority(*values)
 
 
-def _phase(line: int, phase: str) -> Phase:
-    if phase not in list(Phase):
-        raise StoreError(f"line {line}: phase {phase!r}; it is one of {', '.join(Phase)}")
-    return Phase(phase)
-
-
-def _parsed(line: int, key: str) -> keys.Key:
-    parsed = keys.parse(key)
-    if parsed is None or len(parsed.indices) != 3:
-        raise StoreError(f"line {line}: {key!r} is not the key of a trajectory, as in trajectory-train-3-0-7-e0-demo")
-    return parsed
-
-
-def _misplaced(event: events.QuantumDispatched, objects: _Objects) -> str:
+def _misplaced(event: events.QuantumDispatched, objects: ReplayedObjects) -> str:
     """How a dispatch differs from the priority last logged; unknown (empty) for priorities given before a snapshot."""
     if event.key in objects.dispatched:
         return f"{event.key} was dispatched twice and not parked in between"
@@ -421,7 +258,7 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
             return f"the log has no such command; now: {_shown(taken)}"
         if taken is None:
             return f"logged: {_shown(recorded)}; now there is no such command"
-        names = recorded.__struct_fields__ if type(recorded) is type(taken) else ()
+        names = getattr(recorded, "__struct_fields__", Turn._fields) if type(recorded) is type(taken) else ()
         differing = ", ".join(
             f"{name} was {_plain(getattr(recorded, name))}, now {_plain(getattr(taken, name))}"
             for name in names
@@ -443,12 +280,13 @@ def _as_now(line: int, recorded: Mapping[str, Any]) -> dict[str, Any]:
     return admission.snapshot()
 
 
-def _snapshot_difference(line: int, objects: _Objects, snapshot: events.PolicySnapshot) -> str:
+def _snapshot_difference(line: int, objects: ReplayedObjects, snapshot: events.PolicySnapshot) -> str:
     if snapshot.policy != objects.ordering.name:
         return f"a snapshot of policy {snapshot.policy!r}, now it is {objects.ordering.name!r}"
     for part, recorded, now in (
         ("order", snapshot.order, objects.ordering.snapshot()),
         ("admission", _as_now(line, snapshot.admission), objects.admission.snapshot()),
+        ("turning", snapshot.turning, objects.tail.snapshot()),
     ):
         if text := _unlike(recorded, now, part):
             return text
@@ -497,4 +335,6 @@ def _shown(command: Command | None) -> str:
             return f"batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
         case OpenWave(batch=batch, wave=wave, members=members, reason=reason):
             return f"wave {wave} of batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
+        case Turn(worker=worker, to=to, reason=reason):
+            return f"the engine of {worker} turns to {to} ({reason})"
     return "nothing"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from libra.policy.turning import Turn
 from libra.types import Phase, ToolOutcome
 
 
@@ -273,4 +274,4 @@ Event = (
     | BoundariesSet
     | KVTransferred
 )
-Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave
+Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn

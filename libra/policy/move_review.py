@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from libra import events
 from libra.policy.engine_loads import SURE, Loads
 from libra.policy.fleet import Fleet
-from libra.policy.log_replay import policy_event
 from libra.policy.messages import (
     HomeForgotten,
     KVTransferred,
@@ -27,6 +26,7 @@ from libra.policy.messages import (
     TrajectoryEnded,
     WorkerLeft,
 )
+from libra.policy.replayed_objects import policy_event
 from libra.types import Phase
 
 NOISE_FRAC = 0.05

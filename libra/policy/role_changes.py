@@ -90,8 +90,8 @@ class Roles:
     def handle(self, event: RoleEvent) -> tuple[RoleCommand, ...]:
         """Commands that follow from one event."""
         match event:
-            case messages.ChangeRequested(targets=targets):
-                return tuple(self._requested(targets))
+            case messages.ChangeRequested(targets=targets, reason=reason):
+                return tuple(self._requested(targets, reason))
             case messages.CancelRequested(generation=generation):
                 return tuple(self._cancelled(generation))
             case messages.MemberAnnounced():
@@ -124,7 +124,7 @@ class Roles:
 
     # ---------------------------------------------------------------- requests
 
-    def _requested(self, targets: Mapping[str, Assignment]) -> list[RoleCommand]:
+    def _requested(self, targets: Mapping[str, Assignment], reason: str) -> list[RoleCommand]:
         for name in targets:
             if name not in self.members:
                 known = ", ".join(sorted(self.members)) or "none"
@@ -139,12 +139,12 @@ class Roles:
                 )
             ]
         to_base = all(target == self.members[name].base for name, target in wanted.items())
-        if (reason := self._refusal(targets, wanted, to_base)) is not None:
-            return [messages.Refuse(reason)]
+        if (refusal := self._refusal(targets, wanted, to_base)) is not None:
+            return [messages.Refuse(refusal)]
         lends = any(target.role is Role.LENT for target in wanted.values())
         bond = frozenset(wanted) if lends else frozenset[str]()
         absent = any(not self.members[name].present for name in wanted)
-        return self._begin(wanted, "asked for", bonds=dict.fromkeys(wanted, bond), final=absent)
+        return self._begin(wanted, reason, bonds=dict.fromkeys(wanted, bond), final=absent)
 
     def _refusal(
         self, targets: Mapping[str, Assignment], wanted: Mapping[str, Assignment], to_base: bool

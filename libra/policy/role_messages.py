@@ -44,9 +44,10 @@ Moves = Mapping[str, tuple[Assignment, Assignment]]
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """A client requests these assignments, by worker name; workers that have theirs already stay as they are."""
+    """These assignments are wanted, by worker name; workers that have theirs already stay as they are."""
 
     targets: Mapping[str, Assignment]
+    reason: str = "asked for"
 
 
 @dataclass(frozen=True, slots=True)

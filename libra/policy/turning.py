@@ -37,12 +37,13 @@ class Turned(StrEnum):
 
 
 class TurningEngine(NamedTuple):
-    """An engine as the rule sees it; ``residents``: open trajectories at home there."""
+    """An engine as the rule sees it; ``residents``: open trajectories at home there. One that may not turn stays as it is."""
 
     name: str
     gpus: int
     doing: Turned
     residents: int
+    may_turn: bool = True
 
 
 class Turn(NamedTuple):
@@ -105,7 +106,7 @@ class TurningRule:
         Parameters
         ----------
         engines : sequence of TurningEngine
-            All that may turn, in the order in which they return.
+            All, in the order in which they return.
         num_open : int
             Trajectories that have begun, or may begin, and have not ended.
         step : OpenStep or None
@@ -115,7 +116,10 @@ class TurningRule:
         has_room_for = sum(e.gpus for e in generating) * self.trajectories_per_gpu
         if num_open > has_room_for:
             return self._returns(engines, num_open, has_room_for)
-        rolling = sorted((e for e in engines if e.doing is Turned.ROLLOUT), key=lambda e: (e.gpus, e.residents, e.name))
+        rolling = sorted(
+            (e for e in engines if e.doing is Turned.ROLLOUT and e.may_turn),
+            key=lambda e: (e.gpus, e.residents, e.name),
+        )
         if step is None or not rolling:
             return ()
         training = step.core_gpus + sum(e.gpus for e in engines if e.doing in (Turned.TRAINING, Turned.TO_TRAINING))
@@ -131,8 +135,8 @@ class TurningRule:
                 Turn(
                     engine.name,
                     Turned.TRAINING,
-                    f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} GPUs; "
-                    f"{left_s:.0f} s of training are left with these {engine.gpus}",
+                    f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} other GPUs; "
+                    f"{left_s:.3g} s of training are left with its {engine.gpus} beside {training}",
                 )
             )
             has_room_for, training = others, training + engine.gpus
@@ -141,7 +145,7 @@ class TurningRule:
     def _returns(self, engines: Sequence[TurningEngine], num_open: int, has_room_for: float) -> tuple[Turn, ...]:
         found = []
         for engine in engines:
-            if engine.doing is Turned.TRAINING and num_open > has_room_for:
+            if engine.doing is Turned.TRAINING and engine.may_turn and num_open > has_room_for:
                 has_room_for += engine.gpus * self.trajectories_per_gpu
                 found.append(Turn(engine.name, Turned.ROLLOUT, f"{num_open} trajectories are open"))
         return tuple(found)

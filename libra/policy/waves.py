@@ -1,7 +1,8 @@
 """Which groups of a batch go into which wave of its step, while other groups are still being generated; a pure object.
 
 A batch of a streamed run is the groups of its own iteration. Its gradient is added up in waves, one after the other: a wave takes
-all groups that are complete when the trainer is free.
+all groups that are complete when the trainer is free, or where engines turn (`libra.policy.tail`) only some, so that one that comes
+to train need not wait long for the next wave.
 
 Invariants
 ----------
@@ -31,6 +32,8 @@ class Waves:
         Waves of a batch; 0: steps are not streamed.
     least_groups : int
         Groups of a wave at least, unless fewer are left.
+    enough_groups : int
+        Groups of a wave at most, unless ``most`` waves of so many are too few; 0: any number.
 
     Attributes
     ----------
@@ -38,8 +41,8 @@ class Waves:
         Members of each wave that was opened, by batch, of the newest batches.
     """
 
-    def __init__(self, most: int = 0, least_groups: int = 1) -> None:
-        self.most, self.least_groups = most, least_groups
+    def __init__(self, most: int = 0, least_groups: int = 1, enough_groups: int = 0) -> None:
+        self.most, self.least_groups, self.enough_groups = most, least_groups, enough_groups
         self.opened: dict[int, list[Members]] = {}
         self._parked: set[tuple[int, int]] = set()
         self._trained: dict[int, int] = {}  # by batch, waves that were trained
@@ -76,9 +79,14 @@ class Waves:
         wanted = min(left, max(-(-left // (self.most - wave)), self.least_groups))
         if self._trained.get(batch, 0) < wave or len(ready) < wanted:
             return None
-        missing = left - len(ready)
+        missing, enough = left - len(ready), self.enough_groups
+        members = ready[: max(wanted, enough)] if enough else ready
         reason = f"{len(ready)} groups complete and the trainer free, {missing} still to come"
-        return self._open(OpenWave(batch, wave, ready, reason))
+        return self._open(OpenWave(batch, wave, members, reason))
+
+    def num_trained(self, batch: int) -> int:
+        """Waves of a batch whose gradient was added."""
+        return self._trained.get(batch, 0)
 
     @property
     def waiting(self) -> list[int]:
@@ -100,6 +108,7 @@ class Waves:
         return {
             "most": self.most,
             "least_groups": self.least_groups,
+            "enough_groups": self.enough_groups,
             "opened": [
                 [batch, [[list(group) for group in wave] for wave in waves]]
                 for batch, waves in sorted(self.opened.items())
@@ -111,6 +120,7 @@ class Waves:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; that of an older log is empty."""
         self.most, self.least_groups = int(snapshot.get("most", 0)), int(snapshot.get("least_groups", 1))
+        self.enough_groups = int(snapshot.get("enough_groups", 0))
         self.opened = {
             int(batch): [tuple((iteration, group) for iteration, group in wave) for wave in waves]
             for batch, waves in snapshot.get("opened", ())

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from libra import events, keys
-from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, OpenWave, Prefer, SetPriority
+from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, OpenWave, Prefer, SetPriority, Turn
+from libra.policy.role_messages import Role
+from libra.policy.tail import TurnRefused
+from libra.policy.turning import Turned
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
 
@@ -31,7 +34,8 @@ class Applier:
 
     def apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
         """Carry out and log; every command gets a line, except ``on_the_line``, which is on the line of its event
-        already."""
+        already. Turns follow, if what happened calls for any."""
+        commands = (*commands, *turns) if (turns := state.tail.look()) else commands
         if not commands:
             return
         tasks, kicks, debug = self._scheduler.tasks, False, task_logger.isEnabledFor(logging.DEBUG)
@@ -73,9 +77,23 @@ class Applier:
                     state.log.emit(events.WaveOpened, batch=batch, wave=wave, members=members, reason=reason)
                     task_logger.debug("%s: wave %d of batch %d of %s opens", reason, wave, batch, state.run)
                     self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
+                case Turn(worker=worker, to=to, reason=reason):
+                    state.log.emit(events.EngineTurned, worker=worker, to=str(to), reason=reason)
+                    self._scheduler.loop.add_callback(self._turn, state, command)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
+
+    def _turn(self, state: RunState, turn: Turn) -> None:
+        """Ask for the change of roles of a turn, outside of the current transition; it may be refused."""
+        roles: Any = self._scheduler.plugins.get("libra-roles")
+        role = Role.TRAIN if turn.to is Turned.TRAINING else Role.ROLLOUT
+        why = f"the engine turns to {turn.to}: {turn.reason}"
+        answer = roles.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
+        if "error" in answer:
+            state.log.emit(events.TurnRefused, worker=turn.worker, detail=answer["error"])
+            state.tail.handle(TurnRefused(turn.worker))
+            self.apply(state, ())
 
     def open(self, state: RunState, key: str, resource: str) -> None:
         """Release a gate or a batch, outside of the current transition."""

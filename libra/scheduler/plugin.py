@@ -60,12 +60,14 @@ from libra.policy import (
     Command,
     CommittedGroup,
     Inspectable,
+    Tail,
     VersionPublished,
     Waves,
     boundaries_of,
     groups_named,
 )
 from libra.policy.step_lengths import FixedLimit, StepLengths
+from libra.policy.tail import WaveDone
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import (
     announce_version,
@@ -174,13 +176,13 @@ class LibraPlugin(SchedulerPlugin):
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = log or (EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None)
-        admission = Admission(new.eta, new.groups_per_batch, Waves(new.waves, new.wave_groups))
+        admission = Admission(new.eta, new.groups_per_batch, Waves(new.waves, new.wave_groups, new.wave_enough))
         if new.restored is not None:
             admission.restore(new.restored)
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
         logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))
-        state = self.runs[new.run] = RunState(new, admission, ordering, logged)
+        state = self.runs[new.run] = RunState(new, admission, ordering, logged, Tail(admission, new.turning))
         state.log.emit(
             events.RunStarted,
             epoch=new.epoch,
@@ -408,8 +410,8 @@ class LibraPlugin(SchedulerPlugin):
 
     def _version_published(self, state: RunState, report: PublishedReport) -> None:
         version_published(state, report)
-        self._apply(state, state.policy.handle(VersionPublished(report.version)))
-        self._apply(state, state.admission.version_published(report.version))
+        ordered = state.handle(VersionPublished(report.version))
+        self._apply(state, (*ordered, *state.admission.version_published(report.version)))
         for version in [v for v in state.parked.eval_gates if v <= state.admission.version]:
             for gate in state.parked.eval_gates.pop(version):
                 self.trajectories.applier.open(state, gate, keys.GRADE)
@@ -423,12 +425,12 @@ class LibraPlugin(SchedulerPlugin):
                 self._set_boundaries(state, boundaries_of(tokens), reason)
             case PromptsReport(iteration=iteration, prompts=prompts):
                 state.log.emit(events.PromptsNamed, iteration=iteration, prompts=tuple(prompts))
-                self._apply(state, state.policy.handle(groups_named("train", iteration, prompts)))
+                self._apply(state, state.handle(groups_named("train", iteration, prompts)))
 
     def _set_boundaries(self, state: RunState, boundaries: tuple[tuple[int, float], ...], reason: str) -> None:
         logger.info("%s: trajectories of %s are placed by length: %s", reason, state.run, boundaries)
         state.log.emit(events.BoundariesSet, boundaries=boundaries, reason=reason)
-        self._apply(state, state.policy.handle(BoundariesSet(boundaries)))
+        self._apply(state, state.handle(BoundariesSet(boundaries)))
 
     def _engine_reported(self, state: RunState, report: EngineReport) -> None:
         engine_reported(state, report)
@@ -454,6 +456,7 @@ class LibraPlugin(SchedulerPlugin):
         state.log.emit(events.GroupCommitted, **{name: getattr(report, name) for name in fields})
         if report.split == "train":
             done = CommittedGroup(report.iteration, report.group, report.oldest_version)
+            state.tail.group_committed()
             self._apply(state, state.admission.group_committed(done))
 
     def _training_reported(self, state: RunState, report: Report) -> None:
@@ -462,6 +465,7 @@ class LibraPlugin(SchedulerPlugin):
                 state.log.emit(events.StepFinished, step=step, loss=loss, train_s=train_s)
             case WaveReport(batch=batch, wave=wave):
                 state.log.emit(events.WaveTrained, **structs.asdict(report))
+                state.tail.handle(WaveDone(batch, wave, report.train_s, report.hybrids))
                 self._apply(state, state.admission.wave_trained(batch, wave))
             case IterationReport(iteration=iteration, reward=reward, lag=lag):
                 state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)

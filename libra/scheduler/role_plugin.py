@@ -42,11 +42,14 @@ from libra.events.reports import (
 from libra.policy import role_messages as messages
 from libra.policy.role_changes import Roles
 from libra.policy.role_messages import Assignment, Role, RoleCommand, RoleEvent, Stage
+from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, TailEvent, price_s
 from libra.scheduler import dask_internals
 from libra.scheduler.run_log import run_log
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
+
+    from libra.scheduler.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +157,9 @@ class RolePlugin(SchedulerPlugin):
             for address, has in had.items()
         }
 
-    def set_roles(self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def set_roles(
+        self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
+    ) -> dict[str, Any]:
         """Begin a change after which all these workers have the given assignments, or all have their present ones.
 
         ``role`` is "rollout", "train" or "lent"; ``tp`` is by default the worker's own.
@@ -166,9 +171,9 @@ class RolePlugin(SchedulerPlugin):
             targets = {name: self._assignment(state, name, has) for name, has in assignments.items()}
         except ValueError as error:
             return {"error": str(error)}
-        if reason := self._none_left(state, targets):
-            return {"error": reason}
-        return self._answer(state, messages.ChangeRequested(targets))
+        if refusal := self._none_left(state, targets):
+            return {"error": refusal}
+        return self._answer(state, messages.ChangeRequested(targets, reason))
 
     def cancel_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
         """Undo a change that has not ended."""
@@ -298,6 +303,9 @@ class RolePlugin(SchedulerPlugin):
         if state.pool is not None:
             self._send(state, address, pool=state.pool)
         base = Assignment(Role.ROLLOUT, report.tp)
+        if (run := self._turning(state)) is not None:
+            run.log.emit(events.RoleMemberKnown, worker=name, tp=report.tp)
+            self._tell(state, RoleKnown(name, report.tp))
         self._handle(state, messages.MemberAnnounced(name, base, urlsplit(address).hostname or address))
 
     @staticmethod
@@ -391,6 +399,7 @@ class RolePlugin(SchedulerPlugin):
                 wanted = {name: {"role": str(to.role), "tp": to.tp} for name, (_, to) in moves.items()}
                 logger.info("%s: roles change (%d) to %s", reason, generation, wanted)
                 log.emit(events.RoleChangeStarted, generation, wanted, reason, undoes)
+                self._tell(state, *(RoleBegins(name, str(to.role)) for name, (_, to) in moves.items()))
             case messages.ReportUndone(cancelled=True):
                 state.undone.add(generation)
                 self._forget(state, generation)
@@ -406,11 +415,25 @@ class RolePlugin(SchedulerPlugin):
                     stage_s = state.stage_s.get((generation, name), {})
                     if before == to:
                         log.emit(events.RoleRestored, name, generation, to.role, to.tp, stage_s, seconds)
+                        self._tell(state, RoleTaken(name, str(to.role), None))
                     else:
                         state.members[name].took_s = seconds
                         roles = (before.role, to.role, before.tp, to.tp)
                         log.emit(events.RoleChanged, name, generation, *roles, stage_s, seconds)
+                        self._tell(state, RoleTaken(name, str(to.role), price_s(stage_s)))
                 self._forget(state, generation)
+
+    def _turning(self, state: _Run) -> RunState | None:
+        """The run, if its engines turn."""
+        run = self._libra.runs.get(state.run) if self._libra is not None else None
+        return run if run is not None and run.tail.settings is not None else None
+
+    def _tell(self, state: _Run, *happened: TailEvent) -> None:
+        """Tell the run's tail what its log has just got."""
+        if (run := self._turning(state)) is not None:
+            for event in happened:
+                run.tail.handle(event)
+            self._libra.trajectories.applier.apply(run, ())
 
     @staticmethod
     def _forget(state: _Run, generation: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from libra.events import Event, PolicySnapshot, to_json
 from libra.observe.run_facts import RunFacts
-from libra.policy import Admission, Ordering
+from libra.policy import Admission, Ordering, Tail
 from libra.store.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RunLog:
         """Whether enough has happened since the last snapshot."""
         return self._num_events >= self._next_snapshot
 
-    def emit_snapshot(self, policy: Ordering, admission: Admission, family: str) -> None:
+    def emit_snapshot(self, policy: Ordering, admission: Admission, tail: Tail, family: str) -> None:
         """Append a snapshot of the policy objects. Call it between events, never between an event and its commands.
 
         A resumed run and a replay of the newest part begin at a snapshot, so that a segment of the log does too.
@@ -86,8 +86,8 @@ class RunLog:
         if self._file is None:
             return
         self._file.rotate()
-        t_s, order = round(self.uptime_s, 6), policy.snapshot()
-        line = to_json(PolicySnapshot(self._run, t_s, policy.name, family, order, admission.snapshot()))
+        t_s, state = round(self.uptime_s, 6), (policy.snapshot(), admission.snapshot(), tail.snapshot())
+        line = to_json(PolicySnapshot(self._run, t_s, policy.name, family, *state))
         self._file.write_line(line)
         self._num_events += 1
         self._next_snapshot = self._num_events + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)

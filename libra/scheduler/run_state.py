@@ -14,7 +14,19 @@ import msgspec
 from libra import events
 from libra.keys import Key
 from libra.observe.page_snapshot import time_row
-from libra.policy import Admission, Fifo, Inspectable, Move, OnlineLearner, Ordering, learns_after
+from libra.policy import (
+    Admission,
+    Command,
+    Event,
+    Fifo,
+    Inspectable,
+    Move,
+    OnlineLearner,
+    Ordering,
+    Tail,
+    TailSettings,
+    learns_after,
+)
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
 from libra.scheduler.version_holders import Holders
@@ -32,8 +44,10 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     eta, groups_per_batch : int
         Staleness bound, and groups per optimizer step.
-    waves, wave_groups : int
-        Most waves of a step (0: steps are not streamed), and fewest groups of one.
+    waves, wave_groups, wave_enough : int
+        Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
+    turning : TailSettings or None
+        None: no engine trains while the tail of a rollout runs.
     event_log : bool
         Whether ``directory`` gets an ``events.jsonl``.
     restored : dict or None
@@ -65,6 +79,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     event_log: bool
     waves: int = 0
     wave_groups: int = 1
+    wave_enough: int = 0
+    turning: TailSettings | None = None
     restored: dict[str, Any] | None = None
     watchdog_s: float | Literal["auto"] | None = None
     watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)
@@ -157,11 +173,17 @@ class RunState:
     admission: Admission
     policy: Ordering
     log: RunLog
+    tail: Tail
     parked: ParkedNodes = field(default_factory=ParkedNodes)
     workers: RunWorkers = field(default_factory=RunWorkers)
     notices: Notices = field(default_factory=Notices)
     num_ended: int = 0
     learned_ended: int = 0
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        """Pass an event to the policy objects; the answers of the ordering."""
+        self.tail.handle(event)
+        return self.policy.handle(event)
 
     @property
     def run(self) -> str:
@@ -199,7 +221,7 @@ class RunState:
 
     def emit_snapshot(self) -> None:
         """Log the state of the policy objects; see `RunLog.emit_snapshot`."""
-        self.log.emit_snapshot(self.policy, self.admission, self.registration.family)
+        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.registration.family)
 
     def learn(self) -> None:
         """Run the policy's expensive update if enough trajectories have ended since the last."""

@@ -38,6 +38,7 @@ from libra.policy import (
     Place,
     QuantumFinished,
     QuantumStarted,
+    SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
     WorkerJoined,
@@ -84,7 +85,7 @@ class Trajectories:
     def _handle(self, state: RunState, event: Event) -> None:
         """Pass an event to the dispatcher and the run's ordering, and carry out its commands."""
         self.dispatcher.handle(event)
-        self.applier.apply(state, state.policy.handle(event))
+        self.applier.apply(state, state.handle(event))
 
     def register_run(self, state: RunState) -> None:
         """Notify a new run of the present workers."""
@@ -113,7 +114,7 @@ class Trajectories:
             state.log.emit(events.WorkerCapacity, **msgspec.structs.asdict(event))
         else:
             state.log.emit(events.WorkerWithdrawn, worker=event.worker)
-        self.applier.apply(state, state.policy.handle(event))
+        self.applier.apply(state, state.handle(event))
 
     # ---------------------------------------------------------------- workers
 
@@ -144,15 +145,16 @@ class Trajectories:
             tracked.context_tokens,
         )
         self.dispatcher.handle(event)
-        commands = state.policy.handle(event)
-        own = commands[0] if commands and commands[0].key == key else None
+        commands = state.handle(event)
+        first = commands[0] if commands else None
+        own = first if isinstance(first, SetPriority) and first.key == key else None
         state.log.emit(
             events.TrajectoryParked,
             key,
             tracked.phase,
             tracked.quanta,
             tracked.context_tokens,
-            getattr(own, "priority", ()),
+            own.priority if own else (),
             own.reason if own else "",
         )
         self.applier.apply(state, commands, on_the_line=own)
@@ -224,7 +226,7 @@ class Trajectories:
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
         quantum = tracked.quanta
         state.log.emit(events.QuantumDispatched, tracked.key, phase, quantum, worker, priority, reason, alone)
-        self.applier.apply(state, state.policy.handle(QuantumStarted(tracked.key, phase, worker)))
+        self.applier.apply(state, state.handle(QuantumStarted(tracked.key, phase, worker)))
 
     def left_worker(self, tracked: Tracked) -> None:
         """The quantum has ended, with or without a report."""

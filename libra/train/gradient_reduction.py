@@ -74,12 +74,15 @@ class PartialGradient:
         Whether any sample had a gradient.
     connected : bool
         Whether a hybrid was connected.
+    hybrids : int
+        Those that were given a slice of the last samples added.
     """
 
     merged: float = 0.0
     expected: float = 0.0
     useful: bool = False
     connected: bool = False
+    hybrids: int = 0
 
     def check(self, step: int) -> None:
         """TrainError unless every slice was merged once."""
@@ -124,6 +127,7 @@ def add_slices(
     if planned.hybrids:
         partial.merged += _add_hybrids(state, gradient, given, step, tally)
     partial.useful, partial.connected = True, partial.connected or planned.connected
+    partial.hybrids = planned.hybrids
 
 
 def sum_over_core(state: ReplicaState, tally: Tally) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
-from libra.config.streaming import MAX_WAVES, most_waves, streaming_words, wave_groups
+from libra.config.streaming import MAX_WAVES, enough_groups, most_waves, streaming_words, turns, wave_groups
 from libra.errors import ConfigError
 
 REFUSED = {
@@ -48,3 +48,48 @@ def test_waves_are_bounded_and_off_is_the_default() -> None:
     assert f"up to {MAX_WAVES} waves" in streaming_words(config("on", prompts=500))
     ranks = config_from_dict({"trainer": {"streaming": "on", "group_size": 2}, "cluster": {"train_workers": 5}})
     assert wave_groups(ranks) == 3  # a sequence for each of five replicas
+
+
+TURNING = {
+    "streaming": ({"trainer": {"streaming": "off"}}, "its steps are not streamed.*type trainer.streaming=on"),
+    "nobody": ({"cluster": {"hybrid_workers": 0}}, "no worker can change its role; type cluster.hybrid_workers=1"),
+    "alone": (
+        {"cluster": {"rollout_workers": 1, "hybrid_workers": 1}},
+        "the only engine has to generate; type cluster.rollout_workers=2",
+    ),
+    "wide": (
+        {"rollout": {"engine": "vllm", "tp": 2}},
+        "an engine of 2 GPUs would train with one of them; type rollout.tp=1",
+    ),
+    "planner": (
+        {"planner": {"replan": True, "apply": True}},
+        "the planner would move the same workers; type planner.apply=false",
+    ),
+}
+
+
+def turning(choice: str, **changes: Any) -> Any:
+    sections: dict[str, dict[str, Any]] = {
+        "trainer": {"streaming": "on", "turning": choice, "group_size": 4},
+        "cluster": {"rollout_workers": 3, "hybrid_workers": 2},
+    }
+    for section, values in changes.items():
+        sections.setdefault(section, {}).update(values)
+    return config_from_dict(sections)
+
+
+@pytest.mark.parametrize("case", TURNING)
+def test_where_no_engine_can_turn_on_is_refused_and_auto_leaves_them(case: str) -> None:
+    changes, why = TURNING[case]
+    with pytest.raises(ConfigError, match=rf"trainer\.turning: on, but {why}"):
+        turning("on", **changes)
+    assert not turns(turning("auto", **changes)) and enough_groups(turning("auto", **changes)) == 0
+
+
+def test_waves_are_smaller_where_engines_turn() -> None:
+    for choice in ("on", "auto"):
+        assert (
+            turns(turning(choice)) and enough_groups(turning(choice)) == 3
+        )  # four sequences for each of three trainers
+        assert "by engines too that its tail does not need" in streaming_words(turning(choice))
+    assert not turns(turning("off")) and not turns(config_from_dict({}))

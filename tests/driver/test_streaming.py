@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 from distributed import Client
+from streamed_runs import check_taken_again, check_whole, events_of, replayed_differences, waves_of
 
 from libra.cli.main import cli
 from libra.config import RunConfig, dump_config
 from libra.driver import run_checkpoints
 from libra.driver.session import Session, run
-from libra.events import Event, QuantumFinished, WaveTrained, WorkerLost, from_dict
-from libra.policy.log_replay import replay
-from libra.store.batch_membership import read_batch_facts
-from libra.store.event_log import read_events
+from libra.events import WaveTrained, WorkerLost
 from libra.store.trajectories import TrajectoryStore
-from libra.store.wave_records import groups_of, in_waves, read_waves
+from libra.store.wave_records import groups_of, read_waves
 from libra.weights import WeightStore
-from libra.worker.checkpoint_writer import CheckpointWriter
-from libra.worker.replica_factory import make_replica
-from libra.worker.run_spec import RunSpec
-from libra.worker.trainer import recover
 
 Config = Callable[..., RunConfig]
 PROMPTS = 6
-
-
-def events_of(directory: Path) -> list[Event]:
-    return [from_dict(event) for event in read_events(directory / "events.jsonl").events]
-
-
-def replayed_differences(events: Iterable[Event]) -> list[str]:
-    return [told.difference for told in replay(enumerate(events, start=1)) if told.difference]
-
-
-def waves_of(directory: Path, batch: int) -> list[tuple[tuple[int, int], ...]]:
-    return [groups_of(wave) for wave in in_waves(read_batch_facts(directory / "batches", batch)["groups"])]
 
 
 def weights_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
@@ -118,33 +100,6 @@ def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group records stay, so that every step can be taken again."""
     monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
-
-
-def check_taken_again(directory: Path, config: RunConfig, steps: int) -> None:
-    """A replica that begins with nothing but the committed batches comes to every published version, bit for bit."""
-    spec = RunSpec("run", 0, directory, str(config.model.path), config)
-    replica = make_replica(spec, spec.model_dir, None)
-    checkpoints = CheckpointWriter(replica, directory / "none", config)
-    store = WeightStore(directory / "weights")
-    (directory / "checkpoints").rename(directory / "checkpoints aside")
-    taken = recover(checkpoints, spec, WeightStore(directory / "no weights"), steps)
-    assert [step["digest"] for step in taken] == [store.get(version).digest for version in range(1, steps + 1)]
-
-
-def check_whole(directory: Path, steps: int, config: RunConfig) -> None:
-    """Every trajectory is stored once, every quantum was done once, every group is in one wave of its own batch."""
-    trainer = config.trainer
-    with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as stored:
-        assert stored.num_trajectories == steps * trainer.prompts * trainer.group_size
-    events = events_of(directory)
-    quanta = Counter(
-        (event.key.split("-e")[0], event.quantum) for event in events if isinstance(event, QuantumFinished)
-    )
-    assert quanta and set(quanta.values()) == {1}
-    for batch in range(steps):
-        groups = [group for wave in waves_of(directory, batch) for group in wave]
-        assert sorted(groups) == [(batch, g) for g in range(trainer.prompts)]
-    assert replayed_differences(events) == []
 
 
 def dies_in_a_wave(run: str, wave: int, dask_worker: Any) -> None:

@@ -24,7 +24,7 @@ def step(backlog_gpu_s: float = 1e4, core_gpus: int = 2, is_full: bool = False, 
 def test_the_thinnest_engines_turn_while_the_others_hold_what_is_open() -> None:
     turns = RULE.turns(engines(5, 1, 2, 6), 14, step())
     assert [(turn.worker, turn.to) for turn in turns] == [("e1", Turned.TRAINING), ("e2", Turned.TRAINING)]
-    assert "14 open trajectories fit on 6 GPUs" in turns[0].reason
+    assert "14 open trajectories fit on 6 other GPUs" in turns[0].reason
     assert RULE.turns(engines(5, 1, 2, 6), 25, step()) == ()
 
 

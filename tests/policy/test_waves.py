@@ -17,9 +17,9 @@ Group = tuple[int, int]
 class Run:
     """A run of streamed steps under a random schedule, and what its trainer was given."""
 
-    def __init__(self, eta: int, groups: int, most: int, least: int) -> None:
-        self.eta, self.groups, self.most, self.least = eta, groups, most, least
-        self.admission = Admission(eta, groups, Waves(most, least))
+    def __init__(self, eta: int, groups: int, most: int, least: int, enough: int = 0) -> None:
+        self.eta, self.groups, self.most, self.least, self.enough = eta, groups, most, least, enough
+        self.admission = Admission(eta, groups, Waves(most, least, enough))
         self.version = -1
         self.waiting: list[Group] = []
         self.running: dict[Group, int] = {}
@@ -63,7 +63,7 @@ class Run:
     def resumed(self) -> None:
         """Another scheduler goes on from what is on the disk; the trainer has lost its gradients."""
         open_waves = {k: [w for w in waves if w] for k, waves in self.waves.items() if k not in self.batches}
-        taken = Waves(self.most, self.least)
+        taken = Waves(self.most, self.least, self.enough)
         taken.take_over({k: waves for k, waves in open_waves.items() if waves})
         self.admission = Admission.resumed(
             self.eta,
@@ -100,7 +100,7 @@ class Run:
 @given(st.integers(0, 2), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 10**6))
 def test_every_group_is_in_one_wave_of_its_own_batch(eta: int, groups: int, most: int, least: int, seed: int) -> None:
     rng, iterations = random.Random(seed), 5
-    run = Run(eta, groups, most, least)
+    run = Run(eta, groups, most, least, rng.randrange(4))
     run.publish()
     while run.version < iterations:
         k = run.version

@@ -11,6 +11,7 @@ import pytest
 from libra import keys
 from libra.events import Event, to_dict
 from libra.events.reports import EngineKindFields
+from libra.policy import Admission, Tail
 from libra.scheduler.role_plugin import RolePlugin
 from libra.scheduler.slot_limits import Concurrency
 
@@ -28,7 +29,7 @@ class Stage:
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.later: list[Any] = []
-        state = SimpleNamespace(log=SimpleNamespace(emit=self.emit))
+        state = SimpleNamespace(log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1)))
         kicked = SimpleNamespace(kick=lambda: None)
         concurrency = Concurrency(self, kicked.kick)  # type: ignore[arg-type]
         self.plugins = {"libra": SimpleNamespace(runs={"demo": state}, trajectories=kicked, concurrency=concurrency)}

@@ -1,0 +1,424 @@
+"""The tail of a live rollout as `libra.policy.turning.TurningRule` sees it: what is open, left to train, and done by whom. Pure.
+
+It follows the messages that orderings receive, and a few of its own; `look` answers with turns when something has happened that
+may change the rule's mind. The simulator asks the same rule, and counts the same quantities in its own clock.
+
+Invariants
+----------
+1. A worker is asked once: until its change has begun and ended, or was refused, `look` does not name it again.
+2. A worker that was refused or could not change rests until the next version.
+3. One worker at least generates, or is on its way to it. Workers that others moved (``libra roles``) are never moved back.
+4. Before a wave was trained nothing is known of the price of a gradient, and no engine turns.
+5. ``restore(snapshot())`` changes no later answer.
+
+Sources of the rule's numbers: changes cost what the run measured, before its first one what the planner assumes
+(``planner.change_cost_s``); engines should have as many trajectories as slow each of them down by `SLOWER`, by the speed that
+they declare; core trainers are the training workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from libra.policy.admission import Admission
+from libra.policy.fleet import degree_of
+from libra.policy.messages import (
+    Event,
+    QuantumFinished,
+    QuantumStarted,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
+)
+from libra.policy.role_messages import Role, Stage
+from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
+from libra.policy.waves import GroupId
+from libra.types import Phase
+
+SLOWER = 1.5
+"""An engine in the tail should have as many trajectories as make each take this much longer than alone."""
+FADES = 0.8
+"""Weight of the waves before, in the seconds of a token's gradient, when another one was trained."""
+_PARTS = TurningRule()
+_ASSUMED_S = _PARTS.to_training_s + _PARTS.to_rollout_s
+_CHANGES = {Role.TRAIN: Turned.TO_TRAINING, Role.ROLLOUT: Turned.TO_ROLLOUT}
+_SETTLED = {Role.TRAIN: Turned.TRAINING, Role.ROLLOUT: Turned.ROLLOUT}
+
+
+class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run says of its turning engines.
+
+    Attributes
+    ----------
+    core_gpus : int
+        Workers that always train.
+    group_size : int
+        Trajectories of a group.
+    change_s : float
+        Assumed seconds of both changes together, until they were measured.
+    """
+
+    core_gpus: int
+    group_size: int
+    change_s: float = _ASSUMED_S
+
+
+class WaveDone(NamedTuple):
+    """The gradient of a wave was added in ``seconds``, with this many hybrids."""
+
+    batch: int
+    wave: int
+    seconds: float
+    hybrids: int
+
+
+class RoleKnown(NamedTuple):
+    """A worker with so many GPUs can change roles; it generates."""
+
+    worker: str
+    gpus: int
+
+
+class RoleBegins(NamedTuple):
+    """A change of a worker to a role has begun."""
+
+    worker: str
+    role: str
+
+
+class RoleTaken(NamedTuple):
+    """A worker is in a role; ``seconds`` of the change, its drain not counted; None: they say nothing of the price."""
+
+    worker: str
+    role: str
+    seconds: float | None
+
+
+class TurnRefused(NamedTuple):
+    """A turn could not begin, or was undone."""
+
+    worker: str
+
+
+TailEvent = WaveDone | RoleKnown | RoleBegins | RoleTaken | TurnRefused
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker that can change roles. ``own``: the tail moved it; ``rests`` until the next version."""
+
+    gpus: int
+    doing: Turned | None = Turned.ROLLOUT  # None: its GPUs are lent
+    own: bool = False
+    rests: bool = False
+    asked: bool = False
+
+
+@dataclass(slots=True)
+class _Price:
+    """Mean of measured seconds, or what is assumed before the first."""
+
+    assumed_s: float
+    total_s: float = 0.0
+    count: int = 0
+
+    @property
+    def mean_s(self) -> float:
+        return self.total_s / self.count if self.count else self.assumed_s
+
+
+@dataclass(slots=True)
+class _Open:
+    """Open trajectories: of training groups those that have ended, of evaluations those that have not; tokens and homes by key."""
+
+    ended: dict[GroupId, set[str]] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    group_of: dict[str, GroupId] = field(default_factory=dict)
+    evaluated: set[str] = field(default_factory=set)
+    tokens: dict[str, int] = field(default_factory=dict)
+    home: dict[str, str] = field(default_factory=dict)
+
+
+class Tail:
+    """One per run with ``trainer.turning``.
+
+    Parameters
+    ----------
+    admission : Admission
+        Of the run; the groups of the open step are read from it.
+    settings : TailSettings or None
+        None: no engine turns, and nothing is followed.
+    """
+
+    def __init__(self, admission: Admission, settings: TailSettings | None = None) -> None:
+        self._admission, self.settings = admission, settings
+        self._members: dict[str, _Member] = {}
+        self._engines: dict[str, WorkerJoined] = {}
+        self._open = _Open()
+        self._group_tokens: dict[GroupId, float] = {}
+        self._gradient = [0.0, 0.0]  # GPU-seconds, tokens
+        change_s = settings.change_s if settings is not None else _ASSUMED_S
+        self._price = {
+            Turned.TRAINING: _Price(change_s * _PARTS.to_training_s / _ASSUMED_S),
+            Turned.ROLLOUT: _Price(change_s * _PARTS.to_rollout_s / _ASSUMED_S),
+        }
+        self._due = False
+
+    # ---------------------------------------------------------------- what happens
+
+    def handle(self, event: Event | TailEvent) -> None:
+        """Follow one event."""
+        if self.settings is None:
+            return
+        match event:
+            case QuantumFinished(key=key):
+                self._open.tokens[key] = self._open.tokens.get(key, 0) + event.tokens + event.payload_tokens
+            case QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
+                self._open.home[key] = worker
+            case TrajectoryParked():
+                self._parked(event)
+            case TrajectoryEnded(key=key):
+                self._ended(key)
+            case WorkerJoined(worker=worker):
+                if event.rollout_slots > 0:
+                    self._engines[worker] = event
+                else:
+                    self._engines.pop(worker, None)
+                self._due = True
+            case WorkerLeft(worker=worker):
+                self._engines.pop(worker, None)
+                self._due = True
+            case VersionPublished(version=version):
+                self._published(version)
+            case WaveDone():
+                self._trained(event)
+            case RoleKnown(worker=worker, gpus=gpus):
+                self._members.setdefault(worker, _Member(gpus))
+            case RoleBegins() | RoleTaken() | TurnRefused():
+                self._changes(event)
+
+    def group_committed(self) -> None:
+        """Admission has one more group."""
+        self._due = self.settings is not None
+
+    def _parked(self, event: TrajectoryParked) -> None:
+        key = event.key
+        split, iteration, group = event.group.rsplit("-", 2)
+        self._open.tokens[key] = max(event.context_tokens, self._open.tokens.get(key, 0))
+        if split != "train":
+            self._due = self._due or key not in self._open.evaluated
+            self._open.evaluated.add(key)
+            return
+        self._open.group_of[key] = int(iteration), int(group)
+        if event.iteration not in self._open.begun:  # all of its trajectories are about to wait
+            self._open.begun.add(event.iteration)
+            self._due = True
+
+    def _ended(self, key: str) -> None:
+        tokens = self._open.tokens.pop(key, 0)
+        self._open.home.pop(key, None)
+        self._open.evaluated.discard(key)
+        group = self._open.group_of.pop(key, None)
+        if group is not None:
+            self._open.ended.setdefault(group, set()).add(key)
+            self._group_tokens[group] = self._group_tokens.get(group, 0.0) + tokens
+        self._due = True
+
+    def _published(self, version: int) -> None:
+        """Forget what is long done."""
+        eldest = version - self._admission.eta - 1
+        self._open.begun = {k for k in self._open.begun if k >= eldest}
+        self._open.ended = {at: keys for at, keys in self._open.ended.items() if at[0] >= eldest}
+        self._group_tokens = {at: tokens for at, tokens in self._group_tokens.items() if at[0] >= eldest}
+        for member in self._members.values():
+            member.rests = False
+        self._due = True
+
+    def _trained(self, event: WaveDone) -> None:
+        assert self.settings is not None
+        waves = self._admission.waves.opened.get(event.batch, [])
+        members = waves[event.wave] if event.wave < len(waves) else ()
+        gpus = self.settings.core_gpus + event.hybrids
+        self._gradient = [
+            self._gradient[0] * FADES + event.seconds * gpus,
+            self._gradient[1] * FADES + sum(map(self._tokens_of, members)),
+        ]
+        self._due = True
+
+    def _changes(self, event: RoleBegins | RoleTaken | TurnRefused) -> None:
+        member = self._members.get(event.worker)
+        if member is None:
+            return
+        self._due = True
+        match event:
+            case RoleBegins(role=role):
+                was, member.doing = member.doing, _CHANGES.get(Role(role))
+                if (
+                    not member.asked
+                    and was in (Turned.TO_TRAINING, Turned.TRAINING)
+                    and member.doing is Turned.TO_ROLLOUT
+                ):
+                    member.rests = True  # it could not train
+                member.own, member.asked = member.own or member.asked, False
+            case RoleTaken(role=role, seconds=seconds):
+                member.doing = _SETTLED.get(Role(role))
+                if member.doing is Turned.ROLLOUT:
+                    member.own = False
+                if seconds is not None and member.doing is not None:
+                    price = self._price[member.doing]
+                    price.total_s, price.count = price.total_s + seconds, price.count + 1
+            case TurnRefused():
+                member.asked, member.rests = False, True
+
+    # ---------------------------------------------------------------- what follows
+
+    def look(self) -> tuple[Turn, ...]:
+        """The turns to make now; they are taken as asked for."""
+        if not self._due or self.settings is None:
+            return ()
+        self._due = False
+        engines, step = self.engines(), self.step()
+        turns = list(self.rule().turns(engines, self.num_open, step))
+        stays = sum(e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT) for e in engines)
+        leaves = [turn for turn in turns if turn.to is Turned.TRAINING]
+        if leaves and len(leaves) == stays:  # invariant 3
+            turns.remove(leaves[-1])
+        for turn in turns:
+            self._members[turn.worker].asked = True
+        return tuple(turns)
+
+    def rule(self) -> TurningRule:
+        """The rule with the prices known by now."""
+        to_training_s, to_rollout_s = self._price[Turned.TRAINING].mean_s, self._price[Turned.ROLLOUT].mean_s
+        return TurningRule(
+            trajectories_per_gpu=self.trajectories_per_gpu(),
+            min_gain_s=(to_training_s + to_rollout_s) / 2,
+            to_training_s=to_training_s,
+            to_rollout_s=to_rollout_s,
+        )
+
+    def trajectories_per_gpu(self) -> float:
+        """Open trajectories that an engine should have for each of its GPUs, at least 1; of engines that differ, the least."""
+        held = list(self._open.tokens.values())
+        context = sum(held) / len(held) if held else 0.0
+        return max(1.0, min((_fits(spec, context) for spec in self._engines.values()), default=1.0))
+
+    @property
+    def num_open(self) -> int:
+        """Trajectories that have begun, or are about to, and have not ended."""
+        assert self.settings is not None
+        found, size = len(self._open.evaluated), self.settings.group_size
+        for iteration in self._open.begun:
+            for group in range(self._admission.groups_per_batch):
+                if not self._admission.is_complete(iteration, group):
+                    found += size - min(size, len(self._open.ended.get((iteration, group), ())))
+        return found
+
+    def engines(self) -> list[TurningEngine]:
+        """Engines that generate, and workers that train for the tail or change."""
+        homes = list(self._open.home.values())
+        found = []
+        for name, member in self._members.items():
+            if member.doing is None or (member.doing is Turned.ROLLOUT and name not in self._engines):
+                continue  # its GPUs are lent, or its engine is out of service
+            if member.doing in (Turned.TRAINING, Turned.TO_TRAINING) and not member.own:
+                continue  # a core trainer, as long as it pleases whoever moved it
+            may = not (member.rests or member.asked)
+            found.append(TurningEngine(name, member.gpus, member.doing, homes.count(name), may))
+        for name, spec in self._engines.items():
+            if name not in self._members:
+                found.append(TurningEngine(name, degree_of(spec.bucket), Turned.ROLLOUT, homes.count(name), False))
+        return found
+
+    def step(self) -> OpenStep | None:
+        """The open step; None while its weights are applied and published, and before the first."""
+        assert self.settings is not None
+        admission = self._admission
+        batch, whole = admission.version, admission.groups_per_batch
+        if batch < 0:
+            return None
+        taken, ready = admission.waves.taken(batch), admission.ready(batch)
+        trained = sum(map(len, admission.waves.opened.get(batch, [])[: admission.waves.num_trained(batch)]))
+        if trained >= whole:
+            return None
+        seconds, tokens = self._gradient
+        if not tokens:  # invariant 4
+            return None
+        left = [*taken[trained:], *ready]
+        backlog = sum(map(self._tokens_of, left)) * seconds / tokens
+        others = sum(m.gpus for m in self._members.values() if m.doing is Turned.TRAINING and not m.own)
+        return OpenStep(backlog, self.settings.core_gpus + others, len(taken) + len(ready) >= whole, admission.eta == 0)
+
+    def _tokens_of(self, group: GroupId) -> float:
+        """Tokens of a group; of one that an earlier start generated, those of the mean."""
+        known = self._group_tokens
+        return known.get(group) or (sum(known.values()) / len(known) if known else 1.0)
+
+    # ---------------------------------------------------------------- for the log
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values; empty without turning."""
+        if self.settings is None:
+            return {}
+        tracked = self._open
+        return {
+            "settings": msgspec.structs.asdict(self.settings),
+            "members": {
+                name: [m.gpus, None if m.doing is None else str(m.doing), m.own, m.rests, m.asked]
+                for name, m in self._members.items()
+            },
+            "engines": [msgspec.structs.asdict(spec) for spec in self._engines.values()],
+            "begun": sorted(tracked.begun),
+            "ended": [[*group, sorted(keys)] for group, keys in sorted(tracked.ended.items())],
+            "group_of": {key: list(group) for key, group in sorted(tracked.group_of.items())},
+            "evaluated": sorted(tracked.evaluated),
+            "tokens": dict(sorted(tracked.tokens.items())),
+            "home": dict(sorted(tracked.home.items())),
+            "group_tokens": [[*group, tokens] for group, tokens in sorted(self._group_tokens.items())],
+            "gradient": list(self._gradient),
+            "price": {str(to): [p.assumed_s, p.total_s, p.count] for to, p in self._price.items()},
+            "due": self._due,
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``; empty: nothing is followed. KeyError, TypeError or ValueError if it is none."""
+        settings = msgspec.convert(snapshot["settings"], TailSettings) if snapshot else None
+        self.__init__(self._admission, settings)  # type: ignore[misc]
+        if not snapshot:
+            return
+        for name, (gpus, doing, *marks) in snapshot["members"].items():
+            self._members[name] = _Member(gpus, None if doing is None else Turned(doing), *marks)
+        self._engines = {spec["worker"]: WorkerJoined(**spec) for spec in snapshot["engines"]}
+        self._open = _Open(
+            {(k, g): set(keys) for k, g, keys in snapshot["ended"]},
+            set(snapshot["begun"]),
+            {key: (k, g) for key, (k, g) in snapshot["group_of"].items()},
+            set(snapshot["evaluated"]),
+            dict(snapshot["tokens"]),
+            dict(snapshot["home"]),
+        )
+        self._group_tokens = {(k, g): tokens for k, g, tokens in snapshot["group_tokens"]}
+        self._gradient = list(snapshot["gradient"])
+        self._price = {Turned(to): _Price(*numbers) for to, numbers in snapshot["price"].items()}
+        self._due = bool(snapshot["due"])
+
+
+def price_s(stage_s: Mapping[str, float]) -> float:
+    """Seconds of a change that its GPUs did nothing, by stage: while it drains, an engine still generates."""
+    return sum(seconds for stage, seconds in stage_s.items() if stage != Stage.DRAINING)
+
+
+def _fits(spec: WorkerJoined, context_tokens: float) -> float:
+    """Trajectories per GPU of an engine of which each takes `SLOWER` times as long as alone, its slots at most."""
+    gpus = degree_of(spec.bucket)
+    if not spec.declared:
+        return spec.rollout_slots / gpus
+    each_s = spec.beside_s_per_token + spec.context_s_per_token * context_tokens
+    room_s = (SLOWER - 1.0) * spec.alone_s_per_token
+    return min(float(spec.rollout_slots), 1.0 + room_s / each_s if each_s else float("inf")) / gpus

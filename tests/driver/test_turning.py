@@ -1,0 +1,244 @@
+"""Engines that train while the tail of a rollout runs, live: turns and returns, and nothing lost or repeated by a kill.
+
+The tail is held: one group of each iteration waits in a tool, for a lock that the test has, until something happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, Scheduler
+from streamed_runs import check_taken_again, check_whole, events_of
+
+from libra import events
+from libra.cli.replay import replay_run
+from libra.cluster.local import local_cluster
+from libra.config import RunConfig, config_from_dict
+from libra.driver import run_checkpoints
+from libra.driver.session import Session
+from libra.envs import tool
+from libra.policy import replayed_objects
+from libra.scheduler import role_plugin
+from libra.testing import FixedTurns
+from libra.types import Prompt
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS, GROUP = 6, 2
+TURNED = (events.RoleStage, events.RoleChanged, events.EngineTurned, events.WaveTrained)
+
+
+class HeldTail(FixedTurns):
+    """`FixedTurns` whose last group of an iteration waits for a lock in its first call."""
+
+    def __init__(self, lock: Path) -> None:
+        super().__init__()
+        self.lock = lock
+        self.tools = (tool(self.echo, timeout_s=300.0),)
+
+    def reset(self, prompt: Prompt) -> dict[str, int]:
+        return {"group": int(prompt.prompt_id.split("-")[1]) % PROMPTS}
+
+    async def echo(self, text: str, *, trajectory_state: dict[str, int]) -> str:  # type: ignore[override]
+        """Return the text.
+
+        Args:
+            text: The text.
+        """
+        if trajectory_state["group"] == PROMPTS - 1:
+            await asyncio.to_thread(self._pass)
+        return text
+
+    def _pass(self) -> None:
+        with self.lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+
+HeldTail.__module__ = "__main__"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of rollout-0, which can change its role, rollout-1, tool-0 and train-0; its client is ``client``."""
+    workers = {"rollout_workers": 2, "hybrid_workers": 1, "threads": 1, "dashboard_port": 0}
+    with local_cluster(config_from_dict({"cluster": workers, "rollout": {"slots": 8}})) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Any) -> Iterator[Client]:
+    with Client(cluster) as connected:
+        yield connected
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes count as free, so that engines turn whatever the backlog; group records stay."""
+    for module in (role_plugin, replayed_objects):
+        monkeypatch.setattr(module, "price_s", lambda stage_s: 0.0)
+    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
+
+
+class Held:
+    """A run whose tail is held by a lock."""
+
+    def __init__(self, session: Session, lock: Path, until: Callable[..., None], cluster: Any) -> None:
+        self.session, self._lock, self._until, self._cluster = session, lock, until, cluster
+
+    @contextmanager
+    def tail(self) -> Iterator[None]:
+        """Within it, the last group of an iteration waits."""
+        with self._lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def wait_for(self, kind: type[events.Event], count: int = 1, **fields: Any) -> None:
+        """Wait for the ``count``-th event with these fields."""
+
+        def there(scheduler: Scheduler) -> bool:
+            scheduler.plugins["libra"].runs["demo"].log.flush()  # type: ignore[attr-defined]
+            return len(self.found(kind, **fields)) >= count
+
+        self._until(self._cluster, there)
+
+    def found(self, kind: type[events.Event], **fields: Any) -> list[Any]:
+        """Its events of a kind with these fields."""
+        return [
+            event
+            for event in events_of(self.session.directory)
+            if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items())
+        ]
+
+    def address(self, name: str) -> str:
+        workers = self.session.client.scheduler_info(n_workers=-1)["workers"]
+        (address,) = (address for address, worker in workers.items() if worker["name"] == name)
+        return address
+
+
+@pytest.fixture
+def held(
+    make_config: Callable[..., RunConfig], cluster: Any, client: Client, tmp_path: Path, until: Any, free: None
+) -> Callable[[int], Held]:
+    """Maker of runs of so many iterations, not entered."""
+
+    def make(iterations: int) -> Held:
+        lock = tmp_path / "lock"
+        config = make_config(
+            run={"iterations": iterations},
+            trainer={"prompts": PROMPTS, "group_size": GROUP, "lr": 1e-4, "streaming": "on", "turning": "on"},
+            cluster={"rollout_workers": 2, "hybrid_workers": 1},
+            planner={"change_cost_s": 0.0},
+            store={"keep_versions": 9},
+            checkpoint={"every": 0},
+        )
+        return Held(Session(config, client=client, environment=HeldTail(lock)), lock, until, cluster)
+
+    return make
+
+
+def check_turned(run: Held, iterations: int) -> None:
+    config = run.session.spec.config
+    check_whole(run.session.directory, iterations, config)
+    assert replay_run(run.session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
+    check_taken_again(run.session.directory, config, iterations, alone=False)
+
+
+def test_the_engine_that_the_tail_does_not_need_trains_and_returns(held: Callable[[int], Held]) -> None:
+    run = held(3)
+    with run.session as session, ThreadPoolExecutor(1) as thread:
+        iterations = session.iterations()
+        with run.tail():
+            first = thread.submit(next, iterations)
+            run.wait_for(events.RoleStage, stage="state")
+        rows = [first.result(), *iterations]
+    assert rows[0]["hybrids"] == 1 and all(row["hybrids_lost"] == 0 for row in rows)
+    turned = run.found(events.EngineTurned)
+    assert [(event.worker, event.to) for event in turned[:2]] == [("rollout-0", "training"), ("rollout-0", "rollout")]
+    assert "open trajectories fit on 1 other GPUs" in turned[0].reason
+    (started, *_) = run.found(events.RoleChangeStarted)
+    assert started.reason == f"the engine turns to training: {turned[0].reason}"
+    assert run.found(events.WaveTrained, batch=0)[-1].hybrids == 1
+    check_turned(run, 3)
+
+
+def hold(run: str, stage: str, entered: Path, go: Path, dask_worker: Any) -> None:
+    """Hold up one stage of a change, once, before its work is done: say which process it is, and wait for a word."""
+    member = dask_worker.plugins[f"libra-{run}"].roles
+    name = {"draining": "_drain", "sleeping": "_sleep", "taking_up": "_take_up"}[stage]
+    work = getattr(member, name)
+
+    async def held(*arguments: Any) -> None:
+        setattr(member, name, work)
+        await asyncio.to_thread(entered.write_text, str(os.getpid()))
+        await asyncio.to_thread(go.read_text)
+        await work(*arguments)
+
+    setattr(member, name, held)
+
+
+hold.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("stage", ["draining", "taking_up"])
+def test_an_engine_that_is_killed_while_it_turns_loses_nothing_and_turns_again_later(
+    stage: str, held: Callable[[int], Held], tmp_path: Path
+) -> None:
+    run = held(4)
+    entered, go = tmp_path / "entered", tmp_path / "go"
+    os.mkfifo(entered)
+    os.mkfifo(go)
+    with run.session as session, ThreadPoolExecutor(1) as thread:
+        iterations = session.iterations()
+        session.client.run(hold, "demo", stage, entered, go, workers=[run.address("rollout-0")])
+        with run.tail():
+            first = thread.submit(next, iterations)
+            os.kill(int(entered.read_text()), signal.SIGKILL)
+            run.wait_for(events.RoleChangeFailed)
+        first.result()
+        with run.tail():  # the next version is out: it may turn again
+            second = thread.submit(next, iterations)
+            run.wait_for(events.RoleStage, stage="state")
+        second.result()
+        list(iterations)
+    (failed,) = run.found(events.RoleChangeFailed)
+    assert failed.detail == "rollout-0 left the cluster"
+    assert [event.to for event in run.found(events.EngineTurned)][:2] == ["training", "training"]
+    check_turned(run, 4)
+
+
+def dies_in_a_slice(run: str, dask_worker: Any) -> None:
+    """This worker is killed as soon as it computes a slice for the core."""
+    gradient = dask_worker.plugins[f"libra-{run}"].roles.training._replica.gradient
+
+    def deadly(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    gradient.accumulate = deadly
+
+
+dies_in_a_slice.__module__ = "__main__"
+
+
+def test_an_engine_that_is_killed_while_it_trains_in_a_wave_has_its_slice_computed_by_the_core(
+    held: Callable[[int], Held],
+) -> None:
+    run = held(4)
+    with run.session as session, ThreadPoolExecutor(1) as thread:
+        iterations = session.iterations()
+        with run.tail():
+            first = thread.submit(next, iterations)
+            run.wait_for(events.RoleStage, stage="state")
+            session.client.run(dies_in_a_slice, "demo", workers=[run.address("rollout-0")])
+        rows = [first.result(), *iterations]
+    assert rows[0]["hybrids_lost"] == 1
+    assert run.found(events.WorkerLost)
+    check_turned(run, 4)

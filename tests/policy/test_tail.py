@@ -1,0 +1,213 @@
+"""What a live run tells the rule of turning engines: what is open, what is left, what changes cost; and whom it asks."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WorkerJoined, WorkerLeft
+from libra.policy.messages import (
+    OpenWave,
+    QuantumFinished,
+    QuantumStarted,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+)
+from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, TurnRefused, WaveDone
+from libra.policy.turning import OpenStep, Turned
+from libra.types import Phase
+
+GROUPS, SIZE, SLOTS = 4, 2, 4
+
+
+class Run:
+    """One iteration of four groups of two, on e0 and e1, which may turn, and e2, which may not."""
+
+    def __init__(self, *, change_s: float = 2.0, hybrids: int = 2, engines: int = 3) -> None:
+        self.admission = Admission(0, GROUPS, Waves(GROUPS, 1, 1))
+        self.tail = Tail(self.admission, TailSettings(core_gpus=1, group_size=SIZE, change_s=change_s))
+        for number in range(engines):
+            self.tail.handle(WorkerJoined(f"e{number}", "tp1", rollout_slots=SLOTS))
+        for number in range(hybrids):
+            self.tail.handle(RoleKnown(f"e{number}", 1))
+        self.publish(0)
+        for wave in range(GROUPS):
+            self.admission.wave_parked(0, wave)
+        self.begin(0)
+
+    def publish(self, version: int) -> None:
+        self.tail.handle(VersionPublished(version))
+        self.admission.version_published(version)
+
+    def begin(self, iteration: int) -> None:
+        """Everything of the iteration is generated on e2."""
+        for group in range(GROUPS):
+            for sample in range(SIZE):
+                key = f"t-{iteration}-{group}-{sample}"
+                self.tail.handle(TrajectoryParked(key, iteration, Phase.ROLLOUT, 0, f"train-{iteration}-{group}"))
+                self.tail.handle(QuantumStarted(key, Phase.ROLLOUT, "e2"))
+
+    def end(self, group: int, tokens: int = 100) -> None:
+        """A group is generated and committed; a wave opens with it if the trainer is free."""
+        for sample in range(SIZE):
+            key = f"t-0-{group}-{sample}"
+            self.tail.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
+            self.tail.handle(TrajectoryEnded(key))
+        self.tail.group_committed()
+        self.admission.group_committed(CommittedGroup(0, group, 0))
+
+    def train(self, wave: int, seconds: float, hybrids: int = 0) -> None:
+        self.tail.handle(WaveDone(0, wave, seconds, hybrids))
+        self.admission.wave_trained(0, wave)
+
+    def turn(self, worker: str, role: str, seconds: float | None) -> None:
+        self.tail.handle(RoleBegins(worker, role))
+        self.tail.handle(RoleTaken(worker, role, seconds))
+
+
+def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds() -> None:
+    run = Run()
+    assert run.tail.num_open == GROUPS * SIZE
+    assert run.tail.step() is None, "nothing is known of the price of a gradient"
+    run.end(0)
+    run.end(1, tokens=300)
+    assert run.tail.num_open == 4
+    run.train(0, 3.0)  # 200 tokens
+    assert run.tail.step() == OpenStep(pytest.approx(9.0), 1, False, True)
+    run.train(1, 3.0, hybrids=1)  # 600 tokens, twice the GPUs: 8.4 of 760 GPU-seconds and tokens, the older wave fades
+    run.end(2)
+    assert run.tail.step() == OpenStep(pytest.approx(200 * (3.0 * 0.8 + 6.0) / (200 * 0.8 + 600)), 1, False, True)
+    run.end(3)
+    assert run.tail.step() is not None and run.tail.step().is_full  # type: ignore[union-attr]
+    run.train(2, 1.0)
+    run.train(3, 1.0)
+    assert run.tail.step() is None, "its weights are being published"
+
+
+def test_the_thinnest_turns_once_and_returns_for_the_next_rollout() -> None:
+    run = Run(hybrids=1)
+    run.end(0)
+    run.train(0, 5.0)
+    assert run.tail.look() == (), "6 open trajectories fit on two engines of 4, and no gradient is left"
+    run.end(1)
+    (turn,) = run.tail.look()
+    assert (turn.worker, turn.to) == ("e0", Turned.TRAINING)
+    assert "4 open trajectories fit on 2 other GPUs" in turn.reason
+    run.tail.group_committed()
+    assert run.tail.look() == (), "it was asked"
+    run.turn("e0", "train", 0.5)
+    assert run.tail.rule().to_training_s == 0.5
+    run.tail.handle(WorkerLeft("e0"))
+    run.end(2)
+    run.end(3)
+    for wave in (1, 2, 3):
+        run.train(wave, 1.0)
+    run.tail.look()
+    run.publish(1)
+    assert run.tail.look() == (), "nothing is open yet"
+    run.begin(1)
+    assert run.tail.look() == (), "eight fit on two engines of four"
+    run.tail.handle(WorkerLeft("e1"))
+    (back,) = run.tail.look()
+    assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
+
+
+def test_whoever_was_refused_or_failed_rests_until_the_next_version() -> None:
+    run = Run(hybrids=1)
+    run.end(0)
+    run.train(0, 5.0)
+    run.end(1)
+    assert [turn.worker for turn in run.tail.look()] == ["e0"]
+    run.tail.handle(TurnRefused("e0"))
+    assert run.tail.look() == ()
+    run.publish(1)
+    member = run.tail.engines()[0]
+    assert member.may_turn
+    run.turn("e0", "train", None)  # asked for by somebody else
+    assert [engine.name for engine in run.tail.engines()] == ["e1", "e2"], "it stays where it was put"
+    assert run.tail.step() is not None and run.tail.step().core_gpus == 2  # type: ignore[union-attr]
+
+
+def test_a_turn_that_is_undone_is_not_asked_for_again_at_once() -> None:
+    run = Run(hybrids=1)
+    run.end(0)
+    run.train(0, 5.0)
+    run.end(1)
+    run.tail.look()
+    run.tail.handle(RoleBegins("e0", "train"))
+    run.turn("e0", "rollout", None)
+    run.tail.handle(WorkerJoined("e0", "tp1", rollout_slots=SLOTS))
+    assert run.tail.look() == ()
+    run.publish(1)
+    assert run.tail.engines()[0].may_turn
+
+
+def test_one_engine_keeps_generating_though_nothing_is_open() -> None:
+    run = Run(change_s=0.0, hybrids=2, engines=2)
+    for group in range(GROUPS):
+        run.end(group)
+    run.train(0, 50.0)
+    assert len(run.tail.look()) == 1
+
+
+def test_engines_should_have_as_many_as_slow_each_by_half() -> None:
+    run = Run()
+    assert run.tail.trajectories_per_gpu() == SLOTS, "without a speed, its slots"
+    fast = {"kv_tokens": 1000, "alone_s_per_token": 0.01, "beside_s_per_token": 0.001}
+    run.tail.handle(WorkerJoined("e0", "tp2", rollout_slots=64, full_s_per_token=0.073, **fast))
+    assert run.tail.trajectories_per_gpu() == pytest.approx((1 + 0.005 / 0.001) / 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_snapshot_changes_no_later_answer(seed: int) -> None:
+    rng, run, wave, committed = random.Random(seed), Run(change_s=0.1), 0, list(range(GROUPS))
+    for _ in range(20):
+        move = rng.choice(["end", "train", "role", "left", "joined", "refused"])
+        worker = rng.choice(["e0", "e1"])
+        if move == "end" and committed:
+            run.end(committed.pop(rng.randrange(len(committed))), rng.randrange(1, 500))
+        elif move == "train" and wave < len(run.admission.waves.opened.get(0, [])):
+            run.train(wave, rng.random() * 9, rng.randrange(3))
+            wave += 1
+        elif move == "role":
+            run.turn(worker, rng.choice(["train", "rollout", "lent"]), rng.choice([None, 0.2]))
+        elif move == "left":
+            run.tail.handle(WorkerLeft(worker))
+        elif move == "joined":
+            run.tail.handle(WorkerJoined(worker, "tp1", rollout_slots=SLOTS))
+        elif move == "refused":
+            run.tail.handle(TurnRefused(worker))
+        again = Tail(run.admission)
+        again.restore(json.loads(json.dumps(run.tail.snapshot())))
+        assert again.snapshot() == run.tail.snapshot()
+        assert again.look() == run.tail.look()
+        generating = [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
+        assert generating, "e2 never turns"
+
+
+def test_without_settings_it_follows_nothing() -> None:
+    tail = Tail(Admission(0, 1))
+    tail.handle(WorkerJoined("e0", "tp1", rollout_slots=4))
+    tail.group_committed()
+    assert tail.snapshot() == {} and tail.look() == ()
+
+
+def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete() -> None:
+    waves = Waves(8, 1, 3)
+    for number in range(8):
+        waves.parked(0, number)
+    ready = [(0, g) for g in range(16)]
+    opened = waves.next(0, 16, ready)
+    assert isinstance(opened, OpenWave) and opened.members == tuple(ready[:3])
+    waves.trained(0, 0)
+    assert waves.num_trained(0) == 1
+    few = Waves(2, 1, 3)
+    few.parked(0, 0)
+    opened = few.next(0, 16, ready)
+    assert opened is not None and len(opened.members) == 8, "two waves must be enough"

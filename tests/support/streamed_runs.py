@@ -1,0 +1,68 @@
+"""What a streamed run must have in its directory, whatever was killed while it ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from libra.config import RunConfig
+from libra.events import Event, QuantumFinished, from_dict
+from libra.policy.log_replay import replay
+from libra.store.batch_membership import read_batch_facts
+from libra.store.event_log import read_events
+from libra.store.trajectories import TrajectoryStore
+from libra.store.wave_records import groups_of, in_waves
+from libra.weights import WeightStore
+from libra.worker.checkpoint_writer import CheckpointWriter
+from libra.worker.replica_factory import make_replica
+from libra.worker.run_spec import RunSpec
+from libra.worker.trainer import recover
+
+
+def events_of(directory: Path) -> list[Event]:
+    return [from_dict(event) for event in read_events(directory / "events.jsonl").events]
+
+
+def replayed_differences(events: Iterable[Event]) -> list[str]:
+    return [told.difference for told in replay(enumerate(events, start=1)) if told.difference]
+
+
+def waves_of(directory: Path, batch: int) -> list[tuple[tuple[int, int], ...]]:
+    return [groups_of(wave) for wave in in_waves(read_batch_facts(directory / "batches", batch)["groups"])]
+
+
+def check_taken_again(directory: Path, config: RunConfig, steps: int, *, alone: bool = True) -> None:
+    """A replica that begins with nothing but the committed batches comes to every published version, bit for bit.
+
+    Unless the trainer was ``alone``: then up to the rounding of sums, of which Adam makes up to its step where gradients vanish.
+    """
+    spec = RunSpec("run", 0, directory, str(config.model.path), config)
+    replica = make_replica(spec, spec.model_dir, None)
+    checkpoints = CheckpointWriter(replica, directory / "none", config)
+    store = WeightStore(directory / "weights")
+    (directory / "checkpoints").rename(directory / "checkpoints aside")
+    taken = recover(checkpoints, spec, WeightStore(directory / "no weights"), steps)
+    if not alone:
+        published = store.read(store.get(steps))
+        for name, weight in replica.weights().items():
+            apart = (published[name] - weight).abs()
+            assert apart.max() <= config.trainer.lr * steps and (apart <= 2e-6).float().mean() >= 0.99, name
+        return
+    assert [step["digest"] for step in taken] == [store.get(version).digest for version in range(1, steps + 1)]
+
+
+def check_whole(directory: Path, steps: int, config: RunConfig) -> None:
+    """Every trajectory is stored once, every quantum was done once, every group is in one wave of its own batch."""
+    trainer = config.trainer
+    with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as stored:
+        assert stored.num_trajectories == steps * trainer.prompts * trainer.group_size
+    events = events_of(directory)
+    quanta = Counter(
+        (event.key.split("-e")[0], event.quantum) for event in events if isinstance(event, QuantumFinished)
+    )
+    assert quanta and set(quanta.values()) == {1}
+    for batch in range(steps):
+        groups = [group for wave in waves_of(directory, batch) for group in wave]
+        assert sorted(groups) == [(batch, g) for g in range(trainer.prompts)]
+    assert replayed_differences(events) == []
