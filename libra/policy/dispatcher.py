@@ -16,13 +16,15 @@ Invariants
 4. If a plan assigns a bucket to its length, a trajectory without a home begins there, unless no slot there is free or another
    engine would finish sooner by `PLANNED_FACTOR`.
 5. Work conserving: a slot stays free while a trajectory waits only if the KV of new ones would evict that of those under way
-   (`Loads.fits`), and no move pays off.
-6. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
+   (`Loads.fits`: who begins fits with all under way until they end, by what they hold and by what they are believed to hold), and
+   no move pays off.
+6. A trajectory whose KV does not fit any more has no home, and begins anew where it fits: contexts do not push each other out in
+   turn, however wrong the forecasts are.
+7. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -44,6 +46,7 @@ from libra.policy.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.phase_queue import Entry, PhaseQueue, order_of
 from libra.policy.starvation_guard import OVERDUE
 from libra.types import Phase
 
@@ -56,102 +59,6 @@ PLANNED_FACTOR = 1.25
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
-_Entry = tuple[Priority, int, str]
-
-
-class _Order:
-    """A heap of waiting keys; an entry that was replaced, or whose key left, is dropped when it reaches the top."""
-
-    def __init__(self, serials: dict[str, int]) -> None:
-        self._heap: list[_Entry] = []
-        self._serials = serials
-
-    def push(self, entry: _Entry) -> None:
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 64 + 4 * len(self._serials):
-            self._heap = [e for e in self._heap if self._serials.get(e[2]) == e[1]]
-            heapq.heapify(self._heap)
-
-    def first(self) -> _Entry | None:
-        heap, serials = self._heap, self._serials
-        while heap and serials.get(heap[0][2]) != heap[0][1]:
-            heapq.heappop(heap)
-        return heap[0] if heap else None
-
-    def first_few(self, count: int) -> list[_Entry]:
-        """Up to ``count`` entries in order; they stay."""
-        taken: list[_Entry] = []
-        while len(taken) < count and (entry := self.first()) is not None:
-            taken.append(heapq.heappop(self._heap))
-        for entry in taken:
-            heapq.heappush(self._heap, entry)
-        return taken
-
-
-class _Phase:
-    """One phase: waiting trajectories, free slots, and what runs."""
-
-    def __init__(self) -> None:
-        self.serials: dict[str, int] = {}
-        self.waiting: dict[str, Priority] = {}
-        self.all_waiting = _Order(self.serials)
-        self.anywhere = _Order(self.serials)
-        self.at_home: dict[str, _Order] = {}
-        self.in_bucket: dict[str, _Order] = {}
-        self.waiting_at: dict[str, int] = {}
-        self.home_of: dict[str, str] = {}  # of those that wait in ``at_home``
-        self.slots: dict[str, int] = {}
-        self.free: dict[str, int] = {}
-        self.running: dict[str, str] = {}
-        self.taken: dict[str, int] = {}
-        self.overfull: set[str] = set()  # workers with fewer slots than are taken
-
-    def leave(self, key: str) -> None:
-        """``key`` no longer waits here."""
-        if self.serials.pop(key, None) is None:
-            return
-        del self.waiting[key]
-        home = self.home_of.pop(key, None)
-        if home is not None:
-            self.waiting_at[home] -= 1
-            if not self.waiting_at[home]:
-                del self.waiting_at[home]
-
-    def supply(self, worker: str, slots: int) -> None:
-        """``worker`` has ``slots`` slots from now on; if more are taken, it gets no task until enough are free."""
-        self.slots[worker] = slots
-        self._room(worker)
-
-    def take(self, key: str, worker: str) -> None:
-        self.running[key] = worker
-        self.taken[worker] = self.taken.get(worker, 0) + 1
-        self._room(worker)
-
-    def give_back(self, key: str) -> None:
-        worker = self.running.pop(key, None)
-        if worker is not None:
-            self.taken[worker] -= 1
-            self._room(worker)
-
-    def lose(self, worker: str) -> None:
-        self.slots.pop(worker, None)
-        self.free.pop(worker, None)
-        for key in [key for key, at in self.running.items() if at == worker]:
-            del self.running[key]
-        self.taken.pop(worker, None)
-        self.overfull.discard(worker)
-
-    def _room(self, worker: str) -> None:
-        count = self.slots.get(worker, 0) - self.taken.get(worker, 0)
-        if count > 0:
-            self.free[worker] = count
-        else:
-            self.free.pop(worker, None)
-        if count < 0 and worker in self.slots:
-            self.overfull.add(worker)
-        else:
-            self.overfull.discard(worker)
-
 
 class Dispatcher:
     """One per scheduler, for all runs on it.
@@ -161,7 +68,7 @@ class Dispatcher:
 
     def __init__(self, *, sure: bool = False) -> None:
         self._fleet = Fleet()
-        self._phases = {phase: _Phase() for phase in Phase}
+        self._phases = {phase: PhaseQueue() for phase in Phase}
         self._queues = tuple(self._phases.values())
         self._phase_of: dict[str, Phase] = {}
         self._unplaced: set[str] = set()  # parked, without a priority yet
@@ -181,6 +88,7 @@ class Dispatcher:
         elif type(event) is TrajectoryParked:
             key = event.key
             self._loads.join(key, event.group)
+            self._loads.parked(key, event.context_tokens)
             self.stopped(key)
             for queue in self._queues:
                 queue.leave(key)
@@ -205,6 +113,8 @@ class Dispatcher:
             self._worker_left(event)
             return
         self._fleet.handle(event)
+        if type(event) is QuantumFinished:
+            self._push_out(self._fleet.home.get(event.key))
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Take over commands of orderings; those for trajectories that do not wait are ignored."""
@@ -229,6 +139,18 @@ class Dispatcher:
                         if held is not None:
                             self._push(key, held)
 
+    def _push_out(self, worker: str | None) -> None:
+        """Those whose KV the engine drops have no home any more: they go on where it fits."""
+        host = self._fleet.hosts.get(worker or "")
+        if worker is None or host is None or not 0 < host.spec.kv_tokens < host.context_tokens:
+            return
+        queue = self._phases[Phase.ROLLOUT]
+        for key in self._loads.pushed_out(worker, queue.running.__contains__):
+            self._loads.settle(key, None)
+            self._fleet.handle(HomeForgotten(key))
+            if key in queue.waiting:
+                self._push(key, queue.waiting[key])
+
     def stopped(self, key: str) -> None:
         """The quantum of ``key`` has ended, for whatever reason; its slot is free."""
         for queue in self._queues:
@@ -241,7 +163,7 @@ class Dispatcher:
             mean = self._quantum_s.get(worker, event.latency_s)
             self._quantum_s[worker] = mean + FORGETTING * (event.latency_s - mean)
         self.stopped(event.key)
-        self._loads.generated(event.key, event.tokens)
+        self._loads.generated(event.key, event.tokens, event.payload_tokens)
 
     def _ended(self, key: str) -> None:
         self.stopped(key)
@@ -283,9 +205,9 @@ class Dispatcher:
             if waits_there != home:
                 queue.home_of[key] = home
                 queue.waiting_at[home] = queue.waiting_at.get(home, 0) + 1
-            _order(queue.at_home, home, queue.serials).push(entry)
+            order_of(queue.at_home, home, queue.serials).push(entry)
             for bucket in self._buckets.get(key, ()):
-                _order(queue.in_bucket, bucket, queue.serials).push(entry)
+                order_of(queue.in_bucket, bucket, queue.serials).push(entry)
 
     # ---------------------------------------------------------------- queries and dispatch
 
@@ -362,7 +284,7 @@ class Dispatcher:
             places.append(place)
         return tuple(places)
 
-    def _next_tool(self, queue: _Phase) -> Place | None:
+    def _next_tool(self, queue: PhaseQueue) -> Place | None:
         entry = queue.anywhere.first()
         if entry is None:
             return None
@@ -373,9 +295,9 @@ class Dispatcher:
             return Place(key, Phase.TOOL, home, "home")
         return Place(key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
 
-    def _next(self, queue: _Phase) -> Place | None:
+    def _next(self, queue: PhaseQueue) -> Place | None:
         """The first in order that may have one of the free slots, without a move that it does not prefer."""
-        best: _Entry | None = None
+        best: Entry | None = None
         worker = reason = ""
         for home in queue.free if len(queue.free) < len(queue.waiting_at) else queue.waiting_at:
             if home in queue.free and home in queue.waiting_at:
@@ -402,7 +324,7 @@ class Dispatcher:
             worker, reason = self._loads.move(best[2], queue.free) or (worker, reason)
         return Place(best[2], Phase.ROLLOUT, worker, reason)
 
-    def _first_home(self, queue: _Phase, entry: _Entry) -> str | None:
+    def _first_home(self, queue: PhaseQueue, entry: Entry) -> str | None:
         """The best worker for a trajectory that is overdue or has no home; None if its KV would evict that of others."""
         key = entry[2]
         home = self._fleet.home.get(key)
@@ -427,7 +349,7 @@ class Dispatcher:
         forecast."""
         return self._loads.finish_s if self._loads.has_forecast(key) else self._loads.pace_s_per_token
 
-    def _roomiest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+    def _roomiest(self, queue: PhaseQueue, key: str, workers: Iterable[str]) -> str | None:
         """The one of ``workers`` with a free slot and KV memory for ``key`` that finishes first; of many, a sample is compared."""
         free = [worker for worker in workers if worker in queue.free]
         step = len(free) // SAMPLED_HOMES
@@ -437,7 +359,7 @@ class Dispatcher:
                 return self._fastest(queue, key, sample)
         return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
 
-    def _fastest(self, queue: _Phase, key: str, workers: Iterable[str]) -> str | None:
+    def _fastest(self, queue: PhaseQueue, key: str, workers: Iterable[str]) -> str | None:
         """The best engine; among equals one with few siblings, whose lengths are correlated and add up.
 
         Equal: the same seconds to finish, without a forecast the same pace; if one of the engines with a free slot has not
@@ -454,7 +376,7 @@ class Dispatcher:
                 best, least = worker, rank
         return best
 
-    def _move(self, queue: _Phase) -> Place | None:
+    def _move(self, queue: PhaseQueue) -> Place | None:
         """The first in order that gains from moving to a slot that would stay free."""
         for entry in queue.all_waiting.first_few(SCANNED_FOR_A_MOVE):
             key = entry[2]
@@ -466,7 +388,7 @@ class Dispatcher:
                 return Place(key, Phase.ROLLOUT, target, f"move: {reason}")
         return None
 
-    def _pays(self, queue: _Phase, key: str, home: str, target: str) -> str:
+    def _pays(self, queue: PhaseQueue, key: str, home: str, target: str) -> str:
         """Why moving ``key`` from the queue of ``home`` to ``target`` pays off; empty if it does not.
 
         The gain of all that wait there (each is served one turn earlier) must exceed the cost of the move. With a forecast, the
@@ -490,10 +412,3 @@ class Dispatcher:
         if not self._fleet.silent:
             return None
         return min((worker for worker in workers if worker in self._fleet.silent), default=None)
-
-
-def _order(orders: dict[str, _Order], name: str, serials: dict[str, int]) -> _Order:
-    found = orders.get(name)
-    if found is None:
-        found = orders[name] = _Order(serials)
-    return found

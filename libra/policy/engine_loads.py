@@ -18,12 +18,13 @@ Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): its boundaries are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from libra.policy.fleet import Fleet
+from libra.policy.kv_profile import Demand, peak_tokens
 from libra.policy.messages import Move, Place
 from libra.policy.move_price import TransferPace, priced
 
@@ -41,6 +42,12 @@ SOONER_FACTOR = 0.95
 """A move must reduce the seconds until both engines finish to this share."""
 QUICKER_FRAC = 0.2
 """A move for the trajectory alone must save this share of its seconds per token."""
+FOREVER = 1e12
+"""Tokens left of a trajectory without a forecast: nobody knows when it ends."""
+LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
+"""The share of an engine's memory that those who begin may plan with: times the first whenever a context is pushed out, plus the
+second whenever a trajectory ends or leaves, and never below the third. Forecasts that are too short, and turns whose length nobody
+knows, so reserve the memory that they turn out to take."""
 LOOKED_AT = 4
 """Candidate engines of a move: those that finish first."""
 LISTED_EVERY = 64
@@ -58,6 +65,8 @@ class _Load:
     longest: float | None = 0.0  # None: not known, to be computed
     peak: float = 0.0  # sum of powers of tokens left
     groups: dict[str, int] = field(default_factory=dict)  # members of each
+    share: float = 1.0  # of its memory that those who begin may plan with
+    refused: Demand | None = None  # did not fit, and nobody has ended or is believed to end earlier since
 
 
 class Loads:
@@ -71,6 +80,10 @@ class Loads:
         self._left: dict[str, tuple[float, float]] = {}  # tokens left, context at the end
         self._mean_final = 0.0
         self._num_ended = 0
+        self._sampled = self._grown = 0.0  # tokens generated, and context that came with them
+        self._prompts, self._mean_prompt = set[str](), 0.0  # trajectories whose prompt is known
+        self._num_prompts = self._num_told = 0
+        self._mean_told = 0.0  # first forecasts
         self._idlest: list[str] = []
         self.transfers = TransferPace()
         self._changes = 0
@@ -90,20 +103,42 @@ class Loads:
 
         Both are limited to the longest context of any engine, so that a high first forecast does not leave engines
         empty."""
-        limit = self._fleet.max_context_tokens
+        before, home = self._left.get(key), self._home.get(key)
+        left_tokens = self._believe(key, left_tokens, final_tokens)
+        if before is None:
+            self._num_told += 1
+            self._mean_told += (left_tokens - self._mean_told) / self._num_told
+        elif home is not None and left_tokens < before[0]:
+            self._loads[home].refused = None
+
+    def _believe(self, key: str, left_tokens: float, final_tokens: float) -> float:
+        limit, home = self._fleet.max_context_tokens, self._home.get(key)
         if limit:
             final_tokens = min(final_tokens, limit)
             left_tokens = min(left_tokens, max(0.0, limit - self._fleet.context_tokens.get(key, 0)))
         self._left[key] = (left_tokens, final_tokens)
-        home = self._home.get(key)
         if home is not None:
             self.settle(key, home)
+        return left_tokens
 
-    def generated(self, key: str, tokens: int) -> None:
-        """``key`` has generated ``tokens``; its remaining tokens fall by as many."""
-        forecast = self._left.get(key)
+    def parked(self, key: str, context_tokens: int) -> None:
+        """``key`` has a context of so many tokens (0: not known); the first time, it shows the length of its prompt."""
+        if context_tokens and key not in self._prompts:
+            self._prompts.add(key)
+            self._num_prompts += 1
+            prompt = max(0, context_tokens - self._fleet.context_tokens.get(key, 0))
+            self._mean_prompt += (prompt - self._mean_prompt) / self._num_prompts
+
+    def generated(self, key: str, tokens: int, payload_tokens: int = 0) -> None:
+        """``key`` has generated ``tokens``, and its tools added others; its remaining tokens fall by the former."""
+        self._sampled += tokens
+        self._grown += tokens + payload_tokens
+        forecast, home = self._left.get(key), self._home.get(key)
+        if home is not None and tokens:
+            members = self._loads[home].members
+            members[key] = members.pop(key)  # the most recently used
         if forecast is not None and tokens:
-            self.set_forecast(key, max(0.0, forecast[0] - tokens), forecast[1])
+            self._believe(key, max(0.0, forecast[0] - tokens), forecast[1])
 
     def settle(self, key: str, worker: str | None) -> None:
         """``key`` is at home on ``worker`` (None: nowhere)."""
@@ -113,6 +148,7 @@ class Loads:
             if home == worker:
                 self._change(key, load)
                 return
+            load.share, load.refused = min(1.0, load.share + MORE), None
             del self._home[key]
             room, left, work = load.members.pop(key)
             load.room -= room
@@ -170,18 +206,73 @@ class Loads:
         self.settle(key, None)
         self._left.pop(key, None)
         self._group.pop(key, None)
+        self._prompts.discard(key)
         final = self._fleet.context_tokens.get(key, 0)
         if final:
             self._num_ended += 1
             self._mean_final += (final - self._mean_final) / self._num_ended
 
     def fits(self, key: str, worker: str) -> bool:
-        """Whether the KV of ``key`` fits beside that of all trajectories at home there, with part of their growth."""
-        capacity = self._fleet.hosts[worker].spec.kv_tokens
-        load = self._loads.get(worker)
-        if not capacity or load is None or not load.members or key in load.members:
+        """Whether the KV of ``key`` fits beside that of all trajectories at home there, until the last of them ends.
+
+        What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for ``key``,
+        part of the growth of each is reserved.
+        """
+        host, load = self._fleet.hosts[worker], self._loads.get(worker)
+        if not host.spec.kv_tokens or load is None or not load.members or key in load.members:
             return True
-        return load.room + self._room(key) <= capacity
+        capacity, context = load.share * host.spec.kv_tokens, self._context(key)
+        if host.context_tokens + context > capacity:
+            return False
+        if not self.has_forecast(key):
+            return load.room + self._room(key) <= capacity
+        growth, refused = self._growth(), load.refused
+        own = self._demand(key, growth)
+        if host.context_tokens + growth * load.left + own.final <= capacity:
+            return True
+        if refused is not None and all(mine >= other for mine, other in zip(own, refused, strict=True)):
+            return False
+        if peak_tokens([own, *(self._demand(member, growth) for member in load.members)]) <= capacity:
+            return True
+        load.refused = own
+        return False
+
+    def _context(self, key: str) -> float:
+        """Tokens of context; before the first generation, the mean prompt's."""
+        return self._fleet.context_tokens.get(key) or self._mean_prompt
+
+    def _growth(self) -> float:
+        """Tokens of context per token generated, payloads of tools included.
+
+        Before anything is generated, contexts are believed to fill their slots: that is how many slots there are.
+        """
+        mean = self._mean_told
+        return (max(mean, self._fleet.slot_tokens - self._mean_prompt) + self._grown) / max(1.0, mean + self._sampled)
+
+    def _demand(self, key: str, growth: float) -> Demand:
+        context, left = self._context(key), self._left.get(key, (0.0,))[0]
+        if left <= 0.0:
+            return Demand(FOREVER, context, context)
+        final, limit = context + growth * left, self._fleet.max_context_tokens
+        return Demand(left, context, max(context, min(final, limit)) if limit else final)
+
+    def pushed_out(self, worker: str, running: Callable[[str], bool]) -> list[str]:
+        """Those at home on ``worker`` whose KV its engine drops for that of the others, least recently used first.
+
+        ``running`` are never dropped; the last one is kept, too.
+        """
+        host, load = self._fleet.hosts.get(worker), self._loads.get(worker)
+        if host is None or load is None or not host.spec.kv_tokens:
+            return []
+        too_many, found = host.context_tokens - host.spec.kv_tokens, list[str]()
+        for key in load.members:
+            if too_many <= 0 or len(found) + 1 == len(load.members):
+                break
+            if not running(key):
+                too_many -= self._fleet.context_tokens.get(key, 0)
+                found.append(key)
+                load.share = max(LEAST_SHARE, load.share * LESS)
+        return found
 
     def has_forecast(self, key: str) -> bool:
         """Whether there is a forecast for ``key``."""

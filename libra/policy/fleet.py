@@ -75,6 +75,7 @@ class Fleet:
         self.buckets: dict[str, list[str]] = {}
         self.silent: set[str] = set()  # workers whose engine has not declared itself
         self.max_context_tokens = 0  # of the engine that takes the longest contexts; 0: not known
+        self.slot_tokens = 0.0  # KV of one slot, of the engine that has least; 0: not known
 
     def handle(self, event: Event) -> None:
         """Follow one event."""
@@ -128,7 +129,9 @@ class Fleet:
             host.spec = spec
         self.buckets.setdefault(spec.bucket, []).append(spec.worker)
         (self.silent.discard if spec.declared else self.silent.add)(spec.worker)
-        self.max_context_tokens = max(host.spec.max_context_tokens for host in self.hosts.values())
+        specs = [host.spec for host in self.hosts.values()]
+        self.max_context_tokens = max(spec.max_context_tokens for spec in specs)
+        self.slot_tokens = min((s.kv_tokens / s.rollout_slots for s in specs if s.kv_tokens), default=0.0)
 
     def _out_of_bucket(self, spec: WorkerJoined) -> None:
         names = self.buckets[spec.bucket]

@@ -184,6 +184,20 @@ def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_over
     ]
 
 
+def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nobody_out() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(WorkerJoined("a", rollout_slots=4, **(TOLD | {"kv_tokens": 1000})))
+    assert at_home(dispatcher, "x", 400) == at_home(dispatcher, "y", 400) == "a"
+    dispatcher.handle(QuantumFinished("x", ROLLOUT, 1, "", "", 1.0))
+    dispatcher.handle(QuantumFinished("y", ROLLOUT, 300, "", "", 1.0))
+    park(dispatcher, "x", 0, context=400)
+    assert dispatcher.dispatch(ROLLOUT) == (), "700 tokens of y leave no room for the 400 of x"
+    park(dispatcher, "y", 1, context=700)
+    assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("y", "home")]
+    dispatcher.handle(TrajectoryEnded("y"))
+    assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("x", "first home")]
+
+
 def test_a_lost_home_is_no_home() -> None:
     dispatcher = two_workers(prefill_s_per_token=1e9)
     home = at_home(dispatcher, "x", 100)
