@@ -17,7 +17,7 @@ AggregationMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "constant"
 ]
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
-OldLogp = Literal["behaviour", "proximal", "exact"]
+OldLogp = Literal["behaviour", "proximal", "exact", "version", "ewma"]
 CorrectionAction = Literal["none", "truncate", "mask"]
 LayoutName = Literal["ddp", "fsdp2"]
 Divergence = Literal["tv", "kl"]

@@ -176,6 +176,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "std_eps", _run(*_SCALES)),
     ("trainer", "loss_divisor", _run(is_("trainer.aggregation", "seq-mean-token-sum-norm", "constant"))),
     ("trainer", "old_logp", {"run": (either(is_not("trainer.loss", "reinforce"), _CORRECTS, _REJECTS),), "plan": ()}),
+    ("trainer", "ewma_decay", _run(is_("trainer.old_logp", "ewma"))),
     ("trainer", "clip_low clip_high", _run(_CLIPS)),
     ("trainer", "dual_clip", _run(is_("trainer.loss", "ppo", "gspo"))),
     ("trainer", "tau_positive tau_negative", _run(is_("trainer.loss", "sapo"))),

@@ -96,8 +96,13 @@ class TrainerSection(Section):
     constant."""
     old_logp: OldLogp = "behaviour"
     """(preset) Denominator of the probability ratio: the engine's recorded log-probability (behaviour), the trainer's
-    at the start of the step (proximal), or the trainer's for tokens of the weights being trained and the engine's for
-    stale ones (exact). The latter two cost a forward pass if one batch takes several optimizer steps."""
+    at the start of the step (proximal), the trainer's for tokens of the weights being trained and the engine's for stale ones
+    (exact), the trainer's under the weights that sampled each token (version), or under a moving average of the weights
+    (ewma). All but the first cost a forward pass if one batch takes several optimizer steps. version also costs one of the
+    stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and of all since; ewma costs one
+    of the batch, and a copy of the weights in memory and checkpoints."""
+    ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
+    """For `old_logp` ewma: share of the average that stays at each batch. 0.889 looks back over about eight (PPO-EWMA)."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """(preset) The probability ratio is clipped below at 1 - `clip_low`; gmpo clips its logarithm, dppo bounds the probability."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28

@@ -95,7 +95,7 @@ def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
         published = weights.store.get(version)
     else:
         published = publish_checked(weights.store, replica, version, config.rollout.max_context_tokens)
-    weights.store.drop(keep_last=config.store.keep_versions)
+    weights.store.drop(keep_last=config.store.keep_versions, pinned=trainer.pinned(published.number))
     report = PublishedReport(
         version=published.number,
         digest=published.digest,
@@ -161,6 +161,13 @@ def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
         "mismatch: step %d: |log p(rollout) - log p(trainer)| mean %.3g, max %.3g, k3 %.3g, effective %.4f of %d tokens",
         step, mean, largest, numbers["mismatch_k3"], numbers["mismatch_effective_frac"], count,
     )  # fmt: skip
+    if trainer.old_logp != "behaviour":
+        logger.info(
+            "old log-probabilities (%s): step %d: exact for %.4f of the tokens; clipped low %.4f, high %.4f; weights out of bounds "
+            "%.4f, effective %.4f",
+            trainer.old_logp, step, numbers["exact_old_frac"], numbers["clip_low_frac"], numbers["clip_high_frac"],
+            numbers["correction_frac"], numbers["effective_sample_frac"],
+        )  # fmt: skip
     text = alarm_text(mean, largest, count, trainer.mismatch_alarm, step)
     if text is None or trainer.mismatch_action != "pause":
         return None

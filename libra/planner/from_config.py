@@ -94,7 +94,10 @@ def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
     return Layout(
         kind=trainer.layout,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        recompute_logprobs=(trainer.old_logp != "behaviour" and several) or trainer.m2po_threshold is not None,
+        recompute_logprobs=(trainer.old_logp != "behaviour" and several)
+        or trainer.old_logp == "ewma"
+        or (trainer.old_logp == "version" and config.run.eta > 0)
+        or trainer.m2po_threshold is not None,
         reference=trainer.kl_coef > 0,
         offload=trainer.offload,
         micro_batch_tokens=trainer.micro_batch_tokens,

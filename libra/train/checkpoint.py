@@ -5,7 +5,8 @@
     checkpoints/step-000012/
         config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
         optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step,
-                                                     and <parameter>.master where the optimizer's weights are wider
+                                                     <parameter>.master where the optimizer's weights are wider,
+                                                     and <tensor>.ewma with ``trainer.old_logp=ewma``
         trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report; sealed
     checkpoints/best -> step-000012                  see `libra.train.checkpoint_retention`
 
@@ -41,6 +42,7 @@ from libra.tensors import digest
 from libra.train.adapter_files import ADAPTER_DIR, adapter_config, write_adapter
 from libra.train.low_rank import LowRankWeights
 from libra.train.model_layout import laid_out, whole
+from libra.train.moving_average import EWMA
 from libra.train.replica_state import ReplicaState
 from libra.train.step_report import StepReport
 
@@ -118,6 +120,8 @@ class ReplicaSnapshot:
         }
         if replica.master is not None:
             optimizer |= {f"{name}.{MASTER}": kept(tensor) for name, tensor in replica.master.tensors.items()}
+        if replica.average is not None:
+            optimizer |= {f"{name}.{EWMA}": kept(tensor) for name, tensor in replica.average.tensors.items()}
         facts = {
             "schema": SCHEMA,
             "steps_done": replica.steps_done,
@@ -321,6 +325,8 @@ def _take_optimizer(replica: ReplicaState, state: dict[str, Tensor]) -> None:
     if replica.master is not None:
         keys = {name: f"{name}.{MASTER}" for name in replica.master.tensors}
         replica.master.load({name: state[key] for name, key in keys.items() if key in state})
+    if replica.average is not None:
+        replica.average.load(state, replica.tensors())
 
 
 def _write_failure(directory: Path, fault: OSError | SafetensorError) -> CheckpointError:

@@ -55,6 +55,16 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
             part.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL cannot scale while they reduce
 
 
+def release(model: Any) -> None:
+    """Drop whole parameters that a forward pass of a sharded model has left, so that the next pass reads the shards."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None:
+        return
+    for part in model.modules():
+        if isinstance(part, module.FSDPModule):
+            part.reshard()
+
+
 def checkpoint_activations(model: Any) -> None:
     """Make every decoder layer keep only its input and recompute the rest in the backward pass; the result does not change.
 

@@ -17,6 +17,9 @@ old_logp       p_old                                       weight (where ``corre
 ``proximal``   the trainer's at the start of the step      p_old / p_engine: mismatch and staleness (decoupled PPO)
 ``exact``      the trainer's where the token is of the     p_old / p_engine there: mismatch alone; 1 for stale
                weights being trained, else the engine's    tokens, whose ratio holds everything (two factors)
+``version``    the trainer's under the weights that        p_old / p_engine: mismatch alone, for stale tokens too
+               sampled the token (`old_policies`)          (1 where those weights are gone)
+``ewma``       that of a moving average of the weights     p_old / p_engine: mismatch and staleness
 =============  ==========================================  =======================================================
 
 Shape legend: N action tokens of a micro-batch.
@@ -71,11 +74,6 @@ class Objective:
         if settings.aggregation == "constant":
             return Aggregation("constant", divisor=settings.loss_divisor)
         return Aggregation(settings.aggregation, horizon_tokens=settings.loss_divisor)
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether log-probabilities under the weights at the start of the step are used."""
-        return self.settings.old_logp != "behaviour"
 
     @property
     def needs_every_sequence(self) -> bool:
@@ -175,10 +173,18 @@ class Objective:
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
         proximal_N = logp_N if batch.proximal_logp_N is None else batch.proximal_logp_N
-        everywhere_N = torch.ones_like(batch.current_N)
-        factors = two_factors(proximal_N, engine_N, batch.current_N if settings.old_logp == "exact" else everywhere_N)
+        known_N = torch.ones_like(batch.current_N)  # where the trainer's is p_old
+        exact_N = batch.current_N
+        if settings.old_logp == "exact":
+            known_N = exact_N
+        elif settings.old_logp == "version":
+            known_N = exact_N = batch.current_N | ~proximal_N.isnan() if batch.proximal_logp_N is not None else exact_N
+            proximal_N = torch.where(proximal_N.isnan(), logp_N, proximal_N)
+        elif settings.old_logp == "ewma":
+            exact_N = torch.zeros_like(exact_N)
+        factors = two_factors(proximal_N, engine_N, known_N)
         if settings.correction == "none":
-            return factors.old_logp_N, torch.ones_like(engine_N), batch.current_N
+            return factors.old_logp_N, torch.ones_like(engine_N), exact_N
         weight_N = importance_weights(
             factors.mismatch_N,
             sequences,
@@ -187,7 +193,7 @@ class Objective:
             low=settings.correction_low,
             high=settings.correction_high,
         )
-        return factors.old_logp_N, weight_N, batch.current_N
+        return factors.old_logp_N, weight_N, exact_N
 
     @torch.no_grad()
     def _kept(self, batch: MicroBatch, logp_N: Tensor, old_N: Tensor, sequences: Sequences) -> Tensor:

@@ -37,6 +37,7 @@ from libra.train.gradient_reduction import PartialGradient, add_slices, offer_we
 from libra.train.lazy_batch import LazyBatch, samples_of
 from libra.train.model_layout import local
 from libra.train.model_loading import load_model
+from libra.train.old_policies import Published, under_average, under_versions
 from libra.train.open_step import OpenStep
 from libra.train.process_memory import StepMemory
 from libra.train.replica_group import TrainGroup
@@ -80,6 +81,8 @@ class Replica(ReplicaState):
         Computes this replica's slices.
     open_step : OpenStep or None
         The step whose waves are being added.
+    published : callable or None
+        The weights of an earlier version, for ``trainer.old_logp=version``.
 
     Raises
     ------
@@ -115,6 +118,7 @@ class Replica(ReplicaState):
                 each.to(place)
         self.gradient = SliceGradient(model, settings, group, place, reference)
         self.open_step: OpenStep | None = None
+        self.published: Published | None = None
         wide = None if master_dtype is None else _dtype(master_dtype)
         super().__init__(model, settings, group, device=place, master_dtype=wide, seed=seed, base_dir=base)
 
@@ -214,8 +218,10 @@ class Replica(ReplicaState):
     def _samples(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int, tally: Tally) -> list[Sample]:
         """The samples of a batch or wave, counted, and scored as the engine did where that is configured."""
         started = time.perf_counter()
-        proximal = self.gradient.objective.needs_proximal and self.settings.epochs * self.settings.minibatches > 1
-        whole = proximal or self.settings.exact_logprobs or self.settings.m2po_threshold is not None
+        old_logp = self.settings.old_logp
+        proximal = old_logp not in ("behaviour", "ewma") and self.settings.epochs * self.settings.minibatches > 1
+        whole = proximal or old_logp in ("version", "ewma")
+        whole = whole or self.settings.exact_logprobs or self.settings.m2po_threshold is not None
         samples = samples_of(trajectories, step, whole=whole)
         tally.add(
             sequences=len(samples),
@@ -225,7 +231,15 @@ class Replica(ReplicaState):
         )
         if self.settings.exact_logprobs:
             mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
-        return self.gradient.with_proximal(samples) if proximal else samples
+        began = time.perf_counter()
+        if proximal:
+            samples = self.gradient.with_proximal(samples)
+        if old_logp == "version":
+            samples = under_versions(self, self.gradient, self.published, samples, step)
+        elif self.average is not None:
+            samples = under_average(self, self.gradient, self.average, samples)
+        tally.add(old_logp_s=time.perf_counter() - began)
+        return samples
 
     def _step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         started = time.perf_counter()
@@ -289,6 +303,8 @@ class Replica(ReplicaState):
 
     def _report(self, step: int, tally: Tally, began_s: float) -> StepReport:
         """Count the step as taken; its report, with the seconds since ``began_s``."""
+        if self.average is not None:
+            self.average.move(self.tensors())
         self.content = content = digest(self.weights())
         if self.hybrids is not None:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:

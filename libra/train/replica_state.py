@@ -29,6 +29,7 @@ from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.low_rank import LowRankWeights
 from libra.train.master_weights import MasterWeights
 from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, shard, whole
+from libra.train.moving_average import MovingAverage
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.step_report import StepReport, Tally
@@ -59,6 +60,8 @@ class ReplicaState:
     ----------
     hybrids : HybridPool or None
         Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
+    average : MovingAverage or None
+        Of the weights after each batch, with ``trainer.old_logp=ewma``.
     content : str or None
         Digest of the current weights, if it was computed since they last changed.
     """
@@ -86,6 +89,9 @@ class ReplicaState:
             checkpoint_activations(model)
         if self.is_sharded:
             shard(model, group, offload=settings.offload)
+        self.average: MovingAverage | None = None
+        if settings.old_logp == "ewma":
+            self.average = MovingAverage(self.tensors(), settings.ewma_decay)
         self.master: MasterWeights | LowRankWeights | None = None
         if settings.lora_rank is not None:
             self.master = LowRankWeights(

@@ -34,6 +34,8 @@ class Sample:
         Under the weights at the start of the step, if the loss needs it and it has been computed.
     kept : bool array (A,), optional
         False where a choice over the whole minibatch leaves the token out of the loss.
+    version : int array (A,)
+        Weights that sampled the token; -1 where its KV cache is of others. Empty in a slice of another replica.
     turn_at : int64 array
         Positions of inputs whose next token is the first of a generation.
     """
@@ -47,6 +49,7 @@ class Sample:
     proximal_logp: NDArray[np.floating] | None = None
     kept: NDArray[np.bool_] | None = None
     turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    version: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def num_tokens(self) -> int:
@@ -92,12 +95,14 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         at = int(where[~np.isfinite(behaviour_logp)][0])
         raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
     token_ids = trajectory.token_ids.astype(np.int64)
+    made_by, kept_by = trajectory.weight_version[where], trajectory.kv_version[where]
     return Sample(
         token_ids=token_ids[: where[-1]],
         action_at=where - 1,
         target=token_ids[where],
         behaviour_logp=behaviour_logp.astype(np.float32),
-        current=(trajectory.weight_version[where] == version) & (trajectory.kv_version[where] == version),
+        current=(made_by == version) & (kept_by == version),
+        version=np.where(made_by == kept_by, made_by, -1).astype(np.int32),
         advantage=float(trajectory.advantage),
         turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
     )

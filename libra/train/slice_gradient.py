@@ -135,7 +135,8 @@ class SliceGradient:
         if threshold is None or not samples:
             return list(samples)
         known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]
-        logp = known if len(known) == len(samples) and not fresh else self.scored(samples)
+        present = self.settings.old_logp in ("proximal", "exact") and not fresh and len(known) == len(samples)
+        logp = known if present else self.scored(samples)
         lengths = torch.tensor([sample.num_actions for sample in samples])
         sequence_N = torch.repeat_interleave(torch.arange(len(samples)), lengths)
         engine_N = np.concatenate([sample.behaviour_logp for sample in samples])

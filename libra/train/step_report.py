@@ -43,6 +43,8 @@ class StepReport:
         (``trainer.reject``, ``off_policy_threshold``, ``m2po_threshold``); effective sample size of the weights, masks
         included, over the number of tokens (1: all weigh the same); share of tokens whose old log-probability is the
         trainer's own, under the weights that generated them.
+    old_logp_s : float
+        Seconds of the passes before the step for old log-probabilities (``trainer.old_logp``).
     replicas, hybrids, hybrids_joining, hybrids_lost : int
         Core replicas; hybrid replicas that computed a slice, had not received their state yet, or were lost or failed with
         a slice that the core then computed. Maxima over the optimizer steps; lost ones in total.
@@ -105,6 +107,7 @@ class StepReport:
     hybrid_received_bytes: int = 0
     peak_bytes: int = 0
     rejected_frac: float = 0.0
+    old_logp_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""

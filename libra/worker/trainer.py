@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.comm import get_address_host
 
+from libra.errors import WeightsError
 from libra.events.reports import HybridPoolReport
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.wave_records import Rows, in_waves, read_waves
@@ -23,6 +24,8 @@ from libra.worker.replica_factory import make_replica
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from libra.train import Replica, StepReport
     from libra.train.lazy_batch import LazyBatch
     from libra.train.replica_group import TrainGroup
@@ -76,7 +79,28 @@ class Trainer:
         """Build the replica, replacing an existing one."""
         spec = self.context.spec
         replica = make_replica(spec, self.context.model_dir, group)
+        replica.published = self._published
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
+
+    def _published(self, version: int) -> dict[str, Tensor] | None:
+        """The weights of a version that the run still has; None if it has them no more."""
+        store = self.context.weights.store
+        try:
+            return store.read(version) if version in store.numbers() else None
+        except WeightsError as error:
+            logger.warning("run %s: %s", self.context.spec.run, error)
+            return None
+
+    def pinned(self, newest: int) -> range:
+        """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and so may a resumed
+        run from its newest checkpoint on; empty for other settings."""
+        config = self.context.spec.config
+        if config.trainer.old_logp != "version":
+            return range(0)
+        from libra.train.checkpoint import complete, step_of
+
+        saved = complete(self.context.spec.checkpoints_dir)
+        return range(max(0, (step_of(saved[-1]) if saved else 0) - config.run.eta), newest + 1)
 
     def recover(self, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
         """Bring the replica to the weights after ``steps`` steps; see `recover`."""

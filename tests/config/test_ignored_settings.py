@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "trainer.lora_targets": ("q_proj",),
     "trainer.correction_low": 0.5,
     "trainer.betas": (0.8, 0.9),
+    "trainer.ewma_decay": 0.5,
     "trainer.vespo_positive": (1.0, 2.0),
     "trainer.vespo_negative": (1.0, 2.0),
     "trainer.correction": "truncate",

@@ -66,6 +66,7 @@ class Recorded:
             model_dir, TrainSettings(**{**defaults, **settings}), dtype=torch.float64, threads=1, group=group
         )
         self.gradients: list[np.ndarray] = []
+        self.published: dict[int, dict[str, torch.Tensor]] = {}
         apply = self.replica.apply_gradient
 
         def record(step: int, tally: Any) -> None:
@@ -83,6 +84,12 @@ class Recorded:
         """Report of step ``k``, whole or in waves of these trajectories, and the gradient of each of its optimizer steps."""
         self.gradients.clear()
         batch = make_batch(k)
+        if self.replica.settings.old_logp == "version":  # every third token is of older weights
+            self.published[k] = {name: tensor.clone() for name, tensor in self.replica.weights().items()}
+            self.replica.published = self.published.get
+            for one in batch:
+                old = np.flatnonzero(one.is_action)[::3]
+                one.weight_version[old] = one.kv_version[old] = np.maximum(0, k - 1 - np.arange(len(old)) % 2)
         for wave in waves or ():
             self.replica.accumulate([batch[index] for index in wave], k)
         report = self.replica.close(k) if waves else self.replica.step(batch, k)

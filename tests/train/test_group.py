@@ -97,6 +97,25 @@ def same(answer: Any, static: tuple[dict[str, Any], list[np.ndarray]]) -> None:
         assert answer["report"][name] == pytest.approx(report[name], rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("old_logp", ["version", "ewma"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_old_policies_and_m2po_over_a_group_are_those_of_one_replica(
+    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, layout: str, old_logp: str
+) -> None:
+    settings = {"old_logp": old_logp, "correction": "truncate", "minibatches": 2, "m2po_threshold": 1.0}
+    alone = process.Recorded(str(model_dir), settings)
+    cores = cast[:2]
+    for core in cores:
+        core.tell("new", settings=settings | {"layout": layout})
+    assert [core.answer() for core in cores] == [None, None]
+    for k in range(3):
+        static = alone.step(k)
+        answer = together(cores, k)
+        same(answer, static)
+        assert answer["report"]["exact_old_frac"] == static[0]["exact_old_frac"] == (old_logp == "version")
+        assert answer["report"]["rejected_frac"] == static[0]["rejected_frac"] > 0
+
+
 def test_adapters_over_shards_are_those_over_whole_models_and_their_checkpoint_goes_on(
     cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ def test_waves_give_the_gradient_and_the_weights_of_the_whole_batch(
     (whole, at_once), (streamed, added) = double(**settings), double(**settings)
     report, of_waves = whole.step(mixed, 0), in_waves(streamed, mixed, WAVES)
     assert len(at_once) == len(added) == 1
-    assert torch.linalg.norm(at_once[0]) > 1e-4
+    assert torch.linalg.norm(at_once[0]) > 1e-6
     assert torch.linalg.norm(added[0] - at_once[0]) <= 1e-12 * torch.linalg.norm(at_once[0])
     for key, weight in whole.weights().items():
         assert torch.allclose(streamed.weights()[key], weight, rtol=1e-9, atol=1e-9)  # AdamW divides by small numbers
