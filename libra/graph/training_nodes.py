@@ -95,7 +95,6 @@ def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
         published = weights.store.get(version)
     else:
         published = publish_checked(weights.store, replica, version, config.rollout.max_context_tokens)
-    weights.store.drop(keep_last=config.store.keep_versions, pinned=trainer.pinned(published.number))
     report = PublishedReport(
         version=published.number,
         digest=published.digest,
@@ -104,6 +103,8 @@ def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
         weights=weights.offered,
     )
     host.context.report(report)
+    # After the report, so that no engine waits for it:
+    weights.store.drop(keep_last=config.store.keep_versions, pinned=trainer.pinned(published.number))
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
 
 

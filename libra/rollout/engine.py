@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,7 +107,8 @@ class EngineCounters:
 
     def stats(self, *, running: int, waiting: int, retained: int, slots: int, version: int) -> EngineStats:
         """Add the engine's present state."""
-        return EngineStats(running, waiting, retained, slots, version, **asdict(self))
+        done = (getattr(self, each.name) for each in fields(self))  # in the order of `EngineStats`; `asdict` copies
+        return EngineStats(running, waiting, retained, slots, version, *done)
 
 
 @runtime_checkable

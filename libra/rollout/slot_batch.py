@@ -200,8 +200,8 @@ class SlotBatch:
     def stats(self) -> EngineStats:
         """Current counters."""
         return self.counters.stats(
-            running=int((self.table.state == RUNNING).sum()), waiting=len(self.queue.waiting),
-            retained=int((self.table.state == RETAINED).sum()), slots=len(self.table.jobs), version=self.version,
+            running=int(np.count_nonzero(self.table.state == RUNNING)), waiting=len(self.queue.waiting),
+            retained=int(np.count_nonzero(self.table.state == RETAINED)), slots=len(self.table.jobs), version=self.version,
         )  # fmt: skip
 
     # -- one step ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def prompt_from_json(prompt_id: str, text: str) -> Prompt:
 
 def group_path(root: str | Path, iteration: int, group: int, split: str = "train") -> Path:
     """File of the record of one group."""
-    return Path(root) / f"{split}-{iteration:06d}-{group:06d}.group"
+    return Path(f"{root}/{split}-{iteration:06d}-{group:06d}.group")
 
 
 def write_group(

@@ -20,8 +20,8 @@ from libra.errors import WeightsError
 from libra.projections import is_embedding
 from libra.weights.version_check import ExpectedProbes
 
-BLOCK_ELEMENTS = 2**18
-"""Elements compared at once."""
+FIRST_ELEMENTS, BLOCK_ELEMENTS = 2**12, 2**18
+"""Elements compared first, in most versions enough, and at most at once."""
 COLUMNS = 2
 """Number of changed columns requested of a matrix, and of random ones."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,12 +32,13 @@ def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> lis
     if before.shape != after.shape or before.dtype != after.dtype:
         return list(range(min(after.shape[0 if rows else 1], 64)))
     bits = _BITS[after.element_size()]
-    step = max(1, BLOCK_ELEMENTS // after.shape[1])
-    for begin in range(0, after.shape[0], step):
-        one, other = before[begin : begin + step].view(bits), after[begin : begin + step].view(bits)
-        differs = (one != other).any(1 if rows else 0)
+    begin, size = 0, FIRST_ELEMENTS
+    while begin < after.shape[0]:
+        end = begin + max(1, size // after.shape[1])
+        differs = (before[begin:end].view(bits) != after[begin:end].view(bits)).any(1 if rows else 0)
         if bool(differs.any()):
-            return [int(place) + (begin if rows else 0) for place in torch.nonzero(differs)[:, 0]]
+            return (torch.nonzero(differs)[:, 0] + (begin if rows else 0)).tolist()
+        begin, size = end, min(4 * size, BLOCK_ELEMENTS)
     return []
 
 

@@ -130,12 +130,16 @@ class WeightStore:
         temporary = self.temporary()
         try:
             temporary.mkdir()
-            with ThreadPoolExecutor(1) as disk:
-                written = disk.submit(_save, kept, temporary / TENSORS_FILE)
-                _write(temporary / MANIFEST_FILE, sealed_text(msgspec.to_builtins(manifest)))
+            with ThreadPoolExecutor(3) as disk:  # each file waits for the device, all of them at once
+                text = sealed_text(msgspec.to_builtins(manifest))
+                written = [
+                    disk.submit(_save, kept, temporary / TENSORS_FILE),
+                    disk.submit(_write, temporary / MANIFEST_FILE, text),
+                ]
                 if check is not None:
-                    _write(temporary / CHECK_FILE, check(content))
-                written.result()
+                    written.append(disk.submit(_write, temporary / CHECK_FILE, check(content)))
+                for each in written:
+                    each.result()
             _sync(temporary)
             version = self.adopt(temporary, number, content)
             _sync(self.root)

@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -163,7 +164,7 @@ class QuantumRunner:
         """End a trajectory whose group has its record; the records of its own may be gone, all or the last."""
         tid = state.tid
         path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
-        if not path.exists():
+        if not os.access(path, os.F_OK):
             return
         (member,) = (member for member in read_group(path) if member.trajectory_id == tid)
         state.end, state.failure, state.detail = member.end_reason, member.failure, member.failure_detail

@@ -347,4 +347,4 @@ def _call(kept: Mapping[str, Any]) -> ToolCall:
 
 def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     """The parts concatenated; an empty array without parts."""
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+    return np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.zeros(0, dtype)
