@@ -60,6 +60,7 @@ class Job(NamedTuple):
     system: str
     setting: Setting
     seed: int
+    limit_s: float = math.inf  # given up once its step must take longer
 
 
 @cache
@@ -98,7 +99,7 @@ def seconds(job: Job) -> float:
     """Seconds of a step."""
     gc.disable()  # a simulation allocates much and frees little: collected once, after it
     cell = cell_of(job)
-    found = step_s(cell, play(cell, DISCIPLINES[job.system], job.setting, job.seed))
+    found = step_s(cell, play(cell, DISCIPLINES[job.system], job.setting, job.seed, job.limit_s))
     gc.enable()
     gc.collect()
     return found
@@ -119,31 +120,44 @@ class Simulations:
 
     def __init__(self, path: Path | None, processes: int) -> None:
         self._path, self._done = path, dict[str, float]()
+        self._over = dict[str, float]()  # of those that were given up: seconds that their step exceeds
         self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
         if path is not None and path.exists():
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            self._done = {row["job"]: row["step_s"] for row in rows if row["code"] == fingerprint()}
+            rows = [row for row in rows if row["code"] == fingerprint()]
+            self._done = {row["job"]: row["step_s"] for row in rows if row["step_s"] is not None}
+            self._over = {row["job"]: row["over_s"] for row in rows if row["step_s"] is None}
 
     def of(self, jobs: Iterable[Job]) -> list[float]:
-        """Seconds of a step in each."""
-        jobs = list(jobs)
-        names = [json.dumps([Path(job.traces).stem, *job[1:]]) for job in jobs]
-        missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in self._done}
+        """Seconds of a step in each; infinite if given up."""
+        jobs = [
+            job._replace(system="split") if job.system == "paper" else job for job in jobs
+        ]  # the same on one degree
+        names = [json.dumps([Path(job.traces).stem, *job[1:-1]]) for job in jobs]
+        missing = {
+            name: job
+            for name, job in zip(names, jobs, strict=True)
+            if name not in self._done and self._over.get(name, -1.0) < job.limit_s
+        }
         results = map(seconds, missing.values()) if self._pool is None else self._pool.map(seconds, missing.values())
-        for name, found in zip(missing, results, strict=True):
-            self._done[name] = found
+        for (name, job), found in zip(missing.items(), results, strict=True):
+            given_up = found == math.inf
+            (self._over if given_up else self._done)[name] = job.limit_s if given_up else found
             if self._path is not None:
+                row = {"code": fingerprint(), "job": name, "step_s": None if given_up else found}
                 with self._path.open("a") as file:
-                    file.write(json.dumps({"code": fingerprint(), "job": name, "step_s": found}) + "\n")
-        return [self._done[name] for name in names]
+                    file.write(json.dumps(row | ({"over_s": job.limit_s} if given_up else {})) + "\n")
+        return [self._done.get(name, math.inf) for name in names]
 
 
 def compared(runs: Simulations, traces: str, gpus: int, eta: int, seeds: int, names: Sequence[str]) -> Comparison:
     """All systems of a cell."""
     any_job = Job(traces, gpus, eta, "", Setting(0, 0, 0.0), 0)
 
-    def seconds_of(system: str, tried: Sequence[tuple[Setting, int]]) -> list[float]:
-        return runs.of(any_job._replace(system=system, setting=setting, seed=seed) for setting, seed in tried)
+    def seconds_of(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
+        return runs.of(
+            any_job._replace(system=system, setting=each, seed=seed, limit_s=limit_s) for each, seed in tried
+        )
 
     return compare(cell_of(any_job), list(disciplines(names, eta)), seeds, seconds_of)
 

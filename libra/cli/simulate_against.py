@@ -68,8 +68,10 @@ def simulate_against(
     for count in gpu_counts(gpus, base.gpus):
         cell = replace(base, gpus=count)
 
-        def seconds(system: str, tried: Sequence[tuple[Setting, int]], cell: Cell = cell) -> list[float]:
-            return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed)) for setting, seed in tried]
+        def seconds(
+            system: str, tried: Sequence[tuple[Setting, int]], limit_s: float, cell: Cell = cell
+        ) -> list[float]:
+            return [step_s(cell, play(cell, DISCIPLINES[system], each, seed, limit_s)) for each, seed in tried]
 
         found.append(compare(cell, list(chosen), seeds, seconds))
         if not as_json:

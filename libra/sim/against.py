@@ -18,8 +18,8 @@ TUNING_SEED = 101
 ORACLE = "oracle"
 """Order of the systems that know what nobody can know: a yardstick."""
 
-Seconds = Callable[[str, Sequence[tuple[Setting, int]]], Sequence[float]]
-"""Seconds of a step of a system with each of some (setting, seed)."""
+Seconds = Callable[[str, Sequence[tuple[Setting, int]], float], Sequence[float]]
+"""Seconds of a step of a system with each of some (setting, seed); infinite where they must exceed the last argument."""
 
 
 class Scored(NamedTuple):
@@ -100,11 +100,11 @@ def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) ->
     found = []
     for system in systems:
 
-        def tried(settings: Sequence[Setting], system: str = system) -> Sequence[float]:
-            return seconds(system, [(setting, TUNING_SEED) for setting in settings])
+        def tried(settings: Sequence[Setting], limit_s: float, system: str = system) -> Sequence[float]:
+            return seconds(system, [(setting, TUNING_SEED) for setting in settings], limit_s)
 
         setting = tune(cell, DISCIPLINES[system], tried)
-        (tuning_s,) = tried([setting])
-        scored = seconds(system, [(setting, seed) for seed in range(seeds)])
+        (tuning_s,) = tried([setting], math.inf)
+        scored = seconds(system, [(setting, seed) for seed in range(seeds)], math.inf)
         found.append(Scored(system, setting, tuning_s, tuple(scored)))
     return Comparison(cell, tuple(found), float(np.mean([lower_bound_s(cell, seed) for seed in range(seeds)])))

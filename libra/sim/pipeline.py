@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,6 +49,9 @@ class PipelineOptions:
     rule : TurningRule
     num_steps : int or None
         The simulation stops after this many; None: after all iterations of the workload.
+    gives_up : (int, float) or None
+        It stops earlier once the mean step without the first ``int`` ones must take longer than ``float`` seconds, with
+        ``num_steps`` only. None: never.
     """
 
     eta: int = 0
@@ -58,6 +62,7 @@ class PipelineOptions:
     load_s: float = 3.0
     rule: TurningRule = field(default_factory=TurningRule)
     num_steps: int | None = None
+    gives_up: tuple[int, float] | None = None
 
 
 class TurnDone(NamedTuple):
@@ -78,14 +83,19 @@ class PipelineResult(NamedTuple):
         GPU-seconds by cause: ``generating`` (engines that have requests), ``training``, ``changing`` roles, ``idle engines``,
         ``idle trainers`` (no group is complete, or weights are published).
     turns : tuple of TurnDone
+    gave_up : bool
+        As `PipelineOptions.gives_up` says; the mean step is infinite then.
     """
 
     published_s: tuple[float, ...]
     gpu_s: Mapping[str, float]
     turns: tuple[TurnDone, ...]
+    gave_up: bool = False
 
     def step_s(self, after: int = 1) -> float:
         """Mean seconds of a step, the first ``after`` left out."""
+        if self.gave_up:
+            return math.inf
         if len(self.published_s) <= after:
             raise ValueError(f"after: got {after} with {len(self.published_s)} steps")
         begin = self.published_s[after - 1] if after else 0.0
@@ -121,6 +131,7 @@ class Pipeline(Simulator):
         self._turns: list[TurnDone] = []
         self._changing_gpu_s = self._engine_gpu_s = self._counted_s = 0.0
         self._closing = self._merges = self._look = False
+        self._no_later_s = math.inf  # when a step that takes too long is given up
         self._serial = 0  # of the next end of all gradients, as it was last computed
 
     def train(self) -> PipelineResult:
@@ -141,7 +152,7 @@ class Pipeline(Simulator):
             "idle trainers": total - self._engine_gpu_s - self._changing_gpu_s - trainer.busy_gpu_s,
         }
         published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
-        return PipelineResult(published, gpu_s, tuple(self._turns))
+        return PipelineResult(published, gpu_s, tuple(self._turns), now_s > self._no_later_s)
 
     @property
     def _core_gpus(self) -> int:
@@ -156,7 +167,8 @@ class Pipeline(Simulator):
         self._feed(self._batches.version_published(0))
 
     def _is_over(self, iterations: int) -> bool:
-        return len(self.record.iteration_s) == (self._pipeline.num_steps or iterations)
+        done = len(self.record.iteration_s) == (self._pipeline.num_steps or iterations)
+        return done or self.agenda.now_s > self._no_later_s
 
     def _dispatch(self) -> None:
         if self._look and self._discipline.roles is not Roles.SPLIT:
@@ -182,6 +194,10 @@ class Pipeline(Simulator):
     def _trained(self, batch: int) -> None:
         self._closing, self._merges, self._look = False, False, True
         super()._trained(batch)
+        options = self._pipeline
+        if options.gives_up is not None and options.num_steps is not None and batch + 1 == options.gives_up[0]:
+            left_out, longest_s = options.gives_up
+            self._no_later_s = self.agenda.now_s + longest_s * (options.num_steps - left_out)
         if batch + 1 < len(self._groups.plans):
             self._feed(self._batches.version_published(batch + 1))
 

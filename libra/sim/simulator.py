@@ -67,12 +67,15 @@ class Agenda:
         self.added += 1
         heapq.heappush(self.entries, (at_s, self.added, happens, what))
 
-    def advance(self) -> None:
-        """Call everything of the next instant."""
-        self.now_s = self.entries[0][0]
-        while self.entries and self.entries[0][0] == self.now_s:
-            _, _, happens, what = heapq.heappop(self.entries)
+    def advance(self) -> int:
+        """Call everything of the next instant; returns how many."""
+        entries, called = self.entries, 0
+        now_s = self.now_s = entries[0][0]
+        while entries and entries[0][0] == now_s:
+            _, _, happens, what = heapq.heappop(entries)
             happens(*what)
+            called += 1
+        return called
 
 
 @dataclass(slots=True)
@@ -153,6 +156,7 @@ class Simulator:
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._contended = False  # whether a trajectory waits for a slot of an engine, as of the last dispatch
+        self._out_of_date = 0  # events of this instant that no longer hold
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
 
     @property
@@ -179,8 +183,9 @@ class Simulator:
         self._dispatch()
         record, num = self.record, len(workload.trajectories)
         while self.agenda.entries and not self._is_over(iterations):
-            self.agenda.advance()
-            self._dispatch()
+            self._out_of_date = 0
+            if self.agenda.advance() > self._out_of_date:  # otherwise nothing has changed
+                self._dispatch()
         if not self._is_over(iterations) and (missing := num - len(record.ended_s)):
             raise ConfigError(
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
@@ -378,6 +383,7 @@ class Simulator:
 
     def _generated(self, engine: VirtualEngine, changes: int) -> None:
         if engine.changes != changes:  # the engine's batch has changed since, or the engine was lost
+            self._out_of_date += 1
             return
         worker_s = self._specs[engine.name].overhead.worker_s
         for request in engine.finished(self.agenda.now_s):

@@ -6,6 +6,7 @@ settings of a system by coordinate descent, `lower_bound_s` is what no system ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -115,8 +116,8 @@ def _ordering(name: str, workload: Workload) -> Ordering:
     return make_ordering(name)
 
 
-def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int) -> PipelineResult:
-    """One system in one cell, on the trajectories of one seed."""
+def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int, limit_s: float = math.inf) -> PipelineResult:
+    """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``."""
     workload = cell.workload(seed)
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // len(plans)
@@ -127,8 +128,9 @@ def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int) -> Pip
         {setting.tp: slots_of(tables, mean)},
     )
     options = PipelineOptions(
-        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), num_steps=STEPS[cell.eta][0]
-    )
+        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), num_steps=STEPS[cell.eta][0],
+        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None,
+    )  # fmt: skip
     work = group_work(workload, *_sizes(cell.gpu, cell.model))
     return Pipeline(
         workload, engines, _ordering(discipline.order, workload), discipline, work, options, seed=seed
@@ -136,7 +138,7 @@ def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int) -> Pip
 
 
 def step_s(cell: Cell, result: PipelineResult) -> float:
-    """Seconds of a step, without the first ones."""
+    """Seconds of a step, without the first ones; infinite if the simulation was given up."""
     return result.step_s(STEPS[cell.eta][1])
 
 
@@ -153,8 +155,10 @@ def core_choices(cell: Cell, discipline: Discipline) -> list[int]:
     return sorted([*none, *(near or whole)], key=lambda gpus: abs(gpus - ideal))
 
 
-def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting]], Sequence[float]]) -> Setting:
+def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting], float], Sequence[float]]) -> Setting:
     """The best setting found; ``seconds`` are those of a step with each of some settings, on the tuning seed.
+
+    Its second argument is the best so far: of a setting that takes longer, any more seconds will do, and the choice is the same.
 
     First the degree, then the core trainers, then the rule; and the degree again if one of the others changed.
     """
@@ -165,8 +169,10 @@ def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting
 
     def improve(found: Setting, choices: Sequence[Setting]) -> Setting:
         tried = [one for one in dict.fromkeys([found, *choices]) if (cell.gpus - one.core_gpus) // one.tp > 0]
+        if found in tried and found not in known:
+            (known[found],) = seconds([found], math.inf)
         new = [one for one in tried if one not in known]
-        known.update(zip(new, seconds(new), strict=True))
+        known.update(zip(new, seconds(new, known.get(found, math.inf)), strict=True))
         return min(tried, key=lambda one: known[one])
 
     best = improve(best, [best._replace(tp=tp) for tp in degrees])

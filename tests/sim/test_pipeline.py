@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -117,11 +118,15 @@ TRACES = tuple(Trace(str(plan.sample), 1000, plan.turns) for plan in synthetic(3
 def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bound() -> None:
     cell, seen = Cell(TRACES, 4, 0.5, 6, 8, 0), dict[str, set[int]]()
 
-    def seconds(system: str, tried: list[tuple[Setting, int]]) -> list[float]:
+    def seconds(system: str, tried: list[tuple[Setting, int]], limit_s: float) -> list[float]:
         seen.setdefault(system, set()).update(seed for _, seed in tried)
-        return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed)) for setting, seed in tried]
+        return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed, limit_s)) for setting, seed in tried]
+
+    def whole(system: str, tried: list[tuple[Setting, int]], limit_s: float) -> list[float]:
+        return seconds(system, tried, math.inf)
 
     found = compare(cell, list(disciplines(["colocated", "split", "turning"], 0)), 2, seconds)
+    assert found == compare(cell, list(disciplines(["colocated", "split", "turning"], 0)), 2, whole), "bit by bit"
     assert seen == {"colocated": {0, 1, 101}, "split": {0, 1, 101}, "turning": {0, 1, 101}}
     assert found.bound_s == (lower_bound_s(cell, 0) + lower_bound_s(cell, 1)) / 2 and all(
         each > lower_bound_s(cell, seed) for one in found.scored for seed, each in enumerate(one.step_s)
@@ -132,6 +137,18 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
     assert len(found.lines()) == 4 and found.static.system in found.lines()[0]
     with pytest.raises(ConfigError, match="a yardstick is missing: colocated or split"):
         compare(cell, ["turning"], 2, seconds)
+
+
+def test_a_simulation_is_given_up_once_its_step_must_take_longer() -> None:
+    cell, split, setting = Cell(TRACES, 4, 0.5, 6, 8, 0), DISCIPLINES["split"], Setting(2, 2, 4.0)
+    whole = play(cell, split, setting, 0)
+    limit_s = step_s(cell, whole)
+    assert play(cell, split, setting, 0, limit_s) == whole
+    early = play(cell, split, setting, 0, 0.5 * limit_s)
+    assert early.gave_up and step_s(cell, early) == math.inf
+    assert early.published_s == whole.published_s[: len(early.published_s)] and len(early.published_s) < len(
+        whole.published_s
+    )
 
 
 def test_a_discipline_that_is_not_defined_for_a_bound_is_refused(engines: Engines, workload: Workloads) -> None:
