@@ -83,7 +83,6 @@ def _transformers_only(config: RunSections) -> Iterator[str]:
             "vllm.kv_cache_gib sets the KV cache of a vllm engine",
         ),
         ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
-        ("rollout.kv_host_gib", rollout.kv_host_gib is not None, "a vllm engine keeps no KV in host memory"),
         ("rollout.speculate", rollout.speculate, "drafts of a vllm engine would change what it samples"),
         ("model.loader", config.model.loader is not None, "a vllm engine builds the model itself"),
     ):

@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +31,10 @@ from numpy.typing import NDArray
 from libra.errors import EngineError, LibraError, WeightsError
 from libra.rollout.engine import EngineCounters, EngineStats
 from libra.rollout.engine_capacity import PassMeter, kv_token_bytes
+from libra.rollout.kv_object import KVObject
 from libra.rollout.request_checks import check_request, packed_priority
 from libra.rollout.request_queue import RequestQueue
+from libra.rollout.vllm_kv_files import VLLMKv
 from libra.rollout.vllm_process import Core, EngineGone, VLLMJob
 from libra.rollout.vllm_settings import VLLMSettings, check_installed, max_model_tokens, read_model_config
 from libra.rollout.weight_loading import HEAD, ExpectedWeights
@@ -80,6 +83,7 @@ class VLLMEngine:
         self._counters = EngineCounters()  # of processes that have ended, and of requests
         self._meter = PassMeter()
         self._kv_tokens = 0
+        self._kv: VLLMKv | None = None
 
     # -- what callers use --------------------------------------------------------------------------------------------
 
@@ -93,6 +97,8 @@ class VLLMEngine:
         self._token_bytes = kv_token_bytes(config, self.settings.dtype, self.settings.tp)
         self._max_scored = max_model_tokens(config, self.settings) - 1
         self._expected = ExpectedWeights.of_directory(self.settings.model_dir, tied=bool(config["tie_word_embeddings"]))
+        if self.settings.host_kv_gib is not None:
+            self._kv = VLLMKv(self.settings, config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="libra-vllm", daemon=True)
         self._thread.start()
@@ -112,8 +118,18 @@ class VLLMEngine:
         await self._ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
-        """No effect: vLLM drops the KV of finished requests when others need the memory."""
+        """Drop its KV from host memory; vLLM drops that of finished requests when others need the memory."""
         self._check_open()
+        if self._kv is not None:
+            self._loop.call_soon_threadsafe(self._kv.forget, trajectory_id)
+
+    async def export_kv(self, trajectory_id: str) -> KVObject | None:
+        """The KV of a trajectory that is between two turns; see MovesKV."""
+        return await self._ask(self._export_kv(trajectory_id))
+
+    async def import_kv(self, kv: KVObject) -> bool:
+        """Keep an object for the trajectory's next request; see MovesKV."""
+        return await self._ask(self._import_kv(kv))
 
     async def pause(self) -> None:
         """Stop before the next step."""
@@ -162,7 +178,7 @@ class VLLMEngine:
         return EngineCapacity(
             kv_tokens=self._kv_tokens, kv_bytes=self._kv_tokens * self._token_bytes, kv_token_bytes=self._token_bytes,
             slots=self.settings.slots, tp=self.settings.tp, steps=self._meter.seconds(),
-            max_context_tokens=self.settings.max_context_tokens,
+            max_context_tokens=self.settings.max_context_tokens, exchanges_kv=self._kv is not None,
         )  # fmt: skip
 
     @property
@@ -179,6 +195,8 @@ class VLLMEngine:
             if first and not self._ended:  # a second stop would interrupt `_end`
                 self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
+        if self._kv is not None:
+            self._kv.close()
 
     # -- between the two loops ---------------------------------------------------------------------------------------
 
@@ -273,7 +291,8 @@ class VLLMEngine:
     async def _serve(self, core: Core, job: VLLMJob) -> None:
         outcome: TurnOutput | Exception
         try:
-            outcome = await core.serve(job, time.perf_counter)
+            with nullcontext() if self._kv is None else self._kv.brought(job) as kv:
+                outcome = await core.serve(job, time.perf_counter, kv)
         except EngineGone as error:
             outcome = error
             self._died(core, error)
@@ -287,6 +306,8 @@ class VLLMEngine:
 
     def _leave(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
         """Answer a job and free its place."""
+        if self._kv is not None:
+            self._kv.ended(job, outcome)
         self._queue.end(job)
         if not self._queue.running and self._since_s is not None:
             self._counters.busy_s += time.perf_counter() - self._since_s
@@ -300,6 +321,15 @@ class VLLMEngine:
             job.answer.set_result(outcome)
         else:
             job.answer.set_exception(outcome)
+
+    async def _export_kv(self, trajectory_id: str) -> KVObject | None:
+        if self._kv is None or self._queue.find(trajectory_id) is not None:
+            return None
+        async with self._lock:
+            return await self._kv.export(await self._living(), trajectory_id, self.version)
+
+    async def _import_kv(self, kv: KVObject) -> bool:
+        return self._kv is not None and self._kv.pool.put(kv)
 
     async def _abort(self, trajectory_id: str) -> None:
         job = self._queue.find(trajectory_id)
@@ -346,6 +376,8 @@ class VLLMEngine:
             try:
                 if not self._paused:
                     await core.pause()
+                if self._kv is not None:
+                    self._kv.loaded(version)
                 try:
                     await core.load(version, path, self._expected.tied.get(HEAD))
                 except EngineGone:

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _BUILDING = threading.Lock()
 """Held while an engine is built: its environment is that of the whole process."""
 _WARM_UP_TOKENS = 4
+_KV = "kv_transfer_params"
 SHUTDOWN_S = 1.0
 """Seconds that the process may take to end before it is killed; it has nothing to save."""
 
@@ -107,9 +108,10 @@ class Core:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def serve(self, job: VLLMJob, now: Any) -> TurnOutput:
-        """One request to its end; ``now`` is the clock."""
+    async def serve(self, job: VLLMJob, now: Any, kv: dict[str, Any] | None = None) -> TurnOutput:
+        """One request to its end; ``now`` is the clock, ``kv`` its ``kv_transfer_params``."""
         request = job.request
+        extra = ({GENERATED: request.generated} if request.generated else {}) | ({_KV: kv} if kv else {})
         context = request.context_ids.tolist()
         with _errors(job.name):
             final = None
@@ -122,7 +124,7 @@ class Core:
                     seed=request.seed,
                     stop_token_ids=list(request.stop_ids),
                     logprobs=0,
-                    extra_args={GENERATED: request.generated} if request.generated else None,
+                    extra_args=extra or None,
                 ),
                 job.handle,
                 priority=packed_priority(request.priority),
@@ -240,12 +242,17 @@ class Core:
                 found[name][0][:, part.offset : part.offset + part.num_here] += rows
         return found
 
-    async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
-        """A probe: before all requests, greedy by default, and not counted."""
+    async def one_more(self, ids: list[int], version: int, kv: dict[str, Any]) -> None:
+        """Generate one token after ``ids``, from the prefix cache, with these ``kv_transfer_params``; it is dropped."""
+        with _errors("export of KV"):
+            await self._generate(ids, 1, self._prompt(ids, version), extra_args={_KV: kv})
+
+    async def _generate(self, ids: list[int], new: int, prompt: dict[str, Any] | None = None, **sampling: Any) -> Any:
+        """A probe: before all requests, greedy by default, not counted, and without KV of others, except with a ``prompt``."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
-        prompt = {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
+        prompt = prompt or {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
         sampled = _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling)
         async for output in self.llm.generate(prompt, sampled, f"{PROBE_ID}{self._probes}", priority=PROBE):
             final = output

@@ -17,6 +17,7 @@ from typing import Any
 from libra.errors import EngineError, ModelError
 from libra.rollout.engine import EngineSettings
 from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes
+from libra.rollout.kv_heads import heads_of
 from libra.seals import parsed_json
 
 INSTALL = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
@@ -26,6 +27,8 @@ CPU_BATCHED_TOKENS = 4096
 """Maximum context tokens that one step of an engine on a CPU computes; at least one whole context."""
 CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
+KV_SAVE, KV_LOAD, KV_FILE_TOKENS = "libra_save", "libra_load", "libra_tokens"
+"""In a request's ``kv_transfer_params``: the file to which its KV goes, the one from which it comes, and its number of tokens."""
 GENERATED = "libra_generated"
 """Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
 PARENT = "LIBRA_ENGINE_PARENT"
@@ -55,6 +58,8 @@ class VLLMSettings(EngineSettings):
     cores, devices : str or None
         Cores and GPUs of its processes: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: as in the
         environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
+    host_kv_gib : float or None
+        Host memory for KV that comes from another engine, on a CPU only; None: there is none, and KV is not exchanged.
     """
 
     tp: int = 1
@@ -63,6 +68,7 @@ class VLLMSettings(EngineSettings):
     eager: bool | None = None
     cores: str | None = None
     devices: str | None = None
+    host_kv_gib: float | None = None
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
@@ -112,7 +118,7 @@ def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
 
 
 def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
-    """``AsyncEngineArgs`` of an engine."""
+    """``AsyncEngineArgs`` of an engine; ModelError if it cannot exchange KV and has to."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = read_model_config(settings.model_dir)
@@ -131,6 +137,18 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         }
     else:
         given["gpu_memory_utilization"] = settings.gpu_memory_frac
+    if settings.host_kv_gib is not None:
+        if not on_cpu:
+            raise ModelError(
+                f"rollout.kv_host_gib: got {settings.host_kv_gib:g}; vLLM engines exchange KV on CPUs only; type "
+                "rollout.kv_host_gib=null"
+            )
+        from vllm.config import KVTransferConfig
+
+        heads_of(0, settings.tp, int(config.get("num_key_value_heads") or config["num_attention_heads"]))
+        given["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="FileKV", kv_connector_module_path="libra.rollout.vllm_kv", kv_role="kv_both"
+        )
     kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
     return AsyncEngineArgs(
         model=str(settings.model_dir),

@@ -243,6 +243,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
             tp=kind.tp,
             threads=kind.threads,
             keep_kv=config.rollout.keep_kv,
+            host_kv_gib=config.rollout.kv_host_gib,
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_frac=config.vllm.gpu_memory_frac,
             eager=config.vllm.eager,

@@ -56,14 +56,19 @@ def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:
     return bool((channel.recv_frame() or {}).get("kept"))
 
 
-def ask(address: Address, secret: str, trajectory_id: str, version: int, limit_bytes: int) -> KVObject:
-    """The KV of a trajectory under weights ``version`` from the worker at ``address``.
+def ask(
+    address: Address, secret: str, trajectory_id: str, version: int, limit_bytes: int, *, neighbours: bool = True
+) -> KVObject:
+    """The KV of a trajectory under weights ``version`` from the worker at ``address``; ``neighbours``: read its memory, if it is
+    on this machine.
 
     KVRefused if it has none, has more than ``limit_bytes``, or what arrived is not what it exported; TransportError or OSError
     if it does not answer.
     """
     with contextlib.closing(connect(address, secret, purpose=PURPOSE, silence_s=GIVE_UP_S)) as channel:
-        channel.send_frame(trajectory_id=trajectory_id, version=version, machine=machine() or None)
+        channel.send_frame(
+            trajectory_id=trajectory_id, version=version, machine=(machine() or None) if neighbours else None
+        )
         answer = channel.recv_frame() or {"error": "the old home closed the connection"}
         if "error" in answer:
             raise KVRefused(str(answer["error"]))
