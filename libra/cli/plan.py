@@ -84,7 +84,7 @@ def print_plan(
     if as_json:
         values = answer.to_dict()
         values["notes"] = note.splitlines()
-        values["regime"] = {**asdict(bounds), "step_s": dict(bounds.step_s)}
+        values["regime"] = {**asdict(bounds), "step_s": dict(bounds.step_s), "settings": dict(bounds.settings)}
         values["why"] = [{"choice": other.name, **asdict(other)} for other in asked]
         values["written"] = None if written is None else str(write)
         click.echo(json.dumps(values, allow_nan=False))

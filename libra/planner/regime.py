@@ -26,6 +26,12 @@ CHANGES_S = 10.8 + 8.0
 """Seconds in which an engine's GPUs turn to training, and back (Libra, arXiv:2606.03077 v2, Qwen3-14B on A800)."""
 CHANGES_FRAC = 0.1
 """Roles that change within a step are only considered where both changes take less than this part of it."""
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "split": {},
+    "streaming": {"trainer.streaming": "on"},
+    "turning": {"trainer.streaming": "on", "trainer.turning": "auto"},
+}
+"""Ways that can be configured, and how; colocated pools are simulated only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,19 @@ class Regime:
     step_s : mapping of str to float
         Predicted seconds of a step: ``split`` (the plan), ``streaming``, and at staleness bound 0, if changes of roles are short
         against a step, ``colocated`` and ``turning``.
+    choice : str
+        The way to take: the fastest of them that can be configured, ``split`` (change nothing) unless another saves
+        `WORTH_FRAC`. Roles do not change within a step that is bound by its longest trajectory.
+    settings : mapping of str to str
+        What to type for it; empty: nothing.
     words : str
         What follows for the user.
     """
 
     path_over_work: float
     step_s: Mapping[str, float]
+    choice: str
+    settings: Mapping[str, str]
     words: str
 
 
@@ -76,20 +89,32 @@ def regime(plan: Plan, *, changes_s: float = CHANGES_S, streams: bool = True) ->
         step_s["colocated"] = together_s + trains_s + update + changes_s
         if streams:
             step_s["turning"] = max(together_s + LEFT_FRAC * trains_s, work_s) + update + changes_s
-    return Regime(x, step_s, _words(x, step_s, eta))
+    choice = chosen(x, step_s)
+    return Regime(x, step_s, choice, SETTINGS[choice], _words(x, step_s, eta))
+
+
+def chosen(x: float, step_s: Mapping[str, float]) -> str:
+    """The way to take a step, as in `Regime.choice`."""
+    ways = [way for way in step_s if way in SETTINGS and (way != "turning" or x <= LATENCY_BOUND)]
+    best = min(ways, key=lambda way: step_s[way])
+    return best if step_s[best] <= (1.0 - WORTH_FRAC) * step_s["split"] else "split"
 
 
 def _words(x: float, step_s: Mapping[str, float], eta: int) -> str:
     share = f"the longest trajectory takes {x:.2g} times as long as the work of all GPUs"
     if x > LATENCY_BOUND:
-        return (
+        found = (
             f"latency-bound: {share}; fewer GPUs, faster tools or a larger run.eta (now {eta}) help, other roles do not"
         )
+        if chosen(x, step_s) == "streaming":
+            saved = 1 - step_s["streaming"] / step_s["split"]
+            found += f"; trainer.streaming=on would save about {100 * saved:.0f} %"
+        return found
     best = min(step_s, key=lambda name: step_s[name])
     saved = 1 - step_s[best] / step_s["split"]
     kind = "work-bound" if x < WORK_BOUND else "bound by work and by latency"
     if saved < WORTH_FRAC:
-        return f"{kind}: {share}; no other way to take a step would save {100 * WORTH_FRAC:.0f} %"
+        return f"{kind}: {share}; change nothing: no other way to take a step would save {100 * WORTH_FRAC:.0f} %"
     how = {
         "streaming": "gradients of complete groups while others are generated (trainer.streaming=on)",
         "colocated": "all GPUs generating and then training (simulated only, see libra simulate --against all)",

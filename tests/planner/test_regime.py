@@ -48,6 +48,7 @@ def test_the_forms_of_a_synchronous_step(made: Plan) -> None:
     )
     assert found.words.startswith("work-bound") and "would save about 47 %" in found.words
     assert "trainer.streaming=on alone 17 %" in found.words
+    assert found.choice == "turning" and found.settings == {"trainer.streaming": "on", "trainer.turning": "auto"}
 
 
 def test_roles_change_only_where_that_is_short_against_a_step(made: Plan) -> None:
@@ -63,10 +64,13 @@ def test_one_long_trajectory_is_told_as_such(made: Plan) -> None:
     assert (
         found.path_over_work > 3 and found.words.startswith("latency-bound") and "larger run.eta (now 0)" in found.words
     )
+    assert found.choice == "streaming" and "trainer.streaming=on would save about 7 %" in found.words
     later = replace(slow, eta=4, step_s=900.0)
     assert regime(later).path_over_work == pytest.approx(found.path_over_work / 5)
     even = replace(made, eta=1, train_s=20.0, step_s=290.0)
-    assert "no other way to take a step would save 5 %" in regime(even).words
+    nothing = regime(even)
+    assert "change nothing: no other way to take a step would save 5 %" in nothing.words
+    assert nothing.choice == "split" and not nothing.settings
 
 
 def test_the_forms_and_the_simulator_agree_on_turning_over_split() -> None:
