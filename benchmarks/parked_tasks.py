@@ -50,7 +50,7 @@ class Stage:
     @property
     def num_quanta(self) -> int:
         """Quanta finished so far."""
-        return sum(self.plugin.runs[RUN].counts.quanta.values())
+        return sum(self.plugin.runs[RUN].log.facts.quanta.values())
 
     @property
     def num_waiting(self) -> int:

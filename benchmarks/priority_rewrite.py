@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks.parked_tasks import RUN, Stage, parked
 from benchmarks.report import Figure, command_parser, emit
+from libra.events.reports import QuantumReport, TrajectoryReport
 from libra.policy import Priority, SetPriority
 from libra.scheduler import dask_internals
 from libra.store.event_log import read_events
@@ -41,7 +42,7 @@ from libra.types import Phase
 SIZES = {1_000: "1k", 10_000: "10k", 100_000: "100k"}
 COMMANDS_AT_ONCE = 16
 LEVELS = 80
-GOAL_PER_S, GOAL_US = 100_000.0, 200.0
+GOAL_PER_S, GOAL_US = 100_000.0, 150.0
 MODERATE = {"generation_s": 0.2, "tool_s": 0.1}
 """Seconds of quanta for `signal_to_order_ms`: with 64 slots of each phase a few hundred quanta a second."""
 
@@ -118,10 +119,10 @@ class Delays:
         self.ms: list[float] = []
 
     def __enter__(self) -> Delays:
-        def reported(state: Any, msg: dict[str, Any]) -> None:
-            if msg["tool"] and msg["next"]:
-                self._returned_s[msg["key"]] = msg["stop_s"]
-            self._reported(state, msg)
+        def reported(state: Any, report: TrajectoryReport) -> None:
+            if isinstance(report, QuantumReport) and report.tool and report.next:
+                self._returned_s[report.key] = report.stop_s
+            self._reported(state, report)
 
         def write(ts: Any, priority: Any) -> None:
             self._write(ts, priority)
