@@ -140,14 +140,16 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Few samples per prompt; an unbiased gradient.",
             "RLOO, arXiv:2402.14740",
             "The paper's plain REINFORCE is clipped (0.2) here, which is the same on samples of the current weights. "
-            "Its KL penalty in the reward is not built; `trainer.kl_coef` puts one into the loss.",
+            "Its KL penalty in the reward is off; `trainer.kl_coef=0.05 trainer.kl_in_reward=true trainer.kl_estimator=k1` "
+            "turns it on.",
         ),
         "reinforce_pp": Algorithm(
             Preset(advantage="reinforce_pp", normalize_std=False),
             "Rewards whitened over all tokens of the batch; the group plays no part.",
             "One sample per prompt (`trainer.group_size=1`), many prompts.",
             "REINFORCE++, arXiv:2501.03262",
-            "Its KL penalty in the reward is not built; `trainer.kl_coef` puts one into the loss.",
+            "Its KL penalty in the reward is off; `trainer.kl_coef=0.01 trainer.kl_in_reward=true trainer.kl_estimator=k1` "
+            "turns it on.",
         ),
         "reinforce_pp_baseline": Algorithm(
             Preset(advantage="reinforce_pp_baseline", normalize_std=False),

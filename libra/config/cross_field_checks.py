@@ -20,7 +20,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _masks, _mismatch,
-        _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
+        _token_rewards, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -189,6 +189,23 @@ def _masks(config: RunSections) -> Iterator[str]:
             f"trainer.correction_level: {trainer.correction_level}, and trainer.loss=vespo multiplies the weights of a sequence's "
             "tokens itself; type trainer.correction_level=token, or trainer.correction=none"
         )
+
+
+def _token_rewards(config: RunSections) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.kl_in_reward and trainer.advantage not in ("rloo", "reinforce_pp"):
+        yield (
+            f"trainer.kl_in_reward: trainer.advantage={trainer.advantage} has no reward per token; type trainer.advantage=rloo (or "
+            "reinforce_pp), or trainer.kl_in_reward=false, which puts the KL into the loss"
+        )
+    discounted = trainer.gamma < 1 and trainer.advantage == "reinforce_pp"
+    name = "kl_in_reward" if trainer.kl_in_reward else "gamma"
+    for dropped in ("drop_uniform_groups", "drop_truncated"):
+        if (trainer.kl_in_reward or discounted) and getattr(trainer, dropped):
+            yield (
+                f"trainer.{dropped}: true, and with trainer.{name}={str(getattr(trainer, name)).lower()} the trainer needs all "
+                f"members of the batch for its advantages; type trainer.{dropped}=false"
+            )
 
 
 def _loss(config: RunSections) -> Iterator[str]:

@@ -72,6 +72,9 @@ class TrainerSection(Section):
     normalize_std: bool = True
     """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr.
     GRPO). For `advantage` grpo."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """For `advantage` reinforce_pp: discount per generated token, of the reward at the end of a trajectory and of what follows a
+    token in general. Below 1 every token has an advantage of its own."""
     std_eps: Annotated[float, Field(ge=0)] = 1e-6
     """Added to that standard deviation before dividing."""
     drop_uniform_groups: bool = False
@@ -166,6 +169,15 @@ class TrainerSection(Section):
     gradient of the divergence."""
     kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
     """Upper bound of a token's KL estimate, in nats. None: no bound."""
+    kl_in_reward: bool = False
+    """Subtract `kl_coef` x KL estimate from the reward of each token, before advantages are computed, instead of a term of the loss
+    (`advantage` rloo and reinforce_pp, as their papers do). The KL is that of the engine's policy at the time it sampled. The
+    advantages in the record of a batch are those without it."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt the coefficient of `kl_in_reward`, which begins at `kl_coef`, so that the mean KL per token approaches this many nats:
+    after each batch it changes by a share of at most 0.2 x trajectories / `kl_horizon`. None: it stays."""
+    kl_horizon: Annotated[float, Field(gt=0)] = 10_000.0
+    """Trajectories over which `kl_target` acts."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1

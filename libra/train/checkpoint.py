@@ -127,6 +127,7 @@ class ReplicaSnapshot:
             "steps_done": replica.steps_done,
             "settings": replica.settings.of_a_step(),
             "seed": replica.seed,
+            "kl_coef": replica.kl.value,
             "dtype": str(replica.dtype).removeprefix("torch."),
             "last_report": replica.last_report.as_dict() if replica.last_report else None,
         }
@@ -195,6 +196,8 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
     replica.take_weights(weights)
     _take_optimizer(replica, optimizer)
     replica.steps_done = int(facts["steps_done"])
+    if replica.settings.kl_target is not None:
+        replica.kl.value = float(facts.get("kl_coef", replica.kl.value))
     replica.last_report = StepReport(**facts["last_report"]) if facts["last_report"] else None
 
 

@@ -5,6 +5,7 @@ Shape legend: N action tokens, in any arrangement; every function is elementwise
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import get_args
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from libra.config.algorithms import KLEstimator
 from libra.train.choice_check import check_option
 
+_MOST_CHANGE = 0.2
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 
 
@@ -67,3 +69,25 @@ def k3(logp_N: Tensor, reference_logp_N: Tensor, *, bound: float | None = 10.0) 
     return kl_estimate(
         logp_N, reference_logp_N, "k3", bound=bound, log_ratio_bound=None if bound is None else 2 * bound
     )
+
+
+@dataclass(slots=True)
+class KLCoefficient:
+    """The coefficient of a KL penalty, adapted after each batch (Ziegler et al., arXiv:1909.08593, sec. 2.2; as verl's controller).
+
+    Attributes
+    ----------
+    value : float
+    seen : (float, int)
+        Sum over trajectories of their mean KL per token in nats, and how many, of the batch in progress.
+    """
+
+    value: float
+    seen: tuple[float, int] = (0.0, 0)
+
+    def adapt(self, target: float, horizon: float) -> None:
+        """Change the value by a share of at most 0.2 x trajectories / ``horizon``, towards a mean KL of ``target`` nats."""
+        total, count = self.seen
+        if count:
+            error = min(max(total / count / target - 1, -_MOST_CHANGE), _MOST_CHANGE)
+            self.value *= max(0.0, 1 + error * count / horizon)

@@ -31,9 +31,12 @@ def split(samples: Sequence[Sample], num_slices: int) -> list[list[Sample]]:
 
 def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """A slice as flat tensors: tokens and actions of all samples one after the other, and how many of each."""
-    counts = [(s.num_tokens, s.num_actions, s.proximal_logp is not None, s.kept is not None) for s in samples]
+    counts = [
+        (s.num_tokens, s.num_actions, s.proximal_logp is not None, s.kept is not None, s.token_advantage is not None)
+        for s in samples
+    ]
     tensors = {
-        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 4),
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 5),
         "advantage": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
         "token_ids": _joined([s.token_ids for s in samples], np.int64),
         "action_at": _joined([s.action_at for s in samples], np.int64),
@@ -44,6 +47,7 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     known = [s.proximal_logp for s in samples if s.proximal_logp is not None]
     return tensors | {
         "proximal_logp": _joined(known, known[0].dtype if known else np.float32),
+        "token_advantage": _joined([s.token_advantage for s in samples if s.token_advantage is not None], np.float64),
         "kept": _joined([s.kept for s in samples if s.kept is not None], np.bool_),
     }
 
@@ -51,8 +55,8 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
 def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The slice that `to_tensors` made."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    samples, tokens, actions, proximal, kept = [], 0, 0, 0, 0
-    for number, (num_tokens, num_actions, has_proximal, has_kept) in enumerate(arrays["counts"].tolist()):
+    samples, tokens, actions, proximal, kept, rewarded = [], 0, 0, 0, 0, 0
+    for number, (num_tokens, num_actions, has_proximal, has_kept, has_rewards) in enumerate(arrays["counts"].tolist()):
         here = slice(actions, actions + num_actions)
         samples.append(
             Sample(
@@ -63,11 +67,12 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
                 current=arrays["current"][here],
                 advantage=float(arrays["advantage"][number]),
                 proximal_logp=arrays["proximal_logp"][proximal : proximal + num_actions] if has_proximal else None,
+                token_advantage=arrays["token_advantage"][rewarded : rewarded + num_actions] if has_rewards else None,
                 kept=arrays["kept"][kept : kept + num_actions] if has_kept else None,
             )
         )
         tokens, actions, proximal = tokens + num_tokens, actions + num_actions, proximal + num_actions * has_proximal
-        kept += num_actions * has_kept
+        kept, rewarded = kept + num_actions * has_kept, rewarded + num_actions * has_rewards
     return samples
 
 

@@ -82,7 +82,8 @@ class Objective:
         extra = settings.log_ratio_coef if settings.loss == "dppo" else 0.0
         if is_named(settings.loss):  # which may have a term without the advantage
             return True
-        return settings.kl_coef > 0 or settings.entropy_coef > 0 or extra > 0
+        in_loss = settings.kl_coef > 0 and not settings.kl_in_reward
+        return in_loss or settings.entropy_coef > 0 or extra > 0
 
     def token_losses(
         self, batch: MicroBatch, logp_N: Tensor, *, entropy_N: Tensor, reference_logp_N: Tensor | None = None

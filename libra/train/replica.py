@@ -46,6 +46,7 @@ from libra.train.replica_state import ReplicaState
 from libra.train.samples import Sample
 from libra.train.slice_gradient import SliceGradient
 from libra.train.step_report import StepReport, Tally
+from libra.train.token_advantages import has_token_rewards, with_token_advantages
 from libra.types import Trajectory
 
 
@@ -195,6 +196,7 @@ class Replica(ReplicaState):
     def abandon(self) -> None:
         """Drop the gradients of an open step."""
         self.open_step = None
+        self.kl.seen = (0.0, 0)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _done(self, step: int) -> StepReport | None:
@@ -220,7 +222,7 @@ class Replica(ReplicaState):
         started = time.perf_counter()
         old_logp = self.settings.old_logp
         proximal = old_logp not in ("behaviour", "ewma") and self.settings.epochs * self.settings.minibatches > 1
-        whole = proximal or old_logp in ("version", "ewma")
+        whole = proximal or old_logp in ("version", "ewma") or has_token_rewards(self.settings)
         whole = whole or self.settings.exact_logprobs or self.settings.m2po_threshold is not None
         samples = samples_of(trajectories, step, whole=whole)
         tally.add(
@@ -232,6 +234,8 @@ class Replica(ReplicaState):
         if self.settings.exact_logprobs:
             mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
         began = time.perf_counter()
+        if has_token_rewards(self.settings):
+            samples = with_token_advantages(self.gradient, samples, self.kl, tally)
         if proximal:
             samples = self.gradient.with_proximal(samples)
         if old_logp == "version":
@@ -305,6 +309,9 @@ class Replica(ReplicaState):
         """Count the step as taken; its report, with the seconds since ``began_s``."""
         if self.average is not None:
             self.average.move(self.tensors())
+        tally.add(kl_coef=self.kl.value)
+        if self.settings.kl_target is not None:
+            self.kl.adapt(self.settings.kl_target, self.settings.kl_horizon)
         self.content = content = digest(self.weights())
         if self.hybrids is not None:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:

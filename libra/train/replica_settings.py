@@ -56,6 +56,11 @@ class TrainSettings(TrainerSection):
             )
         if self.offload and self.layout != "fsdp2":
             raise ConfigError("trainer.offload: got True; allowed is false where trainer.layout is ddp")
+        if self.kl_in_reward and self.advantage not in ("rloo", "reinforce_pp"):
+            raise ConfigError(
+                f"trainer.kl_in_reward: got True; allowed is false where trainer.advantage is {self.advantage!r}, which has no "
+                "reward per token (rloo and reinforce_pp have)"
+            )
         if self.correction != "none" and self.old_logp == "behaviour":
             raise ConfigError(
                 f"trainer.correction: got {self.correction!r}; allowed is 'none' where trainer.old_logp is 'behaviour', "

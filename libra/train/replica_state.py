@@ -26,6 +26,7 @@ from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import untied
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
+from libra.train.kl import KLCoefficient
 from libra.train.low_rank import LowRankWeights
 from libra.train.master_weights import MasterWeights
 from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, shard, whole
@@ -60,6 +61,8 @@ class ReplicaState:
     ----------
     hybrids : HybridPool or None
         Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
+    kl : KLCoefficient
+        Of the penalty of ``trainer.kl_in_reward``.
     average : MovingAverage or None
         Of the weights after each batch, with ``trainer.old_logp=ewma``.
     content : str or None
@@ -89,6 +92,7 @@ class ReplicaState:
             checkpoint_activations(model)
         if self.is_sharded:
             shard(model, group, offload=settings.offload)
+        self.kl = KLCoefficient(settings.kl_coef)
         self.average: MovingAverage | None = None
         if settings.old_logp == "ewma":
             self.average = MovingAverage(self.tensors(), settings.ewma_decay)

@@ -36,6 +36,11 @@ class Sample:
         False where a choice over the whole minibatch leaves the token out of the loss.
     version : int array (A,)
         Weights that sampled the token; -1 where its KV cache is of others. Empty in a slice of another replica.
+    reward : float
+    group : (int, int)
+        Iteration and group of the trajectory: samples of one prompt have the same.
+    token_advantage : float array (A,), optional
+        In place of ``advantage``, where tokens have rewards of their own.
     turn_at : int64 array
         Positions of inputs whose next token is the first of a generation.
     """
@@ -50,11 +55,24 @@ class Sample:
     kept: NDArray[np.bool_] | None = None
     turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     version: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    reward: float = 0.0
+    group: tuple[int, int] = (0, 0)
+    token_advantage: NDArray[np.float64] | None = None
 
     @property
     def num_tokens(self) -> int:
         """Inputs."""
         return len(self.token_ids)
+
+    @property
+    def advantages(self) -> NDArray[np.float64]:
+        """Of each action (A,)."""
+        return np.full(self.num_actions, self.advantage) if self.token_advantage is None else self.token_advantage
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any action has one that is not 0."""
+        return self.advantage != 0 if self.token_advantage is None else bool(self.token_advantage.any())
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,5 +122,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         current=(made_by == version) & (kept_by == version),
         version=np.where(made_by == kept_by, made_by, -1).astype(np.int32),
         advantage=float(trajectory.advantage),
+        reward=float(trajectory.reward),
+        group=(trajectory.trajectory_id.iteration, trajectory.trajectory_id.group),
         turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
     )

@@ -153,7 +153,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             start = end
         num_tokens += start
     flat = [sample for row in rows for sample in row]
-    advantage_N = np.repeat([sample.advantage for sample in flat], [sample.num_actions for sample in flat])
+    advantage_N = np.concatenate([sample.advantages for sample in flat])
     behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
     proximal_N = _known([sample.proximal_logp for sample in flat])
     return MicroBatch(

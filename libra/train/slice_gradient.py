@@ -89,7 +89,7 @@ class SliceGradient:
 
     def useful(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with a gradient. The others need no forward pass, but count in the sum of weights."""
-        return [sample for sample in samples if sample.advantage != 0 or self.objective.needs_every_sequence]
+        return [sample for sample in samples if sample.has_advantage or self.objective.needs_every_sequence]
 
     def weight_of(self, samples: Sequence[Sample]) -> float:
         """Sum of the weights of ``samples``, as the aggregation mode has it."""
@@ -101,7 +101,7 @@ class SliceGradient:
         """Sum of weight x loss over the action tokens of ``batch``, with gradient; its statistics go into ``tally``."""
         logp_N, entropy_N = self.scorer.logp(*batch.inputs, entropy_gradient=self.settings.entropy_coef > 0)
         reference_logp_N = None
-        if self._reference is not None:
+        if self._reference is not None and not self.settings.kl_in_reward:
             with torch.no_grad():
                 reference_logp_N, _ = self._reference.logp(*batch.inputs)
         loss_N, sums = self.objective.token_losses(
@@ -144,19 +144,21 @@ class SliceGradient:
             torch.from_numpy(np.concatenate(logp).astype(np.float64) - engine_N),
             Packed(sequence_N, len(samples)),
             threshold=threshold,
-            advantage_N=torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)[sequence_N],
+            advantage_N=torch.from_numpy(np.concatenate([sample.advantages for sample in samples])),
         )
         parts = keep_N.split(lengths.tolist())
         return [replace(sample, kept=part.numpy()) for sample, part in zip(samples, parts, strict=True)]
 
     @torch.no_grad()
-    def scored(self, samples: Sequence[Sample]) -> list[NDArray[np.floating[Any]]]:
-        """Log-probabilities of the actions of each sample (A,) under the present weights; each is scored by one replica of the
-        group."""
+    def scored(self, samples: Sequence[Sample], *, by_reference: bool = False) -> list[NDArray[np.floating[Any]]]:
+        """Log-probabilities of the actions of each sample (A,) under the present weights, or by the reference model; each is scored
+        by one replica of the group."""
+        scorer = self._reference if by_reference else self.scorer
+        assert scorer is not None, "there is a reference where trainer.kl_coef is above 0"
         numbered = {id(sample): index for index, sample in enumerate(samples)}
         flat = [torch.zeros(sample.num_actions, dtype=self._logp_dtype) for sample in samples]
         for batch, counts in self._passes(self._pack(split(samples, self.group.size)[self.group.rank])):
-            logp_N, _ = self.scorer.logp(*batch.inputs)
+            logp_N, _ = scorer.logp(*batch.inputs)
             if counts:
                 parts = logp_N.cpu().split([sample.num_actions for sample in batch.samples])
                 for sample, part in zip(batch.samples, parts, strict=True):

@@ -38,6 +38,9 @@ class StepReport:
         sample size of p_trainer / p_rollout over the number of tokens.
     pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
         Wall seconds, the total with the digest; forwarded tokens over total_s.
+    kl_coef : float
+        Coefficient of the KL term or penalty in this step. With ``trainer.kl_in_reward``, ``kl_reference`` is of the engine's
+        log-probabilities and the mean over all generated tokens.
     correction_frac, rejected_frac, effective_sample_frac, exact_old_frac : float
         Share of tokens whose importance weight was truncated or masked; share that a mask left out of the loss
         (``trainer.reject``, ``off_policy_threshold``, ``m2po_threshold``); effective sample size of the weights, masks
@@ -108,6 +111,7 @@ class StepReport:
     peak_bytes: int = 0
     rejected_frac: float = 0.0
     old_logp_s: float = 0.0
+    kl_coef: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and JSON-able."""
@@ -173,7 +177,7 @@ class Tally:
             "clip_low_frac": self.mean("clipped_low", "scored"),
             "clip_high_frac": self.mean("clipped_high", "scored"),
             "kl_behaviour": self.mean("kl_sum", "scored"),
-            "kl_reference": self.mean("kl_reference", "scored"),
+            "kl_reference": self.mean("kl_reference", "scored") or self.mean("kl_reward", "kl_reward_tokens"),
             "entropy": self.mean("entropy", "scored"),
             "mismatch_mean_abs": self.mean("mismatch_sum", "mismatch_tokens"),
             "mismatch_max_abs": self.maxima.get("mismatch", 0.0),

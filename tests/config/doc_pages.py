@@ -85,7 +85,6 @@ These are functions of the library, with the same tests, that need what a run of
 |---|---|
 | `libra.train.advantages.gae`, `libra.train.losses.value_loss` | a critic |
 | `libra.train.advantages.remax` | the greedy answer to every prompt, as baseline |
-| `libra.train.advantages.reinforce_pp` with `gamma` below 1 | rewards per token; a run has one per trajectory |
 | DAPO's dynamic sampling | prompts beyond the batch to replace what `libra.train.advantages.informative` leaves out |
 """
 

@@ -116,6 +116,24 @@ def test_old_policies_and_m2po_over_a_group_are_those_of_one_replica(
         assert answer["report"]["rejected_frac"] == static[0]["rejected_frac"] > 0
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_kl_penalty_in_the_reward_over_a_group_is_that_of_one_replica(
+    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, layout: str
+) -> None:
+    settings = {"advantage": "rloo", "kl_coef": 0.5, "kl_in_reward": True, "kl_target": 0.01, "kl_horizon": 20.0}
+    alone = process.Recorded(str(model_dir), settings)
+    cores = cast[:2]
+    for core in cores:
+        core.tell("new", settings=settings | {"layout": layout})
+    assert [core.answer() for core in cores] == [None, None]
+    for k in range(2):
+        static, answer = alone.step(k), together(cores, k)
+        same(answer, static)
+        for name in ("kl_reference", "kl_coef"):
+            assert answer["report"][name] == pytest.approx(static[0][name], rel=1e-12)
+    assert static[0]["kl_coef"] != 0.5
+
+
 def test_adapters_over_shards_are_those_over_whole_models_and_their_checkpoint_goes_on(
     cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, tmp_path: Path
 ) -> None:

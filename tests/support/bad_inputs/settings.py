@@ -147,6 +147,15 @@ CONTRADICTIONS = (
     settings("trainer.aggregation=constant", "trainer.loss_divisor", "null", "trainer.loss_divisor=10000"),
     settings("trainer.mismatch_action=stop", "trainer.mismatch_action", "stop", "trainer.mismatch_alarm=0.05"),
     settings("trainer.loss=dppo & trainer.dual_clip=3", "trainer.dual_clip", "dppo", "trainer.dual_clip=null"),
+    settings(
+        "trainer.kl_in_reward=true & trainer.kl_coef=0.1", "trainer.kl_in_reward", "grpo", "trainer.advantage=rloo"
+    ),
+    settings(
+        "trainer.algorithm=reinforce_pp & trainer.gamma=0.9 & trainer.drop_truncated=true",
+        "trainer.drop_truncated",
+        "0.9",
+        "trainer.drop_truncated=false",
+    ),
     settings("trainer.reject=ratio", "trainer.reject", "null", "trainer.reject_high=2.0"),
     settings("trainer.reject=binary-kl & trainer.reject_low=0.1", "trainer.reject", "null", "trainer.reject_high=2.0"),
     settings(

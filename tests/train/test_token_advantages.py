@@ -1,0 +1,160 @@
+"""Advantages per token: discounted returns, and a KL penalty in the reward with a coefficient that adapts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from libra.config import config_from_dict
+from libra.errors import ConfigError, TrainError
+from libra.train import Replica, TrainSettings, kl_estimate, sample_of
+from libra.train.advantages import reinforce_pp, rloo
+from libra.train.minibatch_slices import from_tensors, to_tensors
+from libra.train.step_report import Tally
+from libra.types import TrajectoryId
+
+RLOO = {"algorithm": "rloo", "kl_coef": 0.2, "kl_in_reward": True, "group_size": 4}
+
+
+def of_run(**trainer: object) -> TrainSettings:
+    return TrainSettings.of_run(config_from_dict({"trainer": trainer}))
+
+
+def test_discounted_returns_through_a_configuration_are_those_recorded_of_verl(golden, trajectory, model_dir):
+    compared = 0
+    for parameters, arrays in golden("verl_adv_reinforce_pp"):
+        if parameters["gamma"] == 1:
+            continue
+        rewards, mask = arrays["in_token_level_rewards"], arrays["in_response_mask"] > 0
+        batch, rows = [], []
+        for row in range(len(mask)):
+            if not mask[row].any():
+                continue
+            made = trajectory(row, lengths=(2, mask.shape[1]))
+            made.is_action[2:] = mask[row].numpy()
+            made.weight_version[~made.is_action] = made.kv_version[~made.is_action] = -1
+            last = int(torch.nonzero(mask[row])[-1])
+            assert float(rewards[row].abs().sum()) == abs(float(rewards[row, last]))  # an outcome reward
+            made.reward = float(rewards[row, last])
+            batch.append(made)
+            rows.append(row)
+        settings = of_run(algorithm="reinforce_pp", gamma=parameters["gamma"], group_size=1)
+        model = Replica(model_dir, settings, dtype=torch.float64)
+        for row, sample in zip(rows, model._samples(batch, 0, Tally()), strict=True):
+            expected = arrays["out_advantages"][row][mask[row]]
+            np.testing.assert_allclose(sample.token_advantage, expected.numpy(), rtol=0, atol=1e-9)
+            compared += 1
+    assert compared > 20
+
+
+def groups_of(batch, size: int):
+    """The batch as groups of ``size`` with rewards of their own."""
+    rng = np.random.default_rng(0)
+    for index, one in enumerate(batch):
+        one.trajectory_id = TrajectoryId(0, index // size, index % size)
+        one.reward = float(rng.integers(0, 2))
+    return batch
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "reinforce_pp"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_penalty_in_the_reward_is_that_of_the_library(model_dir, batch, score, algorithm, estimator):
+    settings = of_run(**{**RLOO, "algorithm": algorithm, "kl_estimator": estimator, "gamma": 0.95})
+    model = Replica(model_dir, settings, dtype=torch.float64)
+    samples = [sample_of(one, 0) for one in groups_of(batch, 4)]
+    reference = score(model, samples)
+    with torch.no_grad():
+        model.model.model.norm.weight.add_(0.05)  # away from the reference
+    tally = Tally()
+    found = model._samples(batch, 0, tally)
+    kl = [
+        kl_estimate(torch.as_tensor(s.behaviour_logp).double(), ref, estimator, bound=10.0, log_ratio_bound=20.0)
+        for s, ref in zip(samples, reference, strict=True)
+    ]
+    rows = torch.nn.utils.rnn.pad_sequence([-0.2 * each for each in kl], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in kl], batch_first=True)
+    for row, one in enumerate(batch):
+        rows[row, samples[row].num_actions - 1] += one.reward
+    if algorithm == "rloo":
+        advantage_S = rloo(rows.sum(-1), torch.arange(len(batch)) // 4)
+        expected = advantage_S[:, None].expand(rows.shape)
+    else:
+        expected = reinforce_pp(rows, mask, gamma=0.95)[0]
+    for row, sample in enumerate(found):
+        torch.testing.assert_close(
+            torch.from_numpy(sample.token_advantage), expected[row, : sample.num_actions], rtol=0, atol=1e-9
+        )
+    mean = sum(float(each.sum()) for each in kl) / sum(len(each) for each in kl)
+    assert tally.mean("kl_reward", "kl_reward_tokens") == pytest.approx(mean)
+
+
+def test_groups_of_equal_rewards_learn_from_the_penalty_and_the_loss_has_no_second_one(model_dir, batch):
+    for one in groups_of(batch, 4):
+        one.reward, one.advantage = 1.0, 0.0
+    with_penalty, without = (
+        Replica(model_dir, of_run(**{**RLOO, "kl_in_reward": inside, "kl_coef": coefficient}), dtype=torch.float64)
+        for inside, coefficient in ((True, 0.2), (False, 0.0))
+    )
+    report = with_penalty.step(batch, 0)
+    assert report.optimizer_steps == 1 and report.kl_reference > 0 and report.kl_coef == 0.2
+    assert without.step(batch, 0).optimizer_steps == 0
+    doubled = Replica(model_dir, of_run(**{**RLOO, "kl_coef": 0.4}), dtype=torch.float64)
+    assert doubled.step(batch, 0).grad_norm == pytest.approx(2 * report.grad_norm)  # all of it is the penalty's
+
+
+def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, tmp_path):
+    settings = of_run(**RLOO, kl_target=1e-3, kl_horizon=60.0)
+    model = Replica(model_dir, settings, dtype=torch.float64)
+    groups_of(batch, 4)
+    seen = [model.step(batch, step).kl_coef for step in range(3)]
+    grown = 1 + 0.2 * len(batch) / 60  # the KL of random log-probabilities is far above the target
+    assert seen == pytest.approx([0.2, 0.2 * grown, 0.2 * grown**2])
+    model.save(tmp_path / "step-000003")
+    before = model.kl.value
+    bad = replace(batch[0], behaviour_logprob=np.full_like(batch[0].behaviour_logprob, np.nan))
+    with pytest.raises(TrainError):
+        model.step([bad, *batch[1:]], 3)
+    assert model.kl.value == before
+    other = Replica(model_dir, settings, dtype=torch.float64)
+    other.load(tmp_path / "step-000003")
+    ours, theirs = model.step(batch, 3), other.step(batch, 3)
+    assert ours.kl_coef == theirs.kl_coef == pytest.approx(0.2 * grown**3)
+    assert ours.digest == theirs.digest and model.kl.value == other.kl.value
+    low = Replica(model_dir, of_run(**RLOO, kl_target=100.0, kl_horizon=60.0), dtype=torch.float64)
+    low.step(batch, 0)
+    assert low.kl.value == pytest.approx(0.2 * (1 - 0.2 * len(batch) / 60))
+
+
+def test_waves_of_whole_groups_have_the_penalty_of_the_batch(model_dir, batch):
+    groups_of(batch, 4)
+    whole, waves = (Replica(model_dir, of_run(**RLOO, kl_target=1e-3), dtype=torch.float64) for _ in range(2))
+    report = whole.step(batch, 0)
+    for part in (batch[:4], batch[4:]):
+        waves.accumulate(part, 0)
+    closed = waves.close(0)
+    assert closed.grad_norm == pytest.approx(report.grad_norm, rel=1e-12)
+    assert (waves.kl.value, closed.kl_reference) == pytest.approx((whole.kl.value, report.kl_reference))
+
+
+def test_a_slice_arrives_with_advantages_and_masks_per_token(batch):
+    samples = [sample_of(one, 0) for one in batch]
+    rng = np.random.default_rng(0)
+    given = [
+        replace(s, token_advantage=rng.normal(size=s.num_actions), kept=rng.random(s.num_actions) < 0.5)
+        if index % 2
+        else s
+        for index, s in enumerate(samples)
+    ]
+    for sent, arrived in zip(given, from_tensors(to_tensors(given)), strict=True):
+        np.testing.assert_array_equal(sent.advantages, arrived.advantages)
+        assert (sent.kept is None) == (arrived.kept is None)
+        if sent.kept is not None:
+            np.testing.assert_array_equal(sent.kept, arrived.kept)
+
+
+def test_estimators_without_a_reward_per_token_are_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.kl_in_reward: got True.*'grpo'"):
+        TrainSettings(kl_in_reward=True, kl_coef=0.1)
