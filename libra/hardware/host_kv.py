@@ -25,6 +25,7 @@ class HostKv:
         self.pool = pool
         self._tokens: OrderedDict[str, int] = OrderedDict()
         self.held_tokens = self.fetched_tokens = 0
+        self._untold: list[tuple[int, float]] = []
 
     def tokens(self, key: str) -> int:
         """Tokens of KV that are held of a trajectory."""
@@ -36,7 +37,13 @@ class HostKv:
         if seconds >= prefill_s:
             return 0.0
         self.fetched_tokens += tokens
+        self._untold.append((tokens, seconds))
         return seconds
+
+    def fetches(self) -> list[tuple[int, float]]:
+        """Tokens and seconds of the fetches since the last call."""
+        untold, self._untold = self._untold, []
+        return untold
 
     def put(self, key: str, tokens: int) -> None:
         """Store a trajectory's KV instead of what is held of it."""

@@ -5,7 +5,7 @@ the bytes of the KV over a bandwidth, both fitted to the transfers that the run 
 `PRIOR_LATENCY_S` and `PRIOR_BYTES_PER_S`, and what few transfers cannot tell apart follows their proportion.
 
 Invariants
-1. Live runs and simulations take their prices from `priced`; log and replay have the same ones.
+1. Live runs and simulations take their prices from `priced`, fed with their own transfers; log and replay have the same ones.
 2. No latency and no seconds per byte are negative.
 3. KV is sent only between engines that both exchange KV, and only if that is expected to be quicker, or the target has not
    declared how fast it computes.

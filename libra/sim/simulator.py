@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from libra.errors import ConfigError
@@ -30,6 +31,7 @@ from libra.policy import (
     CommittedGroup,
     Dispatcher,
     Event,
+    KVTransferred,
     OnlineLearner,
     OpenBatch,
     OpenGate,
@@ -44,6 +46,7 @@ from libra.policy import (
     WorkerLeft,
     learns_after,
 )
+from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.engines import EngineSpec, typical_context
 from libra.sim.simulation_options import Loss, SimulationOptions
 from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
@@ -150,6 +153,8 @@ class Simulator:
         self._running: dict[str, SimulatedTrajectory] = {}
         self._home: dict[str, str] = {}
         self._host = None if self.options.host is None else HostKv(self.options.host)
+        pool = self.options.host  # its price is per token; prices of moves are per byte
+        self._kv_token_bytes = 0 if pool is None else max(1, round(pool.token_s * PRIOR_BYTES_PER_S))
         self._groups = WorkloadGroups(workload)
         self._typical_context = typical_context(workload.trajectories)
         self._admission = Admission(self.options.eta, self._groups.per_iteration)
@@ -227,11 +232,13 @@ class Simulator:
             spec.name, spec.tables, residuals=self.options.residuals, rng=self._streams[spec.name],
             preempts=self.options.preempts, host=self._host,
         )  # fmt: skip
-        self.notify(spec.joined(self._typical_context))
+        self._announce(spec.joined(self._typical_context))
 
     def _announce(self, joined: WorkerJoined) -> None:
-        if joined.worker in self.running_engines:
-            self.notify(joined)
+        if (
+            joined.worker in self.running_engines
+        ):  # without a pool they exchange no KV, whatever the run's own engines did
+            self.notify(msgspec.structs.replace(joined, kv_token_bytes=self._kv_token_bytes))
 
     def _lose(self, loss: Loss) -> None:
         engine = self.running_engines.pop(loss.worker, None)
@@ -373,6 +380,9 @@ class Simulator:
             plan.contexts[one.turn] if plan.contexts and not one.generated else 0,
         )  # fmt: skip
         engine.submit(self.agenda.now_s, request, ())
+        if self._host is not None:
+            for tokens, seconds in self._host.fetches():  # as a live worker reports what a transfer took
+                self.notify(KVTransferred(tokens * self._kv_token_bytes, seconds))
         return engine
 
     def _schedule_next(self, engine: VirtualEngine) -> None:

@@ -12,18 +12,22 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.hardware import Residuals
+from libra.hardware.host_kv import HostPool
 from libra.policy import (
     CMLFQ,
     LEARNS_EVERY,
     ORDERINGS,
     Fifo,
     KnownLengths,
+    KVTransferred,
     Oracle,
     Priority,
     QuantumFinished,
     SetPriority,
     TrajectoryParked,
+    WorkerJoined,
 )
+from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim import EngineSpec, Loss, SimulationOptions, Simulator, Workload, synthetic
 from libra.types import Phase
 
@@ -80,6 +84,32 @@ def test_with_chunks_least_attained_service_gives_a_slot_to_the_one_that_waits(
         ends[chunk] = {key.split("-")[3]: at_s for key, at_s in _ended(outcome).items()}
     assert ends[None]["1"] > ends[None]["0"], "a whole turn holds the only slot to its end"
     assert ends[50]["1"] < 0.3 * ends[50]["0"], "a chunk does not"
+
+
+def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines: Engines, workload: Workloads) -> None:
+    """Short trajectories end first, and some of the long ones move to where they ran: with their KV."""
+    told: list[KVTransferred] = []
+    exchanging: set[bool] = set()
+
+    class Seen(Fifo):
+        def handle(self, event: Any) -> Any:
+            if isinstance(event, KVTransferred):
+                told.append(event)
+            if isinstance(event, WorkerJoined):
+                exchanging.add(event.kv_token_bytes > 0)
+            return super().handle(event)
+
+    uneven = [[(long, 0.2), (30, 0.2), (long // 3, 0.0)] for long in (60, 300) * 4]
+    work, fleet = workload(*uneven), engines(2, slots=2, kv=10_000)
+    plain = Simulator(work, fleet, Seen()).run()
+    assert (exchanging, told, plain.fetched_tokens) == ({False}, [], 0)
+    exchanging.clear()
+    pooled = Simulator(work, fleet, Seen(), options=SimulationOptions(host=HostPool(10**6, 0.01, 1e-5))).run()
+    assert exchanging == {True}
+    assert pooled.moves > 0 and pooled.fetched_tokens > 0
+    token_bytes = 1e-5 * PRIOR_BYTES_PER_S
+    assert sum(each.num_bytes for each in told) == pytest.approx(pooled.fetched_tokens * token_bytes)
+    assert all(each.seconds == pytest.approx(0.01 + each.num_bytes / PRIOR_BYTES_PER_S) for each in told)
 
 
 def _ended(simulator: Simulator) -> dict[str, float]:
