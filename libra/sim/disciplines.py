@@ -45,6 +45,8 @@ class Discipline:
         Whether some GPUs always train; False: all generate, and train together.
     order : str
         Ordering of trajectories (`libra.policy.ORDERINGS`, or ``oracle``).
+    kv_moves : bool
+        A trajectory that changes engines takes its KV along, through host memory; False: it is computed again.
     static : bool
         A baseline of the table: no GPU does both.
     """
@@ -56,6 +58,7 @@ class Discipline:
     roles: Roles = Roles.SPLIT
     core_trainers: bool = True
     order: str = "fifo"
+    kv_moves: bool = False
     static: bool = False
 
 
@@ -80,6 +83,13 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
     ),
     "turning": Discipline(
         "streaming, and engines that the tail does not need train", (0, 1, 2), streaming=True, roles=Roles.TURNING
+    ),
+    "turning_kv": Discipline(
+        "turning, and trajectories that change engines take their KV along", (0, 1, 2), streaming=True, roles=Roles.TURNING,
+        kv_moves=True,
+    ),
+    "turning_kv_cmlfq": Discipline(
+        "the same, in the order of C-MLFQ", (0, 1, 2), streaming=True, roles=Roles.TURNING, order="cmlfq", kv_moves=True
     ),
     "turning_bounded": Discipline(
         "the same, a batch takes what is complete first within the bound", (1, 2), own_batches=False, streaming=True,

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from libra.errors import ConfigError
+from libra.hardware.host_kv import HostPool
 from libra.policy import CommittedGroup, Ordering
 from libra.policy.streamed_batches import StreamedBatches
 from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
@@ -47,6 +48,8 @@ class PipelineOptions:
     load_s : float
         Seconds that an engine stops for new weights.
     rule : TurningRule
+    host : HostPool or None
+        KV in host memory, by which trajectories take it along where the discipline says so.
     num_steps : int or None
         The simulation stops after this many; None: after all iterations of the workload.
     gives_up : (int, float) or None
@@ -61,6 +64,7 @@ class PipelineOptions:
     merge_s: float = 3.0
     load_s: float = 3.0
     rule: TurningRule = field(default_factory=TurningRule)
+    host: HostPool | None = None
     num_steps: int | None = None
     gives_up: tuple[int, float] | None = None
 
@@ -119,8 +123,9 @@ class Pipeline(Simulator):
         if options.eta not in discipline.etas:
             raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
         super().__init__(
-            workload, engines, ordering, seed=seed, options=SimulationOptions(eta=options.eta, load_s=options.load_s)
-        )
+            workload, engines, ordering, seed=seed,
+            options=SimulationOptions(eta=options.eta, load_s=options.load_s, host=options.host if discipline.kv_moves else None),
+        )  # fmt: skip
         self._discipline, self._pipeline, self._work = discipline, options, work
         self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)
         if not self._trainer.gpus and discipline.roles is Roles.SPLIT:

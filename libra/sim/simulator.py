@@ -278,6 +278,8 @@ class Simulator:
             one.generated += generated
             one.context_tokens += generated
             one.computed_tokens = one.context_tokens if generated or one.computed_tokens else 0
+            if self._host is not None and generated:
+                self._host.put(key, one.context_tokens)
             self._park(one)
 
     def _carry_out(self, commands: Sequence[object]) -> None:

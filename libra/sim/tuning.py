@@ -16,6 +16,7 @@ import numpy as np
 
 from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
+from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
 from libra.policy.turning import TurningRule
@@ -30,8 +31,10 @@ DEGREES = (2, 4, 8)
 """TP degrees of engines that are tried; all engines of a system have one."""
 NODE = 8
 """Core trainers are whole nodes of so many GPUs, if there are two or more."""
-PER_GPU = (4.0, 8.0, 16.0)
+PER_GPU = (4.0, 6.0, 8.0)
 """Values of `TurningRule.trajectories_per_gpu` that are tried, the first one first."""
+HOST_BYTES_PER_GPU, FETCH_S, FETCH_BYTES_PER_S = 64e9, 0.3, 20e9
+"""Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves."""
 STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
 """By staleness bound: steps that are simulated, and of those the first ones that are left out."""
 
@@ -127,8 +130,10 @@ def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int, limit_
         {setting.tp: tables},
         {setting.tp: slots_of(tables, mean)},
     )
+    kv_bytes = _sizes(cell.gpu, cell.model)[1].kv_bytes_per_token(1)
+    host = HostPool(int(HOST_BYTES_PER_GPU * cell.gpus / kv_bytes), FETCH_S, kv_bytes / FETCH_BYTES_PER_S)
     options = PipelineOptions(
-        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), num_steps=STEPS[cell.eta][0],
+        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=STEPS[cell.eta][0],
         gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None,
     )  # fmt: skip
     work = group_work(workload, *_sizes(cell.gpu, cell.model))

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
+from libra.hardware.host_kv import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import Turned, TurningRule
 from libra.sim import EngineSpec, Workload, synthetic
@@ -70,6 +71,16 @@ def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines: Engines,
     assert len(pipeline.record.ended_s) == len(split.record.ended_s) == 8
     generated = sum(counters.generated_tokens for _, counters in pipeline._all_counters())
     assert generated == sum(plan.new_tokens for plan in work.trajectories)  # nothing was generated twice
+
+
+def test_a_trajectory_that_is_handed_over_takes_its_kv_along(engines: Engines, workload: Workloads) -> None:
+    work = workload([(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)])
+    options = replace(OPTIONS, host=HostPool(10_000, 0.01, 1e-6))
+    moved, found = trained(work, engines(2, slots=2), "turning_kv", 30.0, options)
+    still, computed = trained(work, engines(2, slots=2), "turning", 30.0, options)
+    again = [sum(each.recomputed_tokens for _, each in pipeline._all_counters()) for pipeline in (moved, still)]
+    assert again[0] == 0 < again[1]
+    assert found.published_s[-1] < computed.published_s[-1] and len(found.turns) == len(computed.turns) > 0
 
 
 def test_a_pool_of_one_kind_trains_when_the_batch_is_there(engines: Engines, workload: Workloads) -> None:
