@@ -137,8 +137,9 @@ class RunFacts:
 
     def add(self, event: Event) -> None:
         """Take the next event of the log."""
-        self.sample(self.times.time_of(event))
-        self.times.add(event)
+        now_s = self.times.time_of(event)
+        self.sample(now_s)
+        self.times.add(event, now_s)
         handler = _HANDLERS.get(type(event))
         if handler is not None:
             handler(self, event)

@@ -118,17 +118,16 @@ class WorkerTimes:
 
     # ---------------------------------------------------------------- events
 
-    def add(self, event: Event) -> None:
-        """Take the next event of the log; kinds that say nothing about workers only advance the time."""
+    def add(self, event: Event, now_s: float | None = None) -> None:
+        """Take the next event of the log, whose `time_of` may be given; kinds that say nothing about workers advance the time."""
         if isinstance(event, events.RunStarted):
             self._base_s = self.now_s
             self._begin()
             for name in self._trainers:
                 self._clock(name, "trainer")
-        self.now_s = self.time_of(event)
+        self.now_s = self.time_of(event) if now_s is None else now_s
         handler = _HANDLERS.get(type(event))
-        if handler is not None:
-            handler(self, event)
+        if handler is not None and handler(self, event) is not False:
             self._update_all()
 
     def _clock(self, name: str, kind: Kind) -> WorkerClock:
@@ -226,9 +225,10 @@ class WorkerTimes:
             self._waiting[key] = phase
             self._num_waiting[phase] += 1
 
-    def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> None:
+    def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> bool:
+        """Whether the trajectory was not in that slot before."""
         if self._place.get(event.key) == (event.worker, event.phase):
-            return  # the next quantum, in the slot of the one before
+            return False
         self._stopped(event.key)
         self._waits(event.key, None)
         phase = Phase(event.phase)
@@ -243,6 +243,7 @@ class WorkerTimes:
         self._place[event.key] = event.worker, phase
         self._open.add(event.key)
         self._update(clock)
+        return True
 
     def _stopped(self, key: str) -> None:
         """The trajectory has no slot any more."""
@@ -373,7 +374,7 @@ class WorkerTimes:
         self._update(clock)
 
 
-_HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
+_HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], bool | None]]] = {
     events.TrajectoryParked: WorkerTimes._parked,
     events.QuantumDispatched: WorkerTimes._started,
     events.QuantumContinued: WorkerTimes._started,
