@@ -84,7 +84,7 @@ class HomeChanged(Event, frozen=True):
 
     ``prefill_s`` and ``transfer_s`` were expected for computing the KV again (0: not known) and for sending it. ``sent``: it was
     to be sent, ``num_bytes`` of it arrived and were taken, and ``took_s`` is the transfer; where ``refused`` says why not, and
-    where it was not to be sent, ``took_s`` is the time until the first token.
+    where it was not to be sent, ``took_s`` is the time until the first token (0: the engine does not tell it, as vLLM).
     """
 
     key: str

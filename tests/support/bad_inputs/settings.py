@@ -87,6 +87,7 @@ WRONG_RANGES = (
     setting("rollout.max_new_tokens=0", "0", "rollout.max_new_tokens=64"),
     setting("rollout.tool_format=xml", "'xml'", "qwen3_coder"),
     setting("rollout.kv_cache_gib=0", "0", "rollout.kv_cache_gib="),
+    setting("rollout.kv_host_gib=0", "0", "rollout.kv_host_gib="),
     setting("vllm.gpu_memory_frac=1.1", "1.1", "vllm.gpu_memory_frac=0.9"),
     setting("vllm.kv_cache_gib=-1", "-1", "vllm.kv_cache_gib="),
     setting("trainer.algorithm=pppo", "'pppo'", "trainer.algorithm="),
