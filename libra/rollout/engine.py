@@ -208,6 +208,9 @@ class MovesKV(Protocol):
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """The KV of a trajectory that is between two turns, kept until `forget`; None if the engine has none."""
 
+    async def park_kv(self) -> None:
+        """Bring the KV of all trajectories between two turns into host memory; `export_kv` gives it also from a closed engine."""
+
     async def import_kv(self, kv: KVObject) -> bool:
         """Keep an object for the trajectory's next request, which uses it if `KVObject.check` allows that; False if there is
         no room."""

@@ -132,6 +132,11 @@ class SlotBatch:
         """The KV of a trajectory between two turns; see MovesKV."""
         return self.parked.export(trajectory_id, self.version, self.queue.waiting)
 
+    def park_kv(self) -> None:
+        """All KV between two turns goes to host memory; see MovesKV."""
+        for slot in self.table.of_state(RETAINED):
+            self._evict(slot)
+
     def load(self, version: int, directory: Path) -> None:
         """Copy new weights in, drop all KV they did not compute, and let running requests compute theirs again."""
         table, running = self.table, self.table.of_state(RUNNING)

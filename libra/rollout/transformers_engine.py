@@ -160,7 +160,13 @@ class TransformersEngine:
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """The KV of a trajectory that is between two turns; see MovesKV."""
+        if self._closing and self._host_kv is not None:
+            return self._host_kv.get(trajectory_id)
         return cast("KVObject | None", await self._ask(self._open().export_kv, trajectory_id))
+
+    async def park_kv(self) -> None:
+        """Bring all KV between two turns into host memory; see MovesKV."""
+        await self._ask(self._open().park_kv)
 
     async def import_kv(self, kv: KVObject) -> bool:
         """Keep an object for the trajectory's next request; see MovesKV."""

@@ -125,7 +125,14 @@ class VLLMEngine:
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """The KV of a trajectory that is between two turns; see MovesKV."""
+        if self._closing and self._kv is not None:
+            return self._kv.pool.get(trajectory_id)
         return await self._ask(self._export_kv(trajectory_id))
+
+    async def park_kv(self) -> None:
+        """Bring all KV between two turns into host memory; see MovesKV."""
+        for trajectory_id in [] if self._kv is None else self._kv.trajectories:
+            await self.export_kv(trajectory_id)
 
     async def import_kv(self, kv: KVObject) -> bool:
         """Keep an object for the trajectory's next request; see MovesKV."""

@@ -66,6 +66,11 @@ class VLLMKv:
         """Remove all files."""
         self._files.cleanup()
 
+    @property
+    def trajectories(self) -> list[str]:
+        """Those whose KV may be in the prefix cache, the last one first."""
+        return list(reversed(self._tokens))
+
     def forget(self, trajectory_id: str) -> None:
         """The trajectory has ended."""
         self._tokens.pop(trajectory_id, None)

@@ -14,6 +14,7 @@ Invariants
 1. Whatever goes wrong (the old home is gone, silent, or has other weights; bytes are missing or changed), the context is
    computed again, and the report says why. No trajectory waits longer than `GIVE_UP_S` for its KV.
 2. The old home frees its KV only when the new one has it.
+3. An engine that was put to sleep leaves its KV in host memory until it is woken: its trajectories take it from there.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ class KVTransfers:
 
     async def _export(self, trajectory_id: str, version: int) -> KVObject:
         serving = self._serving
-        if serving.asleep or serving.out is not None:
-            raise KVRefused(f"the engine of {self._context.name} has no KV: it sleeps, or is out of service")
+        if serving.out is not None:
+            raise KVRefused(f"the engine of {self._context.name} has no KV: it is out of service")
         kv = await cast("MovesKV", serving.engine).export_kv(trajectory_id)
         if kv is None:
             raise KVRefused(f"{self._context.name} has no KV of {trajectory_id}")

@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from libra.errors import EngineAsleep, EngineError, ModelError
 from libra.events.reports import (
@@ -45,6 +45,7 @@ from libra.events.reports import (
     ServedReport,
 )
 from libra.rollout import RolloutEngine
+from libra.rollout.engine import MovesKV
 from libra.types import StopReason, TurnOutput, TurnRequest
 from libra.weights import CheckVerdict, WeightStore, WeightVersion
 from libra.worker.engine_check import EngineCheck, Questions, no_answer
@@ -274,7 +275,7 @@ class Serving:
             raise
         drained_s = time.perf_counter()
         try:
-            await _to_the_end(self._shutdown())
+            await _to_the_end(self._park_and_shutdown())
         finally:
             self._loading.release()
         logger.info(
@@ -330,6 +331,16 @@ class Serving:
         except EngineError as error:
             verdict = no_answer(check, error)
         await self._finish_load(questions, verdict, times)
+
+    async def _park_and_shutdown(self) -> None:
+        """Close the engine; what it can keep of its KV, other engines can still get from this worker."""
+        if self.out is None:
+            try:
+                if self.engine.capacity().exchanges_kv:
+                    await cast("MovesKV", self.engine).park_kv()
+            except EngineError as error:
+                logger.warning("asleep: KV was lost: %s", error)
+        await self._shutdown()
 
     async def _shutdown(self) -> None:
         """Close the engine and free all that it held."""

@@ -27,7 +27,15 @@ def worker(random_model) -> Callable[..., Worker]:
             fault = next(built, None)
             dtype = str(trainer.replica.dtype).removeprefix("torch.")
             kind = Counted if fault is None else Faulty
-            engine = kind(directory, slots=4, max_context_tokens=CONTEXT, dtype=dtype, threads=1, version=version)
+            engine = kind(
+                directory,
+                slots=4,
+                max_context_tokens=CONTEXT,
+                dtype=dtype,
+                threads=1,
+                version=version,
+                host_kv_gib=0.01,
+            )
             if fault is not None:
                 engine.fault = fault
             return engine

@@ -16,7 +16,7 @@ import kv_sender
 import numpy as np
 import pytest
 
-from libra.errors import KVRefused, TransportError
+from libra.errors import EngineError, KVRefused, TransportError
 from libra.rollout import TransformersEngine
 from libra.transport import new_secret
 from libra.types import TurnOutput, TurnRequest
@@ -120,8 +120,10 @@ def moved(model: Path, home_of: Callable[[KVTransfers], Any], before: Callable[[
             transfers[1].announced("key", home_of(transfers[0]))
             context = [*range(40), *first.token_ids.tolist(), 1, 2, 3]
             second = await transfers[1].generate("key", request(1, context))
-            await home.engine.pause()  # what was posted before has been handled
-            return second, other.reports, home.engine.stats().retained
+            closed = home.engine._closing
+            if not closed:
+                await home.engine.pause()  # what was posted before has been handled
+            return second, other.reports, None if closed else home.engine.stats().retained
         finally:
             for each, transfer in zip((home, other), transfers, strict=True):
                 transfer.close()
@@ -151,19 +153,30 @@ def test_stale_kv_and_kv_that_is_gone_are_computed_again(random_model, tmp_path)
         home.engine.forget("nobody")
         await home.engine.generate(request(1, list(range(30))))  # KV of version 1
 
-    async def asleep(home: Home) -> None:
-        home.asleep = True
+    async def out(home: Home) -> None:
+        home.out = EngineError("it disagreed with its version")
 
     for before, why in (
         (newer, "it is of version 1, needed is 0"),
         (lambda home: home.engine.abort("a"), "w has no KV of a"),
-        (asleep, "it sleeps"),
+        (out, "it is out of service"),
     ):
         output, (report,), _ = moved(random_model, lambda home: home.address, before)
         assert why in report.refused
         assert (report.num_bytes, output.cached_tokens) == (0, 0)
         assert output.token_ids.tolist() == anew.token_ids.tolist()
         assert output.logprobs.tobytes() == anew.logprobs.tobytes()
+
+
+def test_an_engine_that_sleeps_leaves_its_kv_to_others(random_model):
+    async def asleep(home: Home) -> None:
+        await home.engine.park_kv()
+        await home.engine.close()
+
+    output, (report,), _ = moved(random_model, lambda home: home.address, asleep)
+    assert (output.cached_tokens, report.refused) == (47, "")
+    anew, _, _ = moved(random_model, lambda home: None)
+    assert output.token_ids.tolist() == anew.token_ids.tolist()
 
 
 def test_a_sender_that_is_killed_in_mid_transfer_costs_a_prefill_and_nothing_else(random_model, sender):

@@ -34,6 +34,8 @@ async def test_sleep_waits_for_the_turns_under_way_and_frees_the_model_and_wake_
     assert len((await turn).token_ids) == 20
     await sleeping
     assert model() is None, "nothing of the model is left"
+    kv = await engine.export_kv("t")
+    assert kv is not None and kv.num_tokens > 20, "its KV is there for other engines"
     serving.forget("t")
     with pytest.raises(EngineAsleep):
         await serving.generate(request())
