@@ -42,6 +42,8 @@ SOONER_FACTOR = 0.95
 """A move must reduce the seconds until both engines finish to this share."""
 QUICKER_FRAC = 0.2
 """A move for the trajectory alone must save this share of its seconds per token."""
+ENDS_EARLIER = 0.95
+"""A forecast of less than this share of what was left counts as an earlier end, after which others may fit."""
 FOREVER = 1e12
 """Tokens left of a trajectory without a forecast: nobody knows when it ends."""
 LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
@@ -108,7 +110,7 @@ class Loads:
         if before is None:
             self._num_told += 1
             self._mean_told += (left_tokens - self._mean_told) / self._num_told
-        elif home is not None and left_tokens < before[0]:
+        elif home is not None and left_tokens < ENDS_EARLIER * before[0]:
             self._loads[home].refused = None
 
     def _believe(self, key: str, left_tokens: float, final_tokens: float) -> float:
