@@ -29,6 +29,7 @@ from libra.projections import draw_input, draw_rows, generator_of, is_embedding,
 from libra.rollout.engine_capacity import PassMeter
 from libra.rollout.request_checks import packed_priority
 from libra.rollout.request_queue import QueuedJob
+from libra.rollout.vllm_fork_server import forked
 from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
 from libra.rollout.vllm_settings import GENERATED, PROBE, VLLMSettings, check_installed, engine_args, environment
 from libra.rollout.vllm_worker import Part
@@ -85,7 +86,7 @@ class Core:
         core = None
         try:
             on_cpu = bool(current_platform.is_cpu())
-            with _BUILDING, environment(settings, on_cpu=on_cpu):
+            with _BUILDING, environment(settings, on_cpu=on_cpu), forked(settings.model_dir, on_cpu=on_cpu):
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
             core = cls(llm, settings, meter)
             await llm.update_weight_version(str(version))
