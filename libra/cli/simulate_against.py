@@ -80,6 +80,7 @@ def simulate_against(
         draw_bars(found, plot)
     about = (
         f"seconds of engines and gradients: {Path(base.model).name} on {base.gpu} by the hardware model, nothing is fitted; "
+        "seconds of updates, of changes of roles and of fetches from host memory are assumed; "
         f"trajectories {source}; each system is tuned on a seed that is not scored"
     )
     if as_json:

@@ -84,7 +84,7 @@ class Comparison(NamedTuple):
         ]
         for row, one in zip(self.rows(), self.scored, strict=True):
             found.append(
-                f"  {one.system:18s}{np.mean(one.step_s):7.0f} s  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} "
+                f"  {one.system:21s}{np.mean(one.step_s):7.0f} s  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} "
                 f"times the best static  {row['of_bound']:.2f} of the bound  ({one.setting.core_gpus} train, TP {one.setting.tp}"
                 + (f", {one.setting.per_gpu:.0f} per GPU" if one.discipline.streaming else "")
                 + ")"

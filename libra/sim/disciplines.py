@@ -44,11 +44,17 @@ class Discipline:
     core_trainers : bool
         Whether some GPUs always train; False: all generate, and train together.
     order : str
-        Ordering of trajectories (`libra.policy.ORDERINGS`, or ``oracle``).
+        Ordering of trajectories (`libra.policy.ORDERINGS`, ``oracle``, or ``seer``).
     kv_moves : bool
         A trajectory that changes engines takes its KV along, through host memory; False: it is computed again.
     static : bool
         A baseline of the table: no GPU does both.
+    chunk_tokens : int or None
+        Most tokens of a quantum (`rollout.chunk_tokens`). None: a turn is one quantum.
+    preempts : bool
+        Engines do not reserve KV for whole turns, and compute contexts again (`libra.hardware.virtual_engine`).
+    changes_s : (float, float) or None
+        Seconds of a change to training, and back. None: those of `libra.policy.turning.TurningRule`.
     """
 
     text: str
@@ -60,14 +66,26 @@ class Discipline:
     order: str = "fifo"
     kv_moves: bool = False
     static: bool = False
+    chunk_tokens: int | None = None
+    preempts: bool = False
+    changes_s: tuple[float, float] | None = None
 
 
 DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
     "colocated": Discipline(
         "synchronous, all GPUs generate and then train (verl)", (0,), roles=Roles.WHOLE_POOL, core_trainers=False, static=True
     ),
-    "split": Discipline(
-        "a fixed split with batches of their own iteration; eta 1: one step off", (0, 1, 2), static=True
+    "colocated_preempting": Discipline(
+        "the same, engines start what fits and preempt when memory is full (vLLM)", (0,), roles=Roles.WHOLE_POOL,
+        core_trainers=False, static=True, preempts=True,
+    ),
+    "seer": Discipline(
+        "colocated, generations in parts of 8,192 tokens with KV in host memory, probes first (Seer)", (0,),
+        roles=Roles.WHOLE_POOL, core_trainers=False, order="seer", chunk_tokens=8192, kv_moves=True,
+    ),
+    "split": Discipline("a fixed split with batches of their own iteration", (0, 2), static=True),
+    "one_step_off": Discipline(
+        "a fixed split, a batch is trained on while the next one is generated (one step off)", (1,), static=True
     ),
     "bounded": Discipline(
         "a fixed split, a batch takes what is complete first within the bound (AReaL)", (1, 2), own_batches=False, static=True
@@ -90,6 +108,10 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
     ),
     "turning_kv_cmlfq": Discipline(
         "the same, in the order of C-MLFQ", (0, 1, 2), streaming=True, roles=Roles.TURNING, order="cmlfq", kv_moves=True
+    ),
+    "dynarl": Discipline(
+        "turning with changes of 5 s, most completed calls first (DynaRL)", (0, 1, 2), streaming=True,
+        roles=Roles.TURNING, order="completed_calls", changes_s=(5.0, 5.0),
     ),
     "turning_bounded": Discipline(
         "the same, a batch takes what is complete first within the bound", (1, 2), own_batches=False, streaming=True,

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,10 +123,17 @@ class Pipeline(Simulator):
     ) -> None:
         if options.eta not in discipline.etas:
             raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
-        super().__init__(
-            workload, engines, ordering, seed=seed,
-            options=SimulationOptions(eta=options.eta, load_s=options.load_s, host=options.host if discipline.kv_moves else None),
+        if discipline.kv_moves and options.host is None:
+            raise ConfigError("host: got None; this discipline keeps KV in host memory, give it a HostPool")
+        around = SimulationOptions(
+            eta=options.eta, load_s=options.load_s, chunk_tokens=discipline.chunk_tokens, preempts=discipline.preempts,
+            host=options.host if discipline.kv_moves else None,
         )  # fmt: skip
+        super().__init__(workload, engines, ordering, seed=seed, options=around)
+        if discipline.changes_s is not None:
+            to_training_s, to_rollout_s = discipline.changes_s
+            rule = dataclasses.replace(options.rule, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
+            options = dataclasses.replace(options, rule=rule)
         self._discipline, self._pipeline, self._work = discipline, options, work
         self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)
         if not self._trainer.gpus and discipline.roles is Roles.SPLIT:

@@ -23,6 +23,7 @@ from libra.policy.turning import TurningRule
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import fleet, slots_of
 from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
+from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import group_work
 from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
 from libra.types import NO_TOOL
@@ -116,6 +117,8 @@ def _ordering(name: str, workload: Workload) -> Ordering:
             return Oracle(workload.totals())
         case "cmlfq":
             return CMLFQ()
+        case "seer":
+            return SeerOrder()
     return make_ordering(name)
 
 

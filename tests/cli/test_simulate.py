@@ -91,7 +91,7 @@ def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: P
     assert (first["gpus"], second["gpus"]) == (4, 6)
     for each in (first, second):
         names = {row["system"]: row for row in each["systems"]}
-        assert set(names) == {"colocated", "split", "turning"}
+        assert set(names) == {"colocated", "colocated_preempting", "split", "turning"}
         assert max(row["over_best_static"] for row in each["systems"] if row["static"]) == 1.0
         assert 0 < max(row["of_bound"] for row in each["systems"]) < 1
     assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]

@@ -18,6 +18,7 @@ from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.against import compare
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
+from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import GroupWork
 from libra.sim.tuning import Cell, Setting, lower_bound_s, play, step_s
 from libra.sim.workload import Trace
@@ -27,6 +28,8 @@ Workloads = Callable[..., Workload]
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
 OPTIONS = PipelineOptions(core_gpus=1, update_s=1.0, close_s=0.0, merge_s=0.5, load_s=0.0, rule=QUICK)
+
+HOST = HostPool(100_000, 0.01, 1e-6)
 
 
 def trained(
@@ -112,7 +115,7 @@ def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
         return
     work = synthetic(12, turns=3, seed=seed, iterations=4, group_size=4)
     fleet = engines(count, slots=slots, kv=60_000)
-    options = replace(OPTIONS, eta=eta, core_gpus=core, rule=replace(QUICK, trajectories_per_gpu=per_gpu))
+    options = replace(OPTIONS, eta=eta, core_gpus=core, host=HOST, rule=replace(QUICK, trajectories_per_gpu=per_gpu))
     pipeline, found = trained(work, fleet, name, group_s, options)
     assert len(found.published_s) == 4 and len(pipeline.record.ended_s) == 48
     assert list(found.published_s) == sorted(found.published_s)
@@ -146,7 +149,7 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
     knowing = found.scored[-1]._replace(system="turning_oracle", tuning_s=0.0)
     assert found._replace(scored=(*found.scored, knowing)).ours.system == "turning"
     assert len(found.lines()) == 4 and found.static.system in found.lines()[0]
-    with pytest.raises(ConfigError, match="a yardstick is missing: colocated or split"):
+    with pytest.raises(ConfigError, match="a yardstick is missing: colocated or colocated_preempting or split"):
         compare(cell, ["turning"], 2, seconds)
 
 
@@ -169,3 +172,51 @@ def test_a_discipline_that_is_not_defined_for_a_bound_is_refused(engines: Engine
         trained(workload([(10, 0.0)]), engines(1), "split", 1.0, replace(OPTIONS, core_gpus=0))
     with pytest.raises(ConfigError, match="'verl'; allowed are all, or some of colocated"):
         disciplines(["verl"], 0)
+
+
+def test_one_step_off_trains_while_the_next_batch_is_generated(engines: Engines, workload: Workloads) -> None:
+    work = workload([(100, 0.0)], iterations=3)
+    _, split = trained(work, engines(1, slots=1), "split", 0.2)
+    _, off = trained(work, engines(1, slots=1), "one_step_off", 0.2, replace(OPTIONS, eta=1))
+    turn_s = 0.1 + 100 * 0.01015  # prefill and steps
+    assert split.published_s == pytest.approx([(turn_s + 0.2 + 1.0) * (step + 1) for step in range(3)], rel=0.02)
+    # Generated without a gap from the second on; with new weights its prompt of 100 tokens is computed again.
+    each_s = max(turn_s + 0.1, 1.2)
+    assert off.published_s == pytest.approx([turn_s + 1.2 + each_s * step for step in range(3)], rel=0.05)
+
+
+def test_a_colocated_pool_that_preempts_starts_more_than_one_that_reserves(
+    engines: Engines, workload: Workloads
+) -> None:
+    work, pool = workload([(900, 0.0)], [(900, 0.0)]), engines(1, slots=2, kv=1100)
+    whole, _ = trained(work, pool, "colocated", 1.0)
+    grows, _ = trained(work, pool, "colocated_preempting", 1.0)
+    first_s = 0.2 + 450 * (0.010 + 1e-6 * 650) + 450 * (0.010 + 1e-6 * 775)  # both grow to 550 tokens, then one alone
+    assert sorted(grows.record.ended_s.values()) == pytest.approx(
+        [first_s, first_s + 0.55 + 450 * (0.010 + 1e-6 * 775)], rel=0.02
+    )
+    alone_s = 0.1 + 900 * (0.010 + 1e-6 * 550)
+    assert sorted(whole.record.ended_s.values()) == pytest.approx([alone_s, 2 * alone_s], rel=0.02)
+
+
+def test_parts_of_a_turn_wait_with_their_kv_in_host_memory(engines: Engines, workload: Workloads) -> None:
+    work = workload([(200, 0.0)], [(200, 0.0)], [(200, 0.0)])
+    parts = replace(DISCIPLINES["seer"], chunk_tokens=50)
+    groups = {(plan.iteration, plan.group): GroupWork(1.0, 0.5) for plan in work.trajectories}
+    options = replace(OPTIONS, core_gpus=0, host=HostPool(10_000, 0.01, 1e-6))
+    pipeline = Pipeline(work, engines(1, slots=1, kv=320), SeerOrder(), parts, groups, options)
+    found = pipeline.train()
+    assert found.step_s(0) > 0 and pipeline._host is not None and pipeline._host.fetched_tokens > 0
+    done = [counters for _, counters in pipeline._all_counters()]
+    assert sum(each.generated_tokens for each in done) == 600
+    assert sum(each.recomputed_tokens for each in done) == 0  # what was pushed out came back
+    with pytest.raises(ConfigError, match="host: got None; this discipline keeps KV in host memory"):
+        Pipeline(work, engines(1), SeerOrder(), parts, groups, replace(options, host=None))
+
+
+def test_changes_of_roles_have_the_price_of_the_discipline(engines: Engines, workload: Workloads) -> None:
+    work = workload([(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)], iterations=2)
+    for name, price_s in (("turning", 0.5), ("dynarl", 5.0)):
+        _, found = trained(work, engines(2, slots=2), name, 60.0)
+        changes = [done for done in found.turns if done.at_s + price_s <= found.published_s[-1]]
+        assert changes and found.gpu_s["changing"] == pytest.approx(price_s * len(changes), abs=price_s)
