@@ -6,6 +6,7 @@ involved by its dotted name, the one to change first.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -184,6 +185,12 @@ def _masks(config: RunSections) -> Iterator[str]:
         )
     if low is not None and high is not None and low > high:
         yield f"trainer.reject_low: {low} is above trainer.reject_high={high}; type trainer.reject_low={high} or less"
+    least = {"none": -math.inf, "k1": -math.inf, "ratio": 1.0}.get(trainer.reject, 0.0)
+    if high is not None and (high < 0.0 <= least or high <= 0.0 < least):
+        yield (
+            f"trainer.reject_high: {high}, and trainer.reject={trainer.reject} is never that small: every token would be left out; "
+            f"type trainer.reject_high={least + 1.0:g}, or another bound above 0"
+        )
     if trainer.loss == "vespo" and trainer.correction != "none" and trainer.correction_level != "token":
         yield (
             f"trainer.correction_level: {trainer.correction_level}, and trainer.loss=vespo multiplies the weights of a sequence's "

@@ -60,14 +60,16 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     )
 
 
-def tokens_within(kv_cache_gib: float, token_bytes: int, max_context_tokens: int) -> int:
-    """Tokens of KV that fit into a budget; EngineError if not even one trajectory does."""
-    tokens = int(kv_cache_gib * GIB) // token_bytes
+def tokens_within(
+    budget_gib: float, token_bytes: int, max_context_tokens: int, setting: str = "rollout.kv_cache_gib"
+) -> int:
+    """Tokens of KV that fit into the budget of a setting; EngineError if not even one trajectory does."""
+    tokens = int(budget_gib * GIB) // token_bytes
     if tokens < max_context_tokens:
         raise EngineError(
-            f"rollout.kv_cache_gib: {kv_cache_gib:g} GiB holds {tokens} tokens of KV ({token_bytes} bytes each), and a trajectory "
+            f"{setting}: {budget_gib:g} GiB holds {tokens} tokens of KV ({token_bytes} bytes each), and a trajectory "
             f"may have rollout.max_context_tokens={max_context_tokens}; type "
-            f"rollout.kv_cache_gib={math.ceil(1e6 * max_context_tokens * token_bytes / GIB) / 1e6:g} or more"
+            f"{setting}={math.ceil(1e6 * max_context_tokens * token_bytes / GIB) / 1e6:g} or more"
         )
     return tokens
 

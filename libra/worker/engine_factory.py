@@ -133,7 +133,7 @@ def own_continues(name: str) -> bool:
 
 
 def check_engine(config: RunConfig) -> None:
-    """ConfigError if this machine lacks the configured engine, or its KV cache would not hold one context."""
+    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one context."""
     if is_named(config.rollout.engine):
         check_own_engine(config.rollout.engine)
         _check_degrees(config)
@@ -149,14 +149,26 @@ def check_engine(config: RunConfig) -> None:
             check_installed()
         except EngineError as error:
             raise ConfigError(str(error)) from error
-    elif config.rollout.kv_cache_gib is not None and isinstance(model := resolve_model(config.model.path), Path):
+    _check_budgets(config)
+
+
+def _check_budgets(config: RunConfig) -> None:
+    """ConfigError if the KV of one context does not fit into a budget that engines of Libra heed."""
+    rollout = config.rollout
+    if is_named(rollout.engine):
+        return
+    settings = ("kv_host_gib",) if rollout.engine == "vllm" else ("kv_cache_gib", "kv_host_gib")
+    given = [(name, gib) for name in settings if (gib := getattr(rollout, name)) is not None]
+    if given and isinstance(model := resolve_model(config.model.path), Path):
         from libra.rollout.engine_capacity import kv_token_bytes, tokens_within  # lazy: the package imports torch
 
         sizes = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        if "num_hidden_layers" in sizes:  # else they are nested, and the engine checks them
-            token_bytes = kv_token_bytes(sizes, config.model.dtype)
+        if "num_hidden_layers" not in sizes:  # they are nested, and the engine checks them
+            return
+        token_bytes = kv_token_bytes(sizes, config.model.dtype)
+        for name, gib in given:
             try:
-                tokens_within(config.rollout.kv_cache_gib, token_bytes, config.rollout.max_context_tokens)
+                tokens_within(gib, token_bytes, rollout.max_context_tokens, f"rollout.{name}")
             except EngineError as error:
                 raise ConfigError(str(error)) from error
 

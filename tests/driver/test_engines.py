@@ -78,12 +78,12 @@ def test_a_missing_vllm_is_said_with_the_line_to_type(monkeypatch: pytest.Monkey
         check_engine(config_from_dict({"rollout": {"engine": "vllm"}}))
 
 
-def test_kv_that_holds_no_context_is_refused_before_a_worker_starts() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^rollout\.kv_cache_gib: 0\.0001 GiB holds 69 tokens .*max_context_tokens=1024; type"
-    ):
-        check_engine(config_from_dict({"rollout": {"kv_cache_gib": 1e-4}}))
-    check_engine(config_from_dict({"rollout": {"kv_cache_gib": 0.01}}))
+@pytest.mark.parametrize("name", ["kv_cache_gib", "kv_host_gib"])
+def test_kv_that_holds_no_context_is_refused_before_a_worker_starts(name: str) -> None:
+    message = rf"^rollout\.{name}: 0\.0001 GiB holds 69 tokens .*max_context_tokens=1024; type rollout\.{name}="
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config_from_dict({"rollout": {name: 1e-4}}))
+    check_engine(config_from_dict({"rollout": {name: 0.01}}))
 
 
 def kill_engine_once(run: str, dask_worker: Any) -> None:
