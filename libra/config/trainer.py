@@ -135,7 +135,7 @@ class TrainerSection(Section):
     """The same for negative advantages."""
     correction: CorrectionAction = "none"
     """(preset) A token's importance weight (trainer over engine) outside [`correction_low`, `correction_high`] becomes
-    the bound (truncate) or 0 (mask). none: no weights. Needs `old_logp` proximal or exact."""
+    the bound (truncate) or 0 (mask). none: no weights. Not with `old_logp` behaviour."""
     correction_level: CorrectionLevel = "token"
     """The weight is the token's ratio, the product over its sequence, or the geometric mean over it."""
     correction_low: Annotated[float, Field(gt=0)] | None = None
