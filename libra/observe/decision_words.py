@@ -13,6 +13,7 @@ DECISIONS: Final = (
     events.RoleChangeStarted, events.RoleChanged, events.RoleRestored, events.RoleChangeFailed, events.RoleChangeCancelled,
     events.SlotsSet, events.BoundariesSet,
 )  # fmt: skip
+TURNS: Final = (events.EngineTurned, events.TurnRefused)
 TROUBLES: Final = (
     events.WorkerLost, events.WorkerSetupFailed, events.EngineQuarantined, events.StallDetected,
     events.GangLost, events.RoleMemberFailed,
@@ -21,6 +22,13 @@ TROUBLES: Final = (
 
 def _engines(engines: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(f"{count} x tp{tp}" for tp, count, *_ in engines) or "no engine"
+
+
+def turn_words(event: events.EngineTurned | events.TurnRefused) -> tuple[str, str]:
+    """A turn of an engine, or that there is none, and the reason."""
+    if isinstance(event, events.TurnRefused):
+        return f"{event.worker} stays as it is until the next version", event.detail
+    return f"{event.worker} {'turns to training' if event.to == 'training' else 'generates again'}", event.reason
 
 
 def decision_words(event: events.Event) -> tuple[str, str]:

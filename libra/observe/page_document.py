@@ -18,7 +18,7 @@ from bokeh.models.widgets import Div, Select
 from jinja2 import Environment
 
 from libra.observe.color_scheme import COLORS, SCRIPT
-from libra.observe.page_html import STYLESHEET, decisions_html, overview_html, summary_html, workers_html
+from libra.observe.page_html import STYLESHEET, decisions_html, overview_html, summary_html, waves_html, workers_html
 from libra.observe.page_panels import LagPanel, OutcomePanel, RewardPanel, StepPanel, TimePanels, set_changed
 from libra.observe.page_snapshot import Feed, Snapshot
 
@@ -112,7 +112,7 @@ class LibraPage:
 
     def _show(self, snapshot: Snapshot) -> None:
         set_changed(self.summary, "text", summary_html(snapshot))
-        set_changed(self.decisions, "text", decisions_html(snapshot))
+        set_changed(self.decisions, "text", waves_html(snapshot) + decisions_html(snapshot))
         set_changed(self.workers, "text", workers_html(snapshot))
         for panel in (self.rewards, self.steps, self.time, self.lag, self.outcomes):
             panel.show(snapshot)

@@ -1,7 +1,7 @@
 """HTML of the Libra page: where time went, tiles and tables, made from snapshots; it computes no numbers but shares of a bar.
 
 Elements have ``data-libra`` attributes: the names of `libra.observe.page_snapshot.numbers`, ``share-<state>`` and ``now-<state>``,
-``worker-<worker>``, ``role-<worker>``, and ``not-ready-<worker>``.
+``waves`` and ``wave-<number>``, ``worker-<worker>``, ``role-<worker>``, and ``not-ready-<worker>``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SETTLED: Final = ("resupplied", "lost", "failed")
 """Stages without a change under way."""
 _WORKER_HEAD: Final = ("Worker", "Kind", "Now", "Busy", "Time by state since the start", "Slots used", "Weights")
 _ROLE_HEAD: Final = ("Worker", "Role", "Stage", "For", "Under way", "Generation", "Last change took", "Reason")
+_WAVE_HEAD: Final = ("Wave", "Groups", "Trained in", "Engines that had turned")
 _NOT_READY_HEAD: Final = ("Worker", "Not ready", "For", "What failed", "Next attempt")
 _BUCKET_HEAD: Final = ("Bucket", "Engines", "Slots used", "Waiting", "At home", "Forecast: tokens left")
 _KINDS: Final = {"engine": "engine", "trainer": "training", "tools": "tools"}
@@ -179,6 +180,31 @@ def decisions_html(snapshot: Snapshot) -> str:
         return '<div class="card"><h3>Last decisions</h3><p class="what">Waits for the first trajectory.</p></div>'
     what = "What planner, roles, limits and policy decided last, and why; the newest first."
     return _table("Last decisions", what, ("At", "Decision", "Because"), lines)
+
+
+def waves_html(snapshot: Snapshot) -> str:
+    """The waves of the open step, or of the last one; nothing where steps are not streamed."""
+    step = snapshot.get("waves")
+    if step is None:
+        return ""
+    lines = [
+        _line(f"wave-{row['wave']}", "", (row["wave"], row["groups"], _trained_in(row["train_s"]), row["hybrids"]))
+        for row in step["waves"]
+    ]
+    what = f'<span data-libra="waves">{escape(waves_text(step))}</span>'
+    return _table(f"Waves of step {step['step']}", what, _WAVE_HEAD, lines or [_line("wave-none", "", ("–",) * 4)])
+
+
+def waves_text(step: Mapping[str, Any]) -> str:
+    """How far a streamed step is."""
+    in_wave = f", {step['in_wave']:,} in training now" if step["in_wave"] else ""
+    missing = "" if step["taken"] else f", {step['missing']:,} in no wave yet"
+    trained = f"{step['trained']:,} of {step['groups']:,} groups are trained{in_wave}{missing}"
+    return f"{trained}; the step was taken." if step["taken"] else f"{trained}."
+
+
+def _trained_in(seconds: float | None) -> str:
+    return "in training" if seconds is None else f"{seconds:,.2f} s"
 
 
 def workers_html(snapshot: Mapping[str, Any]) -> str:

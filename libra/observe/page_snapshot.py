@@ -17,6 +17,7 @@ A snapshot is one dict per run:
   committed, ``failures`` {class: count} of trajectories that ended so, ``resampled`` int attempts that failed before
 - ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean reward, held-out questions], ...]
 - ``steps``: [[step, {state: seconds of the training worker from the weights before to those of this step}], ...]
+- ``waves``: the open streamed step, see `libra.observe.streamed_steps.StreamedSteps.open_step`; None: no step is streamed
 - ``decisions``: [[t_s, what, why], ...], the newest first
 - ``history``: rows of `libra.observe.run_facts.RunFacts`, the oldest first
 

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from libra import events
 from libra.events import Event
-from libra.observe.decision_words import DECISIONS, TROUBLES, decision_words, trouble_words
+from libra.observe.decision_words import DECISIONS, TROUBLES, TURNS, decision_words, trouble_words, turn_words
 from libra.observe.html import percent
+from libra.observe.streamed_steps import StreamedSteps
 from libra.observe.worker_time import WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
@@ -52,6 +53,7 @@ class RunFacts:
     Attributes
     ----------
     times : WorkerTimes
+    streamed : StreamedSteps
     tokens : int
         Generated so far.
     quanta : Counter
@@ -64,6 +66,7 @@ class RunFacts:
 
     def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
         self.times = WorkerTimes(trainers, keep=keep)
+        self.streamed = StreamedSteps()
         self.run = self.policy = ""
         self.epoch = self.eta = self.iterations = 0
         self.iteration, self.published = -1, -1
@@ -110,6 +113,7 @@ class RunFacts:
             "rewards": [[k, reward] for k, (_, reward, _) in ended if reward is not None],
             "lag": [[k, lag] for k, (_, _, lag) in ended],
             "evaluations": [[version, *found] for version, found in sorted(self._evaluations.items())],
+            "waves": self.streamed.open_step(),
             "steps": [[step, split] for step, split in sorted(self._steps.items())],
             "decisions": self._decisions(),
             "history": [list(row) for row in self.history],
@@ -140,6 +144,7 @@ class RunFacts:
         now_s = self.times.time_of(event)
         self.sample(now_s)
         self.times.add(event, now_s)
+        self.streamed.add(event, now_s)
         handler = _HANDLERS.get(type(event))
         if handler is not None:
             handler(self, event)
@@ -234,6 +239,10 @@ class RunFacts:
     def _noted(self, event: Event) -> None:
         self._decided.append((self.times.now_s, event))
 
+    def _role_change_started(self, event: events.RoleChangeStarted) -> None:
+        if not self.streamed.is_turn(event.generation):  # a turn has a line with the same reason
+            self._noted(event)
+
     def _setup_failed(self, event: events.WorkerSetupFailed) -> None:
         self._withdrawn(event)
         self._noted(event)
@@ -253,6 +262,8 @@ def _words(event: Event) -> tuple[str, str]:
             return f"iteration {event.iteration} may generate", event.reason
         case events.BatchOpened():
             return f"step {event.batch} may train on {len(event.members)} groups", event.reason
+    if isinstance(event, TURNS):
+        return turn_words(event)
     if isinstance(event, TROUBLES):
         what, where, why = trouble_words(event)
         return f"{what}: {where}", why
@@ -268,7 +279,7 @@ def _level(priority: Sequence[int]) -> int:
 
 
 _HANDLERS: Final[Mapping[type[Event], Callable[[RunFacts, Any], None]]] = {
-    **dict.fromkeys((*DECISIONS, *TROUBLES), RunFacts._noted),
+    **dict.fromkeys((*DECISIONS, *TURNS, *TROUBLES), RunFacts._noted),
     events.RunStarted: RunFacts._run_started,
     events.TrajectoryParked: RunFacts._parked,
     events.PrioritySet: RunFacts._priority_set,
@@ -287,5 +298,6 @@ _HANDLERS: Final[Mapping[type[Event], Callable[[RunFacts, Any], None]]] = {
     events.VersionServed: RunFacts._version_served,
     events.WorkerWithdrawn: RunFacts._withdrawn,
     events.WorkerSetupFailed: RunFacts._setup_failed,
+    events.RoleChangeStarted: RunFacts._role_change_started,
     events.RoleChanged: RunFacts._role_changed,
 }

@@ -5,6 +5,7 @@ Invariant: segments of a `WorkerClock` are in the order of time, one begins wher
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -17,6 +18,7 @@ BUSY: Final[Mapping[str, str]] = {
     "generating": "generates",
     "acting": "runs tools",
     "training": "trains",
+    "turned": "trains in a wave, as an engine that has turned",
     "moving": "publishes, loads or checks weights",
 }
 IDLE: Final[Mapping[str, str]] = {
@@ -30,7 +32,10 @@ IDLE: Final[Mapping[str, str]] = {
     "dispatch": "a trajectory waits and is about to be sent, or needs KV memory or another worker",
     "no_calls": "no tool call waits",
     "evaluation": "training waits while held-out questions are answered",
-    "role": "changes its role",
+    "turning": "an engine that the tail does not need changes to training",
+    "wave": "has turned to training, and no wave needs it now",
+    "returning": "has trained, and changes back to generate",
+    "role": "changes its role for another reason",
     "lost": "the training group lost a member and forms again",
     "quarantined": "failed the version check",
     "lent": "its GPU belongs to another worker's engine",
@@ -129,7 +134,9 @@ class WorkerClock:
     served: bool = False
     away: bool = False
     quarantined: bool = False
-    changing: bool = False
+    changing: str = ""  # the state of a change that is under way
+    turned: bool = False  # an engine that is, or goes, to train for the open step
+    ready_s: float = math.inf  # since when it has the weights that waves are computed with
     lent: bool = False
 
     def enter(self, t_s: float, state: str) -> None:

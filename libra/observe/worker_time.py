@@ -4,9 +4,10 @@
 clock.
 
 A worker is in one state at a time. Busy: ``generating`` (a trajectory of the run has a ROLLOUT slot there; tools that run within a
-generation are part of it), ``acting`` (a TOOL slot), ``training`` (an optimizer step), ``moving`` (weights: publishing on training
-workers; loading and checking on engines). Idle: the states of `IDLE`, each with its cause. On a worker that is shared by several
-runs, what it does for another run counts as idle.
+generation are part of it), ``acting`` (a TOOL slot), ``training`` (an optimizer step, or a wave of it), ``turned`` (a wave, on an
+engine that `libra.policy.tail` has turned), ``moving`` (weights: publishing on training workers; loading and checking on
+engines). Idle: the states of `IDLE`, each with its cause. On a worker that is shared by several runs, what it does for another run
+counts as idle.
 
 Invariants
 ----------
@@ -18,6 +19,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -28,8 +30,9 @@ from libra.observe.worker_states import AWAY, STATES, Kind, RunTime, WorkerClock
 from libra.types import Phase
 
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}
-_NOT_WAITING: Final = frozenset({"starting", "lost", "training"})
-_NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training"})
+_NOT_IN_WAVES: Final = frozenset(STATES) - {"turned", "wave"}
+_NOT_WAITING: Final = frozenset({"starting", "lost", "training", "role", "turning", "returning"})
+_NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training", "turning", "returning"})
 
 
 class WorkerTimes:
@@ -59,7 +62,8 @@ class WorkerTimes:
         for clock in self._clocks.values():
             clock.enter(self.now_s, AWAY)
             clock.count_slots(self.now_s)
-            clock.away, clock.served, clock.quarantined, clock.changing, clock.lent = True, False, False, False, False
+            clock.away, clock.served, clock.quarantined, clock.lent = True, False, False, False
+            clock.changing, clock.turned, clock.ready_s = "", False, math.inf
             clock.running.clear()
             clock.acting.clear()
         self._place: dict[str, tuple[str, Phase]] = {}  # of running quanta: worker and phase
@@ -69,6 +73,9 @@ class WorkerTimes:
         self._gates: set[int] = set()
         self._batches_parked: set[int] = set()
         self._batches_opened: set[int] = set()
+        self._waves_opened: dict[tuple[int, int], float] = {}  # (batch, wave) of those in training: since when
+        self._asked: dict[str, str] = {}  # by worker, what its newest turn was to
+        self._changes: dict[int, tuple[str, ...]] = {}  # by generation, workers that change their role
         self._published, self._stepped = -1, -1
         self._prepared_s = 0.0  # since when the batch now in training could have been trained on
         self._group_lost = False
@@ -94,7 +101,7 @@ class WorkerTimes:
 
     def training_split(self, since_s: float, until_s: float) -> dict[str, float]:
         """Seconds by state between two times, of the training worker that was there the longest."""
-        trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer"]
+        trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer" and not clock.turned]
         found: list[dict[str, float]] = [{**clock.totals(max(since_s, 1e-9), until_s)[0]} for clock in trainers]
         return max(found, key=lambda seconds: sum(seconds.values()), default={})
 
@@ -149,7 +156,7 @@ class WorkerTimes:
 
     def _update_all(self) -> None:
         """States of all workers, where what they have in common has changed."""
-        signature = (self._engine_idle(), self._trainer_state(), self._tool_idle())
+        signature = (self._engine_idle(), self._trainer_state(), self._tool_idle(), self._newest_wave_s)
         if signature != self._signature:
             self._signature = signature
             for clock in self._clocks.values():
@@ -161,7 +168,9 @@ class WorkerTimes:
         if clock.away:
             return AWAY
         if clock.kind == "trainer":
-            return self._trainer_state()
+            if clock.changing or not clock.turned:
+                return clock.changing or self._trainer_state()
+            return "turned" if self._newest_wave_s >= clock.ready_s else "wave"
         if clock.running:
             return "generating"
         if clock.acting:
@@ -171,7 +180,7 @@ class WorkerTimes:
         if clock.kind == "tools":
             return self._tool_idle()
         if clock.changing:
-            return "role"
+            return clock.changing
         if clock.quarantined:
             return "quarantined"
         return self._engine_idle() if clock.served else "starting"
@@ -199,11 +208,15 @@ class WorkerTimes:
             return "lost"
         if self._stepped >= self._published:
             return "moving"
-        if self._batches_opened:
+        if self._batches_opened or self._waves_opened:
             return "training"
         if self._batches_parked:
             return "trajectories" if self._open or not self._has_ended else "grading"
         return "evaluation" if self._open else "nothing"
+
+    @property
+    def _newest_wave_s(self) -> float:
+        return max(self._waves_opened.values(), default=-1.0)
 
     def _tool_idle(self) -> str:
         if self._published < 0:
@@ -280,15 +293,30 @@ class WorkerTimes:
 
     def _step_finished(self, event: events.StepFinished) -> None:
         self._batches_opened = {batch for batch in self._batches_opened if batch > event.step}
+        self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > event.step}
         self._stepped = event.step
         for clock in self._clocks.values():
-            if clock.kind == "trainer":
+            if clock.kind == "trainer" and not clock.turned:
                 clock.relabel(self._prepared_s, self.now_s - event.train_s, "batch", _NOT_TRAINING)
 
+    def _wave_opened(self, event: events.WaveOpened) -> None:
+        if event.members:
+            self._waves_opened[event.batch, event.wave] = self.now_s
+
     def _wave_trained(self, event: events.WaveTrained) -> None:
+        """What was training since the wave opened was that only since its gradient began."""
+        begun_s = self.now_s - event.train_s
+        opened_s = min(self._waves_opened.pop((event.batch, event.wave), begun_s), begun_s)
+        turned = []
         for clock in self._clocks.values():
-            if clock.kind == "trainer":
-                clock.relabel(self.now_s - event.train_s, self.now_s, "training", _NOT_WAITING)
+            if clock.kind == "trainer" and clock.turned:
+                clock.relabel(opened_s, self.now_s, "wave", _NOT_IN_WAVES)
+                turned += [clock] if clock.ready_s <= begun_s else []
+            elif clock.kind == "trainer":
+                clock.relabel(opened_s, begun_s, "batch", _NOT_TRAINING)
+                clock.relabel(begun_s, self.now_s, "training", _NOT_WAITING)
+        for clock in sorted(turned, key=lambda each: each.ready_s)[: event.hybrids]:
+            clock.relabel(begun_s, self.now_s, "turned", _NOT_IN_WAVES)
 
     def _version_published(self, event: events.VersionPublished) -> None:
         self._published = max(self._published, event.version)
@@ -329,18 +357,33 @@ class WorkerTimes:
 
     def _joined(self, event: events.WorkerJoined) -> None:
         clock = self._clocks.get(event.worker)
+        if clock is not None and clock.turned:  # it was lost while it trained
+            clock.kind, clock.ready_s = "engine", math.inf
         if clock is not None and clock.kind != "trainer":
             self._clock(event.worker, clock.kind).served = False
             self._update(clock)
 
     def _withdrawn(self, event: events.WorkerWithdrawn) -> None:
         clock = self._clocks.get(event.worker)
-        if clock is not None and clock.kind != "trainer":
+        if clock is not None and clock.changing:  # it has no slots any more; what runs there goes on
+            clock.count_slots(self.now_s)
+            clock.num_slots = 0
+        elif clock is not None and clock.kind != "trainer":
             for key in [*clock.running, *clock.acting]:
                 self._stopped(key)
             clock.count_slots(self.now_s)
             clock.away, clock.served = True, False
             self._update(clock)
+
+    def _turned(self, event: events.EngineTurned) -> None:
+        self._asked[event.worker] = event.to
+        if event.to == "training":
+            self._clock(event.worker, "engine").turned = True
+
+    def _turn_refused(self, event: events.TurnRefused) -> None:
+        clock = self._clocks.get(event.worker)
+        if clock is not None and self._asked.get(event.worker) == "training":
+            clock.turned = False
 
     def _gang_formed(self, event: events.GangFormed) -> None:
         self._group_lost = False
@@ -354,10 +397,27 @@ class WorkerTimes:
         self._group_lost = True
 
     def _role_change_started(self, event: events.RoleChangeStarted) -> None:
-        for name in event.assignments:
+        self._changes[event.generation] = tuple(event.assignments)
+        for name, has in event.assignments.items():
             if (clock := self._clocks.get(name)) is not None:
-                clock.changing = True
+                turns = "turning" if has.get("role") == "train" else "returning"
+                clock = self._clock(name, clock.kind)
+                clock.changing, clock.ready_s = turns if clock.turned else "role", math.inf
                 self._update(clock)
+
+    def _role_change_undone(self, event: events.RoleChangeFailed | events.RoleChangeCancelled) -> None:
+        """Those of its workers that are still there change back at once."""
+        for name in self._changes.pop(event.generation, ()):
+            if (clock := self._clocks.get(name)) is not None and clock.changing:
+                clock.count_slots(self.now_s)
+                clock.changing, clock.away, clock.served = "", True, False
+                self._update(clock)
+
+    def _role_stage(self, event: events.RoleStage) -> None:
+        clock = self._clocks.get(event.worker)
+        if clock is not None and event.stage == "state":
+            clock.ready_s = self.now_s
+            self._update(clock)
 
     def _role_changed(self, event: events.RoleChanged) -> None:
         self._has_role(event.worker, event.to_role, event.to_tp)
@@ -367,7 +427,7 @@ class WorkerTimes:
 
     def _has_role(self, name: str, role: str, tp: int) -> None:
         clock = self._clock(name, "trainer" if role == "train" else "engine")
-        clock.changing, clock.lent = False, role == "lent"
+        clock.changing, clock.lent, clock.turned = "", role == "lent", clock.turned and role == "train"
         clock.kind = "trainer" if role == "train" else "engine"
         clock.gpus = 0 if clock.lent else max(tp, 1) if role == "rollout" else 1
         clock.served = clock.served or role == "rollout"
@@ -387,6 +447,7 @@ _HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], bool | None]]] =
     events.GateOpened: WorkerTimes._gate_opened,
     events.BatchParked: lambda self, event: self._batches_parked.add(event.batch),
     events.WaveParked: lambda self, event: self._batches_parked.add(event.batch),
+    events.WaveOpened: WorkerTimes._wave_opened,
     events.WaveTrained: WorkerTimes._wave_trained,
     events.BatchOpened: WorkerTimes._batch_opened,
     events.StepFinished: WorkerTimes._step_finished,
@@ -400,7 +461,12 @@ _HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], bool | None]]] =
     events.WorkerWithdrawn: WorkerTimes._withdrawn,
     events.GangFormed: WorkerTimes._gang_formed,
     events.GangLost: WorkerTimes._gang_lost,
+    events.EngineTurned: WorkerTimes._turned,
+    events.TurnRefused: WorkerTimes._turn_refused,
     events.RoleChangeStarted: WorkerTimes._role_change_started,
+    events.RoleChangeFailed: WorkerTimes._role_change_undone,
+    events.RoleChangeCancelled: WorkerTimes._role_change_undone,
+    events.RoleStage: WorkerTimes._role_stage,
     events.RoleChanged: WorkerTimes._role_changed,
     events.RoleRestored: WorkerTimes._role_restored,
 }

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from libra.config import RunConfig, config_from_dict
 from libra.driver import run_checkpoints
 from libra.driver.session import Session
 from libra.envs import tool
+from libra.hardware.prices import load_prices
+from libra.observe.log_facts import log_facts
+from libra.observe.report import write_report
 from libra.policy import replayed_objects
 from libra.scheduler import role_plugin
 from libra.testing import FixedTurns
@@ -159,6 +163,9 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns(held: Callabl
         with run.tail():
             first = thread.submit(next, iterations)
             run.wait_for(events.RoleStage, stage="state")
+            run.wait_for(events.WaveTrained, batch=0, missing=1)
+            (page,) = session.client.run_on_scheduler(snapshots)
+            check_page(page, run)
         rows = [first.result(), *iterations]
     assert rows[0]["hybrids"] == 1 and all(row["hybrids_lost"] == 0 for row in rows)
     turned = run.found(events.EngineTurned)
@@ -168,6 +175,43 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns(held: Callabl
     assert started.reason == f"the engine turns to training: {turned[0].reason}"
     assert run.found(events.WaveTrained, batch=0)[-1].hybrids == 1
     check_turned(run, 3)
+    facts, problem = log_facts(run.session.directory / "events.jsonl", ("train-0",))
+    assert not problem
+    (engine,) = (worker for worker in facts.run.times.times().workers if worker.worker == "rollout-0")
+    assert engine.seconds["turned"] == pytest.approx(
+        sum(wave.train_s for wave in run.found(events.WaveTrained) if wave.hybrids)
+    )
+    took = {
+        to: sum(turn.seconds or 0.0 for turn in facts.run.streamed.turns if turn.to == to)
+        for to in ("training", "rollout")
+    }
+    assert took["training"] > 0 < took["rollout"]
+    assert [turn.reason for turn in facts.run.streamed.turns] == [event.reason for event in turned]
+    write_report([run.session.directory], run.session.directory / "report.html", load_prices())
+    report = (run.session.directory / "report.html").read_text()
+    assert all(report.count(f"<td>{escape(event.reason)}</td>") for event in turned)
+
+
+def snapshots(dask_scheduler: Any) -> list[dict[str, Any]]:
+    """What the live page shows."""
+    return dask_scheduler.plugins["libra"].snapshots()  # type: ignore[no-any-return]
+
+
+snapshots.__module__ = "__main__"
+
+
+def check_page(page: dict[str, Any], run: Held) -> None:
+    """The live page shows the waves and the turn that the log has."""
+    step, waves = page["waves"], run.found(events.WaveTrained, batch=0)
+    assert (step["step"], step["groups"], step["trained"], step["missing"]) == (0, PROMPTS, PROMPTS - 1, 1)
+    assert [(row["wave"], row["groups"], row["train_s"]) for row in step["waves"]] == [
+        (wave.wave, wave.groups, wave.train_s) for wave in waves
+    ]
+    (turn,) = run.found(events.EngineTurned)
+    assert ["rollout-0 turns to training", turn.reason] in [line[1:] for line in page["decisions"]]
+    (engine,) = (row for row in page["time"]["workers"] if row["worker"] == "rollout-0")
+    assert engine["state"] == "wave"
+    assert engine["seconds"]["turning"] > 0
 
 
 def hold(run: str, stage: str, entered: Path, go: Path, dask_worker: Any) -> None:

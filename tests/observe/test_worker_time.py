@@ -115,6 +115,62 @@ def test_a_trainer_trains_in_waves_while_it_waits_for_trajectories():
     assert by_name["a"] == pytest.approx({"generating": 10, "version": 3})
 
 
+def a_turn():
+    """Engine a turns to training, trains in one wave, and returns; engine b has the tail. Round numbers."""
+    change = {"a": {"role": "train", "tp": 1}}
+    return [
+        started(), capacity(0.0, "a", rollout=2), capacity(0.0, "b", rollout=2), events.VersionPublished(RUN, 0.0, 0, "", 1),
+        events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.VersionServed(RUN, 0.0, 0, "b", 0.0),
+        events.WaveParked(RUN, 0.0, 0, 0), events.WaveParked(RUN, 0.0, 0, 1), parked(0.0, 0), parked(0.0, 1),
+        dispatched(0.0, 0, "a"), dispatched(0.0, 1, "b"),
+        events.EngineTurned(RUN, 2.0, "a", "training", "why"), events.RoleChangeStarted(RUN, 2.0, 1, change, "", None),
+        events.WorkerWithdrawn(RUN, 2.0, "a"), finished(4.0, 0, "a", end="answered"),
+        events.TrajectoryEnded(RUN, 4.0, KEY.format(0), True), events.WaveOpened(RUN, 5.0, 0, 0, ((0, 0),), ""),
+        events.RoleChanged(RUN, 9.0, "a", 1, "rollout", "train", 1, 1, {}, 7.0), events.RoleStage(RUN, 9.5, "a", 1, "state", 0.5),
+        events.WaveTrained(RUN, 10.0, 0, 0, 1, 1, 4.0), finished(12.0, 1, "b", end="answered"),
+        events.TrajectoryEnded(RUN, 12.0, KEY.format(1), True), events.WaveOpened(RUN, 12.0, 0, 1, ((0, 1),), ""),
+        events.BatchParked(RUN, 12.0, 0), events.BatchOpened(RUN, 12.0, 0, ((0, 0), (0, 1)), ""),
+        events.WaveTrained(RUN, 18.0, 0, 1, 1, 0, 5.0, 1), events.StepFinished(RUN, 19.0, 0, 0.5, 9.0),
+        events.VersionPublished(RUN, 20.0, 1, "", 1), events.EngineTurned(RUN, 21.0, "a", "rollout", "why"),
+        events.RoleChangeStarted(RUN, 21.0, 2, {"a": {"role": "rollout", "tp": 1}}, "", None),
+        events.RoleChanged(RUN, 24.0, "a", 2, "train", "rollout", 1, 1, {}, 3.0), capacity(24.0, "a", rollout=2),
+        events.IterationFinished(RUN, 25.0, 0, 0.5, 0.0),
+    ]  # fmt: skip
+
+
+def test_the_change_of_an_engine_that_turns_its_waves_and_its_return_are_causes_of_their_own():
+    times = worker_times(a_turn(), ("train-0",))
+    by_name = {worker.worker: worker.seconds for worker in times.times().workers}
+    assert by_name[
+        "a"
+    ] == pytest.approx(  # what ran when it turned went on until 4; it came too late for the first wave
+        {"generating": 4, "turning": 5, "wave": 4 + 3, "turned": 5, "returning": 3, "nothing": 1}
+    )
+    assert by_name["train-0"] == pytest.approx(
+        {"trajectories": 5 + 2, "batch": 1 + 1, "training": 4 + 5 + 1, "moving": 1, "nothing": 5}
+    )
+    assert times.training_split(9.0, 20.0) == pytest.approx({"trajectories": 2, "batch": 1, "training": 7, "moving": 1})
+
+
+def test_a_worker_in_an_open_wave_trains_before_its_end_is_known():
+    during = [event for event in a_turn() if event.t_s <= 12.0]
+    assert worker_times(during, ("train-0",)).states() == {"a": "turned", "b": "version", "train-0": "training"}
+
+
+def test_a_turned_engine_that_is_killed_does_not_train_until_it_is_back():
+    log = [event for event in a_turn() if event.t_s <= 10.0]
+    back = events.RoleChangeStarted(RUN, 14.0, 2, {"a": {"role": "train", "tp": 1}}, "a came back", None)
+    refused = events.EngineTurned(RUN, 12.0, "a", "rollout", ""), events.TurnRefused(RUN, 12.0, "a", "it is gone")
+    log += [events.WorkerJoined(RUN, 11.0, "a", "tcp://h:2"), *refused, back]
+    log += [
+        events.RoleRestored(RUN, 15.0, "a", 2, "train", 1, {}, 1.0),
+        events.WaveOpened(RUN, 15.0, 0, 1, ((0, 1),), ""),
+    ]
+    log += [events.WaveTrained(RUN, 18.0, 0, 1, 1, 0, 3.0, 0)]  # it had no weights yet
+    by_name = {worker.worker: worker.seconds for worker in worker_times(log, ("train-0",)).times().workers}
+    assert by_name["a"] == pytest.approx({"generating": 4, "turning": 5 + 1, "wave": 2 + 3, "starting": 3})
+
+
 def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
     log = [
         started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1), events.VersionPublished(RUN, 0.0, 0, "", 1),
@@ -184,7 +240,18 @@ STEPS = st.one_of(
     st.builds(lambda n, s: lambda t: events.StepFinished(RUN, t, n, 0.0, s), NUMBERS, SECONDS),
     st.builds(lambda w: lambda t: events.GangFormed(RUN, t, 1, (w,), 0), WORKERS),
     st.builds(lambda w: lambda t: events.GangLost(RUN, t, 1, w, ""), WORKERS),
-    st.builds(lambda w: lambda t: events.RoleChangeStarted(RUN, t, 1, {w: {}}, "", None), WORKERS),
+    st.builds(
+        lambda w, r: lambda t: events.RoleChangeStarted(RUN, t, 1, {w: {"role": r}}, "", None),
+        WORKERS, st.sampled_from(["rollout", "train"]),
+    ),
+    st.builds(lambda w, r: lambda t: events.EngineTurned(RUN, t, w, r, ""), WORKERS, st.sampled_from(["rollout", "training"])),
+    st.builds(lambda w: lambda t: events.TurnRefused(RUN, t, w, ""), WORKERS),
+    st.builds(lambda w: lambda t: events.RoleStage(RUN, t, w, 1, "state", 0.0), WORKERS),
+    st.builds(lambda: lambda t: events.RoleChangeFailed(RUN, t, 1, "")),
+    st.builds(lambda n, k: lambda t: events.WaveOpened(RUN, t, n, k, ((n, 0),), ""), NUMBERS, NUMBERS),
+    st.builds(
+        lambda n, k, h, s: lambda t: events.WaveTrained(RUN, t, n, k, 1, 0, s, h), NUMBERS, NUMBERS, NUMBERS, SECONDS
+    ),
     st.builds(
         lambda w, r, n: lambda t: events.RoleChanged(RUN, t, w, 1, "rollout", r, 1, n + 1, {}, 1.0),
         WORKERS, st.sampled_from(["rollout", "train", "lent"]), NUMBERS,

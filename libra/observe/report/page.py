@@ -16,13 +16,13 @@ from libra.errors import ConfigError, disk_refusal
 from libra.hardware.prices import Prices
 from libra.observe.color_scheme import SCRIPT
 from libra.observe.html import STYLE, Html, content_policy, duration, missing, named_number, number, percent, text
-from libra.observe.report import curves, records, where_time
+from libra.observe.report import curves, records, waves, where_time
 from libra.observe.report.reported_run import Cost, ReportedRun
 from libra.observe.report.section import Section
 
 SECTIONS: Final[tuple[Callable[[Sequence[ReportedRun]], Section], ...]] = (
     curves.rewards, where_time.worker_time, where_time.gantt, curves.seconds, curves.lengths, curves.forecasts,
-    records.decisions, curves.mismatch, records.failures, records.samples, records.settings,
+    records.decisions, waves.streamed, curves.mismatch, records.failures, records.samples, records.settings,
 )  # fmt: skip
 
 
@@ -87,8 +87,8 @@ def report_html(runs: Sequence[ReportedRun]) -> str:
 def _anchors(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     return [
         ("rewards", "Rewards"), ("time", "Worker time"), ("gantt", "Over time"), ("seconds", "Iterations"), ("lengths", "Lengths"),
-        ("forecasts", "Forecasts"), ("decisions", "Decisions"), ("mismatch", "Mismatch"), ("failures", "Failures"),
-        ("samples", "Samples"), ("settings", "Settings"),
+        ("forecasts", "Forecasts"), ("decisions", "Decisions"), ("waves", "Waves"), ("mismatch", "Mismatch"),
+        ("failures", "Failures"), ("samples", "Samples"), ("settings", "Settings"),
     ]  # fmt: skip
 
 
