@@ -134,7 +134,8 @@ class WorkerTimes:
                 self._clock(name, "trainer")
         self.now_s = self.time_of(event) if now_s is None else now_s
         handler = _HANDLERS.get(type(event))
-        if handler is not None and handler(self, event) is not False:
+        if handler is not None:
+            handler(self, event)
             self._update_all()
 
     def _clock(self, name: str, kind: Kind) -> WorkerClock:
@@ -238,10 +239,7 @@ class WorkerTimes:
             self._waiting[key] = phase
             self._num_waiting[phase] += 1
 
-    def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> bool:
-        """Whether the trajectory was not in that slot before."""
-        if self._place.get(event.key) == (event.worker, event.phase):
-            return False
+    def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> None:
         self._stopped(event.key)
         self._waits(event.key, None)
         phase = Phase(event.phase)
@@ -256,7 +254,6 @@ class WorkerTimes:
         self._place[event.key] = event.worker, phase
         self._open.add(event.key)
         self._update(clock)
-        return True
 
     def _stopped(self, key: str) -> None:
         """The trajectory has no slot any more."""
@@ -434,11 +431,11 @@ class WorkerTimes:
         self._update(clock)
 
 
-_HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], bool | None]]] = {
+_HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
     events.TrajectoryParked: WorkerTimes._parked,
     events.QuantumDispatched: WorkerTimes._started,
     events.QuantumContinued: WorkerTimes._started,
-    # No QuantumFinished: the trajectory has its slot until it parks or ends, an instant later, or continues in it.
+    events.QuantumFinished: lambda self, event: self._stopped(event.key),
     events.QuantumLost: lambda self, event: self._stopped(event.key),
     events.QuantumGivenBack: lambda self, event: self._stopped(event.key),
     events.TrajectoryFoundEnded: lambda self, event: self._stopped(event.key),

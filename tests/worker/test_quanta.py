@@ -65,7 +65,12 @@ def make_runner(
             model_dir=random_model,
         )
         serving = Serving()
-        engine: Any = SimpleNamespace(serving=serving, contended=True, turn_ended=lambda: None)
+        engine: Any = SimpleNamespace(
+            serving=serving,
+            generate=lambda key, request: serving.generate(request),
+            contended=True,
+            turn_ended=lambda: None,
+        )
         runner = QuantumRunner(context, engine)
         runner.chat = load_chat_format(random_model, environment.tool_schemas)
         return runner, serving

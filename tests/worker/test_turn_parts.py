@@ -87,7 +87,12 @@ class Played:
                 environment=environment, spec=spec, journal=Journal(Path(directory) / "journal"),
                 epoch=SimpleNamespace(check=lambda: None), report=self.reports.append, name="w", worker=None,
             )  # fmt: skip
-            engine: Any = SimpleNamespace(serving=self.serving, contended=contended, turn_ended=lambda: None)
+            engine: Any = SimpleNamespace(
+                serving=self.serving,
+                generate=lambda key, request: self.serving.generate(request),
+                contended=contended,
+                turn_ended=lambda: None,
+            )
             self.rounds = 0
             while True:
                 runner = QuantumRunner(context, engine)
