@@ -2,7 +2,8 @@
 
 Three sides take turns within one cluster of two engines, one of which may train, and one trainer: steps that are not streamed,
 streamed ones, and streamed ones whose tail leaves that engine to training (``trainer.turning``). ``streaming_ratio`` is the first
-over the second, ``turning_ratio`` the second over the third.
+over the second, ``turning_ratio`` the second over the third. ``live_over_simulated`` says by how much the simulator misses
+them: of both ratios the larger factor between live and simulated (`benchmarks.pipeline_predicted`), in whichever direction.
 
 Real are scheduler, workers, groups, records, the waves and their gradients, changes of roles, and the publication of each version,
 which engines load and check. Emulated are the seconds of generations: an engine waits for as long as its tokens would take, instead
@@ -22,7 +23,7 @@ import math
 import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 from distributed import Client
 
+from benchmarks.pipeline_predicted import measured, simulated_s
 from benchmarks.random_training import save_random_model
 from benchmarks.report import Figure, Pairs, command_parser, emit
 from libra.cluster.local import local_cluster
@@ -37,6 +39,7 @@ from libra.config import RunConfig, config_from_dict
 from libra.config.model_paths import resolve_model
 from libra.driver.session import run
 from libra.rollout.transformers_engine import TransformersEngine
+from libra.sim.from_run import RunSetting, run_setting
 from libra.store.event_log import read_events
 from libra.types import EngineCapacity, StepSeconds, StopReason, TurnOutput, TurnRequest
 
@@ -52,7 +55,9 @@ PROMPTS, GROUP = 12, 4
 PAYLOAD_CHARS = 48
 """Of what a tool answers: it is trained on and not generated, so that an unstreamed step takes about 1.2 rollouts."""
 CHANGE_S = 2.0
-GOALS = {"streaming_ratio": 1.15, "turning_ratio": 1.05}
+GOALS = {"streaming_ratio": 1.15, "turning_ratio": 1.05, "live_over_simulated": 1.15}
+RATIOS = {"streaming_ratio": ("off", "streaming"), "turning_ratio": ("streaming", "turning")}
+HYBRID = "rollout-0"
 SIDES = {"off": ("off", "off"), "streaming": ("on", "off"), "turning": ("on", "on")}
 """``trainer.streaming`` and ``trainer.turning`` by side."""
 
@@ -142,15 +147,21 @@ class Sides:
         self.rows: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         self.turned = 0
+        self.changed: list[Mapping[str, Any]] = []
+        self.setting: RunSetting | None = None  # of the last run that was not streamed
 
     def run(self, side: str) -> None:
         """One more run of a side."""
         name = f"{side}_{len(self.seconds[side])}"
         config = configured(self._model, self._directory, name, side, self._iterations + 1)
         rows = run(config, client=self._client).iterations[1:]
-        events = read_events(self._directory / name / "events.jsonl").events
+        directory = self._directory / name
+        events = read_events(directory / "events.jsonl").events
         self.turned += sum(event["name"] == "engine_turned" and event["to"] == "training" for event in events)
-        shutil.rmtree(self._directory / name)
+        self.changed += [event for event in events if event["name"] == "role_changed"]
+        if side == "off":
+            self.setting = run_setting(directory)
+        shutil.rmtree(directory)
         self.rows[side] += rows
         self.seconds[side].append(statistics.mean(float(row["iteration_s"]) for row in rows))
 
@@ -164,17 +175,24 @@ class Sides:
         """Mean of a metric over the iterations of all runs of a side."""
         return statistics.mean(float(row[number]) for row in self.rows[side])
 
-    def figures(self) -> dict[str, Figure]:
-        """Of all rounds: ratios are medians of those of the rounds."""
-        found = {}
-        for name, (first, second) in {
-            "streaming_ratio": ("off", "streaming"),
-            "turning_ratio": ("streaming", "turning"),
-        }.items():
-            pairs = Pairs(tuple(self.seconds[first]), tuple(self.seconds[second]))
-            found[name] = Figure(pairs.ratio, "ratio", "higher", GOALS[name])
+    def simulated_s(self) -> dict[str, float]:
+        """Seconds per iteration of each side in virtual time, from what all runs measured."""
+        assert self.setting is not None
+        return simulated_s(self.setting, measured(self.rows, self.changed, CHANGE_S), frozenset({HYBRID}))
+
+    def figures(self, simulated: Mapping[str, float]) -> dict[str, Figure]:
+        """Of all rounds: ratios are medians of those of the rounds. ``simulated``: seconds per iteration by side."""
+        found, apart = {}, []
+        for name, (first, second) in RATIOS.items():
+            live = Pairs(tuple(self.seconds[first]), tuple(self.seconds[second])).ratio
+            predicted = simulated[first] / simulated[second]
+            apart.append(max(live / predicted, predicted / live))
+            found[name] = Figure(live, "ratio", "higher", GOALS[name])
+            found[f"simulated_{name}"] = Figure(predicted, "ratio", "higher")
+        found["live_over_simulated"] = Figure(max(apart), "ratio", "lower", GOALS["live_over_simulated"])
         for side in SIDES:
             found[f"{side}_iteration_s"] = Figure(statistics.median(self.seconds[side]), "s", "lower")
+            found[f"{side}_simulated_s"] = Figure(simulated[side], "s", "lower")
             found[f"{side}_train_s"] = Figure(self.mean(side, "train_s"), "s", "lower")
         for side in ("streaming", "turning"):
             found[f"{side}_streamed_frac"] = Figure(self.mean(side, "streamed_frac"), "ratio", "higher")
@@ -195,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sides = Sides(model, Path(scratch), client, given.iterations)
             for index in range(given.pairs):
                 print(f"round {index}: {sides.round()}", flush=True)
-    emit("pipeline_live", sides.figures(), arguments=arguments, as_json=given.json)
+    emit("pipeline_live", sides.figures(sides.simulated_s()), arguments=arguments, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks import pipeline_live
 from benchmarks.pipeline_live import GROUP, PROMPTS, SIDES, TURNS, PacedEngine, Sides, configured, num_tokens
+from benchmarks.pipeline_predicted import HybridsTurn, measured
 from libra.config.model_paths import resolve_model
 from libra.config.streaming import most_waves, turns
+from libra.policy.turning import OpenStep, Turned, TurningEngine
 from libra.types import TurnRequest
 
 
@@ -57,6 +59,22 @@ def test_ratios_are_those_of_the_rounds() -> None:
     sides.seconds = {"off": [9.0, 8.0, 9.0, 9.0, 9.0], "streaming": [6.0] * 5, "turning": [5.0, 4.0, 5.0, 5.0, 5.0]}
     sides.rows = {side: [{"train_s": 2.0, "streamed_frac": 0.5, "waves": 4}] for side in SIDES}
     sides.turned = 1
-    found = sides.figures()
+    found = sides.figures({"off": 9.0, "streaming": 6.0, "turning": 4.0})
     assert found["streaming_ratio"].value == pytest.approx(1.5) and found["turning_ratio"].value == pytest.approx(1.2)
     assert found["streaming_ratio"].reached and found["turns"].value == 1
+    assert found["simulated_turning_ratio"].value == pytest.approx(1.5)
+    assert found["live_over_simulated"].value == pytest.approx(1.25) and not found["live_over_simulated"].reached
+
+
+def test_prices_are_those_that_the_runs_measured_and_only_hybrids_turn() -> None:
+    rows = {
+        "off": [{"train_s": 5.0, "forwarded_tokens": 1000}, {"train_s": 3.0, "forwarded_tokens": 500}],
+        "streaming": [{"train_s": 4.5, "wave_s": 4.0}],
+    }
+    changed = [{"to_role": "train", "stage_s": {"draining": 9.0, "sleeping": 0.5, "taking_up": 0.25}}]
+    assert measured(rows, changed, 2.0) == pytest.approx((7.0 / 1500, 0.5, 0.75, 1.0))
+    engines = [TurningEngine(name, 1, Turned.ROLLOUT, 3) for name in ("rollout-0", "rollout-1")]
+    turned = HybridsTurn(min_gain_s=0.0, hybrids=frozenset({"rollout-1"})).turns(
+        engines, 0, OpenStep(90.0, 1, True, False)
+    )
+    assert [turn.worker for turn in turned] == ["rollout-1"]
