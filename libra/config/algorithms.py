@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
+AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax"]
 LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "vespo", "reinforce"]
 AggregationMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "constant"
@@ -37,6 +37,7 @@ AlgorithmName = Literal[
     "reinforce_pp",
     "reinforce_pp_baseline",
     "opo",
+    "remax",
     "ppo_decoupled",
     "dppo",
     "vespo",
@@ -163,6 +164,14 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Plain policy gradient with the length-weighted baseline that minimises its variance.",
             "Exactly on-policy runs only: `run.eta=0` and one optimizer step per batch.",
             "OPO, arXiv:2505.23585",
+        ),
+        "remax": Algorithm(
+            Preset(advantage="remax", normalize_std=False, aggregation="seq-mean-token-sum"),
+            "The baseline of a group is the reward of its first sample, which is answered greedily and not trained on.",
+            "One or few samples per prompt: `trainer.group_size=2` is one sample and its baseline.",
+            "ReMax, arXiv:2310.10505",
+            "The paper's plain REINFORCE is clipped (0.2) here, which is the same on samples of the current weights. Greedy "
+            "answers count in the reported mean reward.",
         ),
         "ppo_decoupled": Algorithm(
             Preset(old_logp="proximal", correction="mask", correction_high=5.0),

@@ -143,6 +143,11 @@ def _batch(config: RunSections) -> Iterator[str]:
             "trainer.group_size: group size 1 has no standard deviation; type trainer.group_size=8 or "
             "trainer.normalize_std=false"
         )
+    if trainer.group_size == 1 and trainer.advantage == "remax":
+        yield (
+            "trainer.group_size: 1, and trainer.advantage=remax answers the first sample of a group greedily, as baseline of the "
+            "others; type trainer.group_size=2 or more"
+        )
     if trainer.group_size == 1 and trainer.drop_uniform_groups:
         yield (
             "trainer.drop_uniform_groups: a group of one is always uniform, so every group would be dropped; type "

@@ -12,7 +12,7 @@ MAX_WAVES = 16
 """Most waves of a batch. At most a sixteenth of its gradient is left when its last group arrives; more waves only cost tasks."""
 SEQUENCES = 4
 """Sequences of a wave for each trainer, where engines turn: few of them divide badly, many make one that comes wait."""
-GROUP_ADVANTAGES = ("grpo", "rloo", "opo")
+GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "remax")
 """Estimators of `libra.config.algorithms.AdvantageName` that look at one group at a time."""
 
 

@@ -67,8 +67,9 @@ class TrainerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which the gradient is clipped."""
     advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
-    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the batch (reinforce_pp), or to the
-    group on the scale of the batch (reinforce_pp_baseline). Your own: `libra.train.own_parts.AdvantageEstimator`."""
+    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the greedy answer, which is the first sample of
+    each group (remax), to the batch (reinforce_pp), or to the group on the scale of the batch (reinforce_pp_baseline). Your own:
+    `libra.train.own_parts.AdvantageEstimator`."""
     normalize_std: bool = True
     """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr.
     GRPO). For `advantage` grpo."""

@@ -104,6 +104,7 @@ def group_rewards(group: list[Trajectory]) -> GroupRewards:
         valid=np.array([t.failure.trains for t in group]),
         num_tokens=np.array([t.num_action_tokens for t in group]),
         finished=np.array([t.end_reason is not EndReason.LENGTH for t in group]),
+        greedy=np.array([t.trajectory_id.sample == 0 for t in group]),
     )
 
 

@@ -212,6 +212,8 @@ class QuantumRunner:
         temperature = rollout.temperature
         if state.tid.split == "eval" and context.spec.config.evaluation.temperature is not None:
             temperature = context.spec.config.evaluation.temperature
+        if state.tid.split == "train" and state.tid.sample == 0 and context.spec.config.trainer.advantage == "remax":
+            temperature = 0.0  # the baseline of its group
         script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
         done = sum(map(len, state.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens

@@ -83,8 +83,7 @@ These are functions of the library, with the same tests, that need what a run of
 
 | function | lacks |
 |---|---|
-| `libra.train.advantages.gae`, `libra.train.losses.value_loss` | a critic |
-| `libra.train.advantages.remax` | the greedy answer to every prompt, as baseline |
+| `libra.train.advantages.gae`, `libra.train.losses.value_loss` | a critic: a value head in versions, checkpoints and shards |
 | DAPO's dynamic sampling | prompts beyond the batch to replace what `libra.train.advantages.informative` leaves out |
 """
 

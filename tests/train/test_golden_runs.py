@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from libra.config import config_from_dict
-from libra.train import Sample, TrainSettings
+from libra.train import GroupRewards, Sample, TrainSettings, batch_advantages
 from libra.train.objective import Objective
 from libra.train.peers import verl_rejection_mask
 from libra.train.sequence_packing import MicroBatch
@@ -181,3 +181,43 @@ def test_rejected_tokens_are_those_of_verl(keys, verl, threshold, old_logp):
         assert 0 < int(kept.sum()) < int(mask.sum())
         assert torch.equal(gradient != 0, kept & mask)
         assert sums["rejected"] == int((mask & ~kept).sum())
+
+
+def test_greedy_baselines_of_verl_through_the_groups_of_a_batch(golden):
+    compared = 0
+    for _, a in golden("verl_adv_remax"):
+        rewards, mask = a["in_token_level_rewards"].double(), a["in_response_mask"] > 0
+        groups = [
+            GroupRewards(
+                reward=np.array([float(a["in_reward_baselines"][row]), float((rewards[row] * mask[row]).sum())]),
+                valid=np.ones(2, np.bool_),
+                num_tokens=np.array([1, int(mask[row].sum())]),
+                finished=np.ones(2, np.bool_),
+            )
+            for row in range(len(mask))
+        ]
+        advantages, trains = batch_advantages(groups, "remax")
+        assert all(one.tolist() == [False, True] for one in trains)
+        for row, (_, advantage) in enumerate(advantages):
+            first = torch.nonzero(mask[row])[:1, 0]  # an outcome reward: the same at every token
+            if len(first):
+                assert advantage == pytest.approx(float(a["out_advantages"][row, first[0]]), abs=1e-9)
+                compared += 1
+    assert compared > 20
+
+
+def test_a_group_without_its_greedy_answer_is_left_out_and_a_uniform_one_can_be():
+    def group(rewards: list[float], valid: list[bool]) -> GroupRewards:
+        count = len(rewards)
+        return GroupRewards(np.array(rewards), np.array(valid), np.full(count, 5), np.ones(count, np.bool_))
+
+    groups = [
+        group([0.5, 1.0, float("nan")], [True, True, False]),
+        group([float("nan"), 1.0], [False, True]),
+        group([1.0, 1.0], [True, True]),
+    ]
+    advantages, trains = batch_advantages(groups, "remax")
+    assert [one.tolist() for one in advantages] == [[0.0, 0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    assert [one.tolist() for one in trains] == [[False, True, False], [False, False], [False, True]]
+    _, trains = batch_advantages(groups, "remax", drop_uniform_groups=True)
+    assert [one.tolist() for one in trains] == [[False, True, False], [False, False], [False, False]]

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from libra.errors import TrainError
 from libra.train.advantages.filters import informative
 from libra.train.advantages.global_baseline import reinforce_pp_baseline, reinforce_pp_outcome
+from libra.train.advantages.greedy_baseline import remax
 from libra.train.advantages.group_relative import grpo
 from libra.train.advantages.leave_one_out import rloo
 from libra.train.advantages.optimal_baseline import opo
@@ -28,6 +30,7 @@ class GroupRewards:
     valid: NDArray[np.bool_]  # False for failures that do not train
     num_tokens: NDArray[np.int64]  # generated
     finished: NDArray[np.bool_]  # False where the answer was cut off
+    greedy: NDArray[np.bool_] | None = None  # True for the baseline of ReMax; None: the first
 
 
 def batch_advantages(
@@ -68,6 +71,7 @@ def batch_advantages(
     siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
     lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
 
+    sound_S = valid_S
     if callable(estimator):
         advantage_S = torch.as_tensor(np.concatenate(estimator(groups)))
         lone_S = torch.zeros_like(valid_S)  # its own decision
@@ -78,6 +82,9 @@ def batch_advantages(
         advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
     elif estimator == "rloo":
         advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
+    elif estimator == "remax":
+        advantage_S, valid_S = _against_greedy(groups, reward_S, valid_S)
+        lone_S = torch.zeros_like(valid_S)
     elif estimator == "opo":
         advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
     else:
@@ -87,10 +94,27 @@ def batch_advantages(
 
     trains_S = valid_S
     if drop_uniform_groups:
-        trains_S = trains_S & informative(reward_S, group_S, valid_S=valid_S)
+        trains_S = trains_S & informative(reward_S, group_S, valid_S=sound_S)
     if drop_truncated:
         trains_S = trains_S & finished_S
     return (
         [part.numpy() for part in advantage_S.split(sizes_of)],
         [part.numpy() for part in trains_S.split(sizes_of)],
     )
+
+
+def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages over the greedy sample of the group, and who may train: not that sample, and nobody where it failed."""
+    baseline_S, takes_part_S = torch.zeros_like(reward_S), valid_S.clone()
+    start = 0
+    for group in groups:
+        members = slice(start, start + len(group.reward))
+        start = members.stop
+        greedy = np.arange(len(group.reward)) == 0 if group.greedy is None else group.greedy
+        sound = np.flatnonzero(greedy & group.valid)
+        takes_part_S[members] &= torch.from_numpy(~greedy) & bool(len(sound))
+        if len(sound):
+            baseline_S[members] = float(group.reward[sound[0]])
+    outcome_S1 = torch.where(takes_part_S, reward_S, torch.zeros_like(reward_S))[:, None]
+    advantage_S1, _ = remax(outcome_S1, baseline_S, takes_part_S[:, None].to(reward_S.dtype))
+    return advantage_S1[:, 0], takes_part_S

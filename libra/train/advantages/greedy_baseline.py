@@ -17,7 +17,8 @@ def remax(reward_BT: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> tuple[Tenso
     """Advantages and returns (B, T). ReMax, arXiv:2310.10505; agrees with verl 0.9.1.
 
     ``reward_BT`` is the reward of each token (an outcome reward is on the last one), ``baseline_B`` that of the greedy answer;
-    ``mask_BT`` is 1 for generated tokens, 0 for padding and observations. Library only: no run generates a greedy answer.
+    ``mask_BT`` is 1 for generated tokens, 0 for padding and observations. ``trainer.advantage=remax``: the first sample of each
+    group is the greedy answer.
     """
     return_BT = reward_to_go(reward_BT, mask_BT)
     return return_BT - baseline_B[:, None] * mask_BT, return_BT

@@ -157,6 +157,7 @@ CONTRADICTIONS = (
         "0.9",
         "trainer.drop_truncated=false",
     ),
+    settings("trainer.algorithm=remax & trainer.group_size=1", "trainer.group_size", "1", "trainer.group_size=2"),
     settings("trainer.reject=ratio", "trainer.reject", "null", "trainer.reject_high=2.0"),
     settings("trainer.reject=binary-kl & trainer.reject_low=0.1", "trainer.reject", "null", "trainer.reject_high=2.0"),
     settings(
