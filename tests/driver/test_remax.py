@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.store.batch_membership import read_batch_facts
-from libra.store.group_records import read_group
+from libra.store.trajectories import TrajectoryStore
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 2])
@@ -25,15 +25,21 @@ def test_the_first_sample_is_greedy_and_the_baseline_of_the_others(
         run={"iterations": 1},
         rollout={"chunk_tokens": chunk_tokens},
         trainer={"algorithm": "remax", "group_size": 3, "lr": 1e-3},
-        store={"keep_journals": True},
     )
     with Session(config, client=cluster_client) as session:
         (values,) = session.iterations()
     facts = read_batch_facts(session.spec.batches_dir, 0)["groups"]
+    with TrajectoryStore.open(session.directory / "trajectories.zarr") as store:
+        stored = [store.trajectory(index) for index in range(store.num_trajectories)]
     model = AutoModelForCausalLM.from_pretrained(random_model)
     assert len(facts) == 2
     for row in facts:
-        members = read_group(session.spec.groups_dir / Path(row["path"]).name)
+        split, iteration, group = Path(row["path"]).stem.split("-")
+        place = split, int(iteration), int(group)
+        members = [
+            m for m in stored if (m.trajectory_id.split, m.trajectory_id.iteration, m.trajectory_id.group) == place
+        ]
+        assert len(members) == 3
         likeliest = []
         for member in members:
             with torch.no_grad():
