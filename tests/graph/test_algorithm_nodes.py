@@ -17,7 +17,14 @@ from libra.worker import batch_rows
 
 
 def member(reward: float, tokens: int = 3, failure=FailureClass.NONE, end=EndReason.ANSWERED):
-    return SimpleNamespace(reward=reward, num_action_tokens=tokens, failure=failure, end_reason=end, advantage=None)
+    return SimpleNamespace(
+        trajectory_id=SimpleNamespace(sample=1),
+        reward=reward,
+        num_action_tokens=tokens,
+        failure=failure,
+        end_reason=end,
+        advantage=None,
+    )
 
 
 @pytest.fixture
