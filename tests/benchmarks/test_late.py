@@ -1,0 +1,30 @@
+"""The benchmark of late rewards: the figures of RAC's authors with their seeds, and the law behind them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks import late
+from benchmarks.late import DELAYS, PUBLISHED, TAU, Table, bias_figures, law_error, sampled
+
+
+def test_the_published_reductions_and_the_law() -> None:
+    figures = bias_figures()
+    for delay, published in zip(DELAYS, PUBLISHED, strict=True):
+        assert figures[f"bias_reduction_{delay}"].value == pytest.approx(published, abs=0.005)
+    assert figures["mean_bias_reduction"].value == pytest.approx(47.88, abs=0.005)
+    assert figures["exact_law_error"].value < 1e-12
+
+
+def test_the_law_fails_for_another_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "correction", lambda before, after, delay, tau: 0.9 * (after - before))
+    assert law_error(Table.of_the_paper(), 5, moved=0.5) > 1e-3
+
+
+def test_more_trajectories_approach_the_expectation_of_the_same_estimate() -> None:
+    table = Table.of_the_paper()
+    _, late_NSA = sampled(table, 50, seed=9, trajectories=400)
+    aged_SA = table.fast_SA + np.exp(-50 / TAU) * table.slow_SA
+    error_SA = late_NSA.mean(0) - table.of_steps_SA(aged_SA, late.STEPS)
+    assert (np.abs(error_SA) < 5 * late_NSA.std(0) / np.sqrt(len(late_NSA))).all()

@@ -1,0 +1,69 @@
+"""Late rewards: each counts once, no group waits for ever, and corrections add up to what the final rewards would have given."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.policy.late import Place, WaitingGroup, age_weight, correction, settle
+
+
+def test_the_weight_of_age_is_that_of_the_paper() -> None:
+    assert age_weight(0, 50.0) == 1.0
+    assert age_weight(50, 50.0) == pytest.approx(1 / math.e)
+    assert [age_weight(delay, 1000.0) for delay in (5, 20)] == [math.exp(-0.005), math.exp(-0.02)]
+
+
+ARRIVALS = st.dictionaries(
+    st.tuples(st.integers(0, 5), st.integers(0, 2)),  # batch of the group, sample
+    st.integers(1, 12),  # the batch by which the reward has come
+    max_size=18,
+)
+
+
+@given(ARRIVALS, st.integers(1, 4))
+def test_every_reward_counts_once_or_is_dropped_and_no_group_waits_longer(
+    comes: dict[tuple[int, int], int], versions: int
+) -> None:
+    waiting: tuple[WaitingGroup, ...] = ()
+    counted: dict[Place, int] = {}
+    dropped: set[Place] = set()
+    for batch in range(12):
+        came = {(start, 0, sample): 1.0 for (start, sample), at in comes.items() if at <= batch}
+        settled = settle(waiting, batch, came, versions=versions)
+        for arrival in settled.arrivals:
+            for sample in arrival.rewards:
+                place = (arrival.group.iteration, 0, sample)
+                assert place not in counted and place not in dropped and 1 <= arrival.delay <= versions
+                assert arrival.delay == batch - arrival.group.batch
+                counted[place] = batch
+        assert not dropped & set(settled.dropped)
+        dropped |= set(settled.dropped)
+        assert all(batch - group.batch < versions and group.missing for group in settled.waiting)
+        missing = tuple(sorted(sample for start, sample in comes if start == batch))
+        waiting = (*settled.waiting, *((WaitingGroup(batch, 0, batch, missing),) if missing else ()))
+    assert not waiting
+    for (start, sample), at in comes.items():
+        first = max(at, start + 1)
+        place = (start, 0, sample)
+        assert counted.get(place) == (first if first <= start + versions else None)
+        assert (place in dropped) == (place not in counted)
+
+
+def test_a_group_keeps_what_came_before() -> None:
+    group = WaitingGroup(3, 1, 4, (0, 2, 5), {1: 0.5})
+    settled = settle([group], 6, {(3, 1, 2): 0.25, (3, 1, 7): 1.0}, versions=8)
+    assert [(each.delay, dict(each.rewards)) for each in settled.arrivals] == [(2, {2: 0.25})]
+    assert settled.waiting == (WaitingGroup(3, 1, 4, (0, 5), {1: 0.5, 2: 0.25}),)
+
+
+@given(st.lists(st.lists(st.floats(-2, 2), min_size=4, max_size=4), min_size=2, max_size=5), st.floats(1, 100))
+def test_corrections_of_one_age_add_up_to_the_whole_difference(advantages: list[list[float]], tau: float) -> None:
+    steps = [np.array(each) for each in advantages]
+    parts = [correction(before, after, delay=3, tau=tau) for before, after in pairwise(steps)]
+    np.testing.assert_allclose(sum(parts), age_weight(3, tau) * (steps[-1] - steps[0]), atol=1e-12)
