@@ -21,6 +21,7 @@ Invariants
 6. A trajectory whose KV does not fit any more has no home, and begins anew where it fits: contexts do not push each other out in
    turn, however wrong the forecasts are.
 7. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
+8. A `dispatch` that places nothing changes no later answer. The log has placements only, so that a replay asks less often.
 """
 
 from __future__ import annotations

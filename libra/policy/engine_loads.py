@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,8 +43,8 @@ SOONER_FACTOR = 0.95
 """A move must reduce the seconds until both engines finish to this share."""
 QUICKER_FRAC = 0.2
 """A move for the trajectory alone must save this share of its seconds per token."""
-ENDS_EARLIER = 0.95
-"""A forecast of less than this share of what was left counts as an earlier end, after which others may fit."""
+GROWTH_STEPS = 16
+"""Growth of contexts is rounded to this part of a token: every quantum changes the mean, and hardly any the answer."""
 FOREVER = 1e12
 """Tokens left of a trajectory without a forecast: nobody knows when it ends."""
 LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
@@ -54,6 +55,27 @@ LOOKED_AT = 4
 """Candidate engines of a move: those that finish first."""
 LISTED_EVERY = 64
 """Queries between two updates of the candidates."""
+
+
+class _Refused(NamedTuple):
+    """One that did not fit into ``capacity``, at this growth of contexts and with this longest one."""
+
+    demand: Demand
+    growth: float
+    capacity: float
+    limit: int
+
+    def covers(self, demand: Demand, growth: float, capacity: float, limit: int) -> bool:
+        """Whether another one does not fit either, with the same members or more: it holds as much at every step, and as long."""
+        (left, context, final), old = demand, self.demand
+        return (
+            growth >= self.growth
+            and capacity <= self.capacity
+            and limit == self.limit
+            and left >= old.left
+            and context >= old.context
+            and (final - context) * old.left >= (old.final - old.context) * left
+        )
 
 
 @dataclass(slots=True)
@@ -68,7 +90,7 @@ class _Load:
     peak: float = 0.0  # sum of powers of tokens left
     groups: dict[str, int] = field(default_factory=dict)  # members of each
     share: float = 1.0  # of its memory that those who begin may plan with
-    refused: Demand | None = None  # did not fit, and nobody has ended or is believed to end earlier since
+    refused: _Refused | None = None  # since a member last changed
 
 
 class Loads:
@@ -105,13 +127,11 @@ class Loads:
 
         Both are limited to the longest context of any engine, so that a high first forecast does not leave engines
         empty."""
-        before, home = self._left.get(key), self._home.get(key)
+        is_first = key not in self._left
         left_tokens = self._believe(key, left_tokens, final_tokens)
-        if before is None:
+        if is_first:
             self._num_told += 1
             self._mean_told += (left_tokens - self._mean_told) / self._num_told
-        elif home is not None and left_tokens < ENDS_EARLIER * before[0]:
-            self._loads[home].refused = None
 
     def _believe(self, key: str, left_tokens: float, final_tokens: float) -> float:
         limit, home = self._fleet.max_context_tokens, self._home.get(key)
@@ -125,6 +145,9 @@ class Loads:
 
     def parked(self, key: str, context_tokens: int) -> None:
         """``key`` has a context of so many tokens (0: not known); the first time, it shows the length of its prompt."""
+        home = self._home.get(key)
+        if context_tokens and home is not None and context_tokens != self._fleet.context_tokens.get(key):
+            self._loads[home].refused = None
         if context_tokens and key not in self._prompts:
             self._prompts.add(key)
             self._num_prompts += 1
@@ -136,9 +159,11 @@ class Loads:
         self._sampled += tokens
         self._grown += tokens + payload_tokens
         forecast, home = self._left.get(key), self._home.get(key)
-        if home is not None and tokens:
-            members = self._loads[home].members
-            members[key] = members.pop(key)  # the most recently used
+        if home is not None:
+            load = self._loads[home]
+            load.refused = None
+            if tokens:
+                load.members[key] = load.members.pop(key)  # the most recently used
         if forecast is not None and tokens:
             self._believe(key, max(0.0, forecast[0] - tokens), forecast[1])
 
@@ -188,6 +213,8 @@ class Loads:
         left, work = self._work(key)
         room = self._room(key)
         load.members[key] = (room, left, work)
+        if left != old_left:
+            load.refused = None
         load.room += room - old_room
         load.left += left - old_left
         load.work += work - old_work
@@ -228,15 +255,15 @@ class Loads:
             return False
         if not self.has_forecast(key):
             return load.room + self._room(key) <= capacity
-        growth, refused = self._growth(), load.refused
+        growth, limit = self._growth(), self._fleet.max_context_tokens
         own = self._demand(key, growth)
         if host.context_tokens + growth * load.left + own.final <= capacity:
             return True
-        if refused is not None and all(mine >= other for mine, other in zip(own, refused, strict=True)):
+        if load.refused is not None and load.refused.covers(own, growth, capacity, limit):
             return False
         if peak_tokens([own, *(self._demand(member, growth) for member in load.members)]) <= capacity:
             return True
-        load.refused = own
+        load.refused = _Refused(own, growth, capacity, limit)
         return False
 
     def _context(self, key: str) -> float:
@@ -249,7 +276,8 @@ class Loads:
         Before anything is generated, contexts are believed to fill their slots: that is how many slots there are.
         """
         mean = self._mean_told
-        return (max(mean, self._fleet.slot_tokens - self._mean_prompt) + self._grown) / max(1.0, mean + self._sampled)
+        grown = max(mean, self._fleet.slot_tokens - self._mean_prompt) + self._grown
+        return round(GROWTH_STEPS * grown / max(1.0, mean + self._sampled)) / GROWTH_STEPS
 
     def _demand(self, key: str, growth: float) -> Demand:
         context, left = self._context(key), self._left.get(key, (0.0,))[0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.policy import (
     Dispatcher,
+    Event,
+    HomeForgotten,
     Place,
     Prefer,
     Priority,
@@ -19,7 +23,7 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 
 ROLLOUT, TOOL = Phase.ROLLOUT, Phase.TOOL
 KEYS = [f"k{i}" for i in range(8)]
@@ -276,3 +280,85 @@ def test_nobody_moves_by_lengths_to_an_engine_that_told_nothing_but_one_that_is_
     assert (place.key, place.worker, place.reason) == (
         "y", "b", "move: an engine that has not told its speed is idle",
     )  # fmt: skip
+
+
+class Twice:
+    """A dispatcher that is asked at any time, as a live one is, and one that is asked where the first placed something, as a
+    replay's is; trajectories, engines and forecasts at random, in little memory."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.live, self.replayed = random.Random(seed), Dispatcher(), Dispatcher()
+        self.context, self.left, self.running = dict[str, int](), dict[str, int](), dict[str, Place]()
+        self.begun = 0
+        for name in WORKERS:
+            self.join(name)
+
+    def handle(self, event: Event) -> None:
+        self.live.handle(event)
+        self.replayed.handle(event)
+
+    def join(self, name: str) -> None:
+        step_s, kv_tokens = self.rng.uniform(0.01, 0.05), self.rng.choice((300, 400, 500))
+        speed = {"alone_s_per_token": step_s, "full_s_per_token": 2 * step_s, "beside_s_per_token": step_s / 4}
+        told: dict[str, Any] = {"rollout_slots": self.rng.choice((3, 4)), "tool_slots": 4, "kv_tokens": kv_tokens}
+        told |= speed if self.rng.random() < 0.5 else {}
+        self.handle(WorkerJoined(name, WORKERS[name][0], **told, max_context_tokens=300))
+
+    def leave(self, name: str) -> None:
+        self.handle(WorkerLeft(name))
+        for key in [key for key, place in self.running.items() if place.worker == name]:
+            phase = self.running.pop(key).phase
+            for each in (self.live, self.replayed):
+                each.stopped(key)
+            self.park(key, phase)
+
+    def park(self, key: str, phase: Phase) -> None:
+        self.handle(TrajectoryParked(key, 0, phase, 0, f"train-0-{int(key) // 4}", "", self.context[key]))
+        commands: list[Any] = [SetPriority(key, Priority(1, 0, self.rng.randrange(50)), "test")]
+        if self.rng.random() < 0.8:
+            left = self.left[key] * self.rng.uniform(0.3, 3.0)
+            commands.append(Prefer(key, (), "test", left, self.context[key] + 1.5 * left))
+        for each in (self.live, self.replayed):
+            each.apply(commands)
+
+    def happens(self) -> None:
+        """One event, and what follows from it."""
+        rng, what = self.rng, self.rng.random()
+        if what < 0.25 and len(self.context) < 14:
+            key, self.begun = str(self.begun), self.begun + 1
+            self.context[key], self.left[key] = 0, rng.choice((20, 60, 150))
+            self.park(key, ROLLOUT)
+        elif what < 0.75 and self.running:
+            self.finish(rng.choice(list(self.running)))
+        elif what < 0.8:
+            self.join(rng.choice(list(WORKERS)))
+        elif what < 0.81:
+            self.leave(rng.choice(list(WORKERS)))
+        elif what < 0.83 and self.context:
+            self.handle(HomeForgotten(rng.choice(list(self.context))))
+
+    def finish(self, key: str) -> None:
+        phase = self.running.pop(key).phase
+        tokens = 0 if phase is TOOL else min(self.left[key], self.rng.randint(1, 40))
+        payload = self.rng.choice((0, 20)) if phase is TOOL else 0
+        self.left[key] -= tokens
+        self.context[key] = (self.context[key] or 30) + tokens + payload
+        self.handle(QuantumFinished(key, phase, tokens, "", ToolStatus.OK, 0.1, payload))
+        if self.left[key]:
+            self.park(key, TOOL if phase is ROLLOUT and self.rng.random() < 0.5 else ROLLOUT)
+        else:
+            self.handle(TrajectoryEnded(key, True))
+            del self.context[key], self.left[key]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_dispatch_that_places_nothing_changes_no_later_answer(seed: int) -> None:
+    twice, places = Twice(seed), 0
+    for _ in range(300):
+        twice.happens()
+        for phase in Phase:
+            if twice.rng.random() < 0.7 and (got := twice.live.dispatch(phase)):
+                assert twice.replayed.dispatch(phase) == got
+                twice.running |= {place.key: place for place in got}
+                places += len(got)
+    assert places > 50
