@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +13,12 @@ import numpy as np
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim.against import Comparison, compare
+from libra.sim.cause_table import Share, lines, shares_of
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.from_config import Simulated, drawn_workload
 from libra.sim.from_run import run_setting
+from libra.sim.gpu_seconds import Cause
+from libra.sim.pipeline import PipelineResult
 from libra.sim.recorded_agents import load_traces
 from libra.sim.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.sim.workload import Trace, Workload
@@ -66,31 +69,57 @@ def simulate_against(
     chosen = yardsticks | chosen
     found = []
     for count in gpu_counts(gpus, base.gpus):
-        cell = replace(base, gpus=count)
-
-        def seconds(
-            system: str, tried: Sequence[tuple[Setting, int]], limit_s: float, cell: Cell = cell
-        ) -> list[float]:
-            return [step_s(cell, play(cell, DISCIPLINES[system], each, seed, limit_s)) for each, seed in tried]
-
-        found.append(compare(cell, list(chosen), seeds, seconds))
+        found.append(compared(replace(base, gpus=count), list(chosen), seeds))
         if not as_json:
-            click.echo("\n".join(found[-1].lines()))
+            comparison, shares = found[-1]
+            click.echo("\n".join([*comparison.lines(), *lines(shares)]))
     if plot is not None:
         draw_bars(found, plot)
     about = (
         f"seconds of engines and gradients: {Path(base.model).name} on {base.gpu} by the hardware model, nothing is fitted; "
         "seconds of updates, of changes of roles and of fetches from host memory are assumed; "
-        f"trajectories {source}; each system is tuned on a seed that is not scored"
+        f"trajectories {source}; each system is tuned (training GPUs, TP degree, rule of turning) on a seed that is not scored"
     )
     if as_json:
         rows = [
-            {"gpus": each.cell.gpus, "eta": each.cell.eta, "bound_s": each.bound_s, "systems": each.rows()}
-            for each in found
-        ]
+            {
+                "gpus": each.cell.gpus, "eta": each.cell.eta, "bound_s": each.bound_s,
+                "systems": [row | cause_fields(shares[row["system"]]) for row in each.rows()],
+            }
+            for each, shares in found
+        ]  # fmt: skip
         click.echo(json.dumps({"about": about, "seeds": seeds, "comparisons": rows}))
         return
     click.echo(about)
+
+
+Shares = Mapping[str, Mapping[Cause, Share]]
+"""By system, where its GPU-seconds go."""
+
+
+def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison, Shares]:
+    """The systems of one cell, and where the GPU-seconds of the scored simulations go."""
+    played = dict[tuple[str, Setting, int], PipelineResult]()
+
+    def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
+        for setting, seed in tried:
+            played[system, setting, seed] = play(cell, DISCIPLINES[system], setting, seed, limit_s)
+        return [step_s(cell, played[system, setting, seed]) for setting, seed in tried]
+
+    found = compare(cell, systems, seeds, seconds)
+    shares = {
+        one.system: shares_of([played[one.system, one.setting, seed].gpu_frac() for seed in range(len(one.step_s))])
+        for one in found.scored
+    }
+    return found, shares
+
+
+def cause_fields(shares: Mapping[Cause, Share]) -> dict[str, dict[str, float]]:
+    """Shares of GPU-seconds by cause and half the widths of their 95 % intervals, for JSON."""
+    return {
+        "gpu_frac": {cause: share.mean for cause, share in shares.items()},
+        "gpu_frac_95": {cause: share.half for cause, share in shares.items()},
+    }
 
 
 def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
@@ -136,8 +165,22 @@ def gpu_counts(text: str | None, own: int) -> list[int]:
     return counts
 
 
-def draw_bars(found: Sequence[Comparison], path: Path) -> None:
-    """An HTML file without requests: a bar per system with the seconds of its step and their spread, and the bound as a line."""
+COLORS = {
+    Cause.GENERATING: "#2a6f97",
+    Cause.TRAINING: "#2d6a4f",
+    Cause.THROWN_AWAY: "#d00000",
+    Cause.AGAIN: "#f48c06",
+    Cause.TOOLS: "#ffd166",
+    Cause.STEP: "#b8b8d1",
+    Cause.UPDATE: "#9d4edd",
+    Cause.ROLES: "#c77dff",
+    Cause.NO_WORK: "#d9d9d9",
+}
+
+
+def draw_bars(found: Sequence[tuple[Comparison, Shares]], path: Path) -> None:
+    """An HTML file without requests: a bar per system with the seconds of its step, divided by where GPU-seconds go, and the
+    spread over seeds; the bound is a line."""
     from bokeh.embed import file_html
     from bokeh.layouts import column
     from bokeh.models import ColumnDataSource, FactorRange, Range1d
@@ -146,22 +189,31 @@ def draw_bars(found: Sequence[Comparison], path: Path) -> None:
     from bokeh.resources import INLINE
 
     plots = []
-    for each in found:
-        names = [one.system for one in each.scored]
-        mean = [float(np.mean(one.step_s)) for one in each.scored]
+    for each, shares in found:
+        scored = [one for one in each.scored if one.step_s]
+        names = [one.system for one in scored]
+        mean = [float(np.mean(one.step_s)) for one in scored]
         data = {
-            "system": names, "mean": mean, "text": [one.discipline.text for one in each.scored],
-            "low": [min(one.step_s) for one in each.scored], "high": [max(one.step_s) for one in each.scored],
+            "system": names, "mean": mean, "text": [one.discipline.text for one in scored],
+            "low": [min(one.step_s) for one in scored], "high": [max(one.step_s) for one in scored],
         }  # fmt: skip
+        data |= {
+            cause: [step_s * shares[name][cause].mean for name, step_s in zip(names, mean, strict=True)]
+            for cause in Cause
+        }
         source = ColumnDataSource(data)
-        longest_s = 1.1 * max(max(one.step_s) for one in each.scored)
+        longest_s = 1.1 * max(max(one.step_s) for one in scored)
         plot = figure(
             y_range=FactorRange(factors=names[::-1]), x_range=Range1d(start=0, end=longest_s),
-            height=60 + 34 * len(names), width=900, tools="hover,save",
-            tooltips=[("", "@text"), ("seconds of a step", "@mean{0.0} (@low{0.0} to @high{0.0})")],
+            height=max(300, 60 + 34 * len(names)), width=1100, tools="hover,save",
+            tooltips=[("", "@text"), ("seconds of a step", "@mean{0.0} (@low{0.0} to @high{0.0})"), ("$name", "@$name{0.0} s")],
             x_axis_label="seconds of a step", title=f"{each.cell.gpus} GPUs, staleness bound {each.cell.eta}",
         )  # fmt: skip
-        plot.hbar(y="system", right="mean", height=0.6, source=source)
+        plot.hbar_stack(
+            list(COLORS), y="system", height=0.6, color=list(COLORS.values()), source=source,
+            legend_label=[cause.value for cause in COLORS],
+        )  # fmt: skip
+        plot.add_layout(plot.legend[0], "right")
         plot.add_layout(Whisker(base="system", lower="low", upper="high", dimension="width", source=source))
         plot.add_layout(Span(location=each.bound_s, dimension="height", line_dash="dashed"))
         plots.append(plot)

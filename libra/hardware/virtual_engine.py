@@ -117,7 +117,11 @@ class EngineTables:
 
 
 class Counters(NamedTuple):
-    """Counters of an engine's work so far."""
+    """Counters of an engine's work so far.
+
+    Of ``busy_s``, the seconds with running requests, ``again_s`` went into contexts that some engine had computed before, and
+    ``load_s`` into loading weights. What a stopped engine had begun and not finished is not among the two.
+    """
 
     generated_tokens: int
     prefilled_tokens: int
@@ -126,6 +130,8 @@ class Counters(NamedTuple):
     busy_s: float
     peak_kv_tokens: int
     preempted: int = 0
+    again_s: float = 0.0
+    load_s: float = 0.0
 
 
 class VirtualEngine:
@@ -160,7 +166,8 @@ class VirtualEngine:
         self._steps = self._now = self._ready = self._step_s = 0.0
         self._serial = 0
         self._generated = self._prefilled = self._cached = self._recomputed = self._peak = 0
-        self._busy_s = 0.0
+        self._busy_s = self._again_s = self._load_s = 0.0
+        self._loading = (0.0, 0.0)  # from when until when it loads, or loaded last
         self._preempts, self._host = preempts, host
         self._fetching: list[
             tuple[float, int, str, int]
@@ -262,13 +269,15 @@ class VirtualEngine:
     def load(self, now_s: float, load_s: float) -> None:
         """Load new weights: kept KV is dropped, and running requests recompute their context."""
         self._advance(now_s)
-        self._ready = max(self._ready, now_s) + load_s
+        begins_s = max(self._ready, now_s)
+        self._ready = begins_s + load_s
+        self._loading = begins_s, self._ready
         for key in list(self._kept):
             self._evict(key)
         for _, _, key in self._running:
             request = self._requests[key]
             self._recomputed += request.context_tokens
-            self._compute(request.context_tokens, 0)
+            self._compute(request.context_tokens, 0, request.context_tokens)
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
         self.changes += 1
 
@@ -281,7 +290,7 @@ class VirtualEngine:
 
     def hand_over(self, now_s: float) -> dict[str, int]:
         """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
-        self._advance(now_s)
+        self.stop_clock(now_s)
         left = {request.key: 0 for _, _, request in sorted(self._queue)}
         for _, _, key, _ in sorted(self._fetching):
             del self._requests[key]
@@ -336,8 +345,18 @@ class VirtualEngine:
         """Work so far."""
         return Counters(
             self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak,
-            self._num_preempted,
+            self._num_preempted, self._again_s, self._load_s,
         )  # fmt: skip
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has running requests."""
+        return bool(self._running)
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether KV of a request comes from host memory."""
+        return bool(self._fetching)
 
     @property
     def kv_tokens(self) -> int:
@@ -345,6 +364,11 @@ class VirtualEngine:
         return (math.ceil(self._context) if self._preempts else self._reserved) + self._kept_tokens
 
     # ---------------------------------------------------------------- time
+
+    def stop_clock(self, now_s: float) -> None:
+        """Nothing is computed after ``now_s``: what it had begun to compute again and not finished does not count."""
+        self._advance(now_s)
+        self._again_s = max(0.0, self._again_s - max(0.0, self._ready - now_s))
 
     def _advance(self, now_s: float) -> None:
         if self._running:
@@ -354,6 +378,8 @@ class VirtualEngine:
                 self._steps += steps
                 self._context += steps * len(self._running)
             self._busy_s += now_s - self._now
+            if self._now < self._loading[1]:
+                self._load_s += max(0.0, min(now_s, self._loading[1]) - max(self._now, self._loading[0]))
         self._now = now_s
         if self._preempts:
             while self._kept and self.kv_tokens > self._tables.kv_capacity_tokens:  # those that run have grown into it
@@ -403,17 +429,21 @@ class VirtualEngine:
 
     def _run(self, request: Request, cached: int) -> None:
         self._cached += cached
-        self._recomputed += max(0, min(request.computed_tokens, request.context_tokens) - cached)
-        self._compute(request.context_tokens - cached, cached)
+        again = max(0, min(request.computed_tokens, request.context_tokens) - cached)
+        self._recomputed += again
+        self._compute(request.context_tokens - cached, cached, again)
         self._context += request.context_tokens
         self._serial += 1
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))
 
-    def _compute(self, new_tokens: int, past_tokens: int) -> None:
+    def _compute(self, new_tokens: int, past_tokens: int, again: int) -> None:
+        """Compute context, ``again`` of whose tokens some engine had computed before."""
         if new_tokens > 0:
             self._prefilled += new_tokens
             factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
-            self._ready = max(self._ready, self._now) + factor * self._tables.prefill_s(new_tokens, past_tokens)
+            seconds = factor * self._tables.prefill_s(new_tokens, past_tokens)
+            self._ready = max(self._ready, self._now) + seconds
+            self._again_s += seconds * again / new_tokens
 
     def _evict(self, key: str) -> None:
         """Drop kept KV, which no other request can share then."""

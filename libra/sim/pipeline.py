@@ -6,7 +6,7 @@ come as the discipline says, and engines may train (`libra.policy.turning`).
 Invariants
 ----------
 1. Every group is trained on once, in one batch; a step closes when its batch is complete and all its gradients are computed.
-2. A GPU generates, trains, changes from one to the other, or is idle: the seconds of the four add up to GPUs x seconds.
+2. A GPU generates, trains, or has one of the causes of idle time (`libra.sim.gpu_seconds`): their seconds add up to GPUs x seconds.
 3. Lags are within the bound, as `libra.policy.admission` (gates) and `libra.policy.streamed_batches` keep it.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningR
 from libra.policy.waves import GroupId
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec
+from libra.sim.gpu_seconds import Cause, GpuSeconds
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import SimulatedTrajectory, Simulator
 from libra.sim.training_gpus import GroupWork, TrainingGpus
@@ -84,16 +86,15 @@ class PipelineResult(NamedTuple):
     ----------
     published_s : tuple of float
         When each step's weights were published.
-    gpu_s : mapping of str to float
-        GPU-seconds by cause: ``generating`` (engines that have requests), ``training``, ``changing`` roles, ``idle engines``,
-        ``idle trainers`` (no group is complete, or weights are published).
+    gpu_s : mapping of Cause to float
+        GPU-seconds by cause, up to the last publication.
     turns : tuple of TurnDone
     gave_up : bool
         As `PipelineOptions.gives_up` says; the mean step is infinite then.
     """
 
     published_s: tuple[float, ...]
-    gpu_s: Mapping[str, float]
+    gpu_s: Mapping[Cause, float]
     turns: tuple[TurnDone, ...]
     gave_up: bool = False
 
@@ -105,6 +106,11 @@ class PipelineResult(NamedTuple):
             raise ValueError(f"after: got {after} with {len(self.published_s)} steps")
         begin = self.published_s[after - 1] if after else 0.0
         return (self.published_s[-1] - begin) / (len(self.published_s) - after)
+
+    def gpu_frac(self) -> dict[Cause, float]:
+        """Shares of all GPU-seconds by cause; they add up to 1."""
+        total = sum(self.gpu_s.values())
+        return {cause: seconds / total for cause, seconds in self.gpu_s.items()}
 
 
 class Pipeline(Simulator):
@@ -142,7 +148,8 @@ class Pipeline(Simulator):
         self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
         self._doing = dict.fromkeys(self._specs, Turned.ROLLOUT)
         self._turns: list[TurnDone] = []
-        self._changing_gpu_s = self._engine_gpu_s = self._counted_s = 0.0
+        self._gpu_s, self._trained_gpu_s = GpuSeconds(), 0.0
+        self._trainers_idle = Cause.NO_WORK
         self._closing = self._merges = self._look = False
         self._no_later_s = math.inf  # when a step that takes too long is given up
         self._serial = 0  # of the next end of all gradients, as it was last computed
@@ -151,21 +158,15 @@ class Pipeline(Simulator):
         """Everything until the last step."""
         self.run()
         self._count()
-        trainer, now_s = self._trainer, self.agenda.now_s
-        trainer.advance(now_s)
-        gpus = {name: spec.tp for name, spec in self._specs.items()}
-        generating = sum(gpus[name] * each.busy_s for name, each in self._all_counters())
-        total = now_s * (sum(gpus.values()) + self._core_gpus)
-        idle_engines = self._engine_gpu_s - generating
-        gpu_s = {
-            "generating": generating,
-            "training": trainer.busy_gpu_s,
-            "changing": self._changing_gpu_s,
-            "idle engines": idle_engines,
-            "idle trainers": total - self._engine_gpu_s - self._changing_gpu_s - trainer.busy_gpu_s,
-        }
+        for engine in self.running_engines.values():
+            engine.stop_clock(self.agenda.now_s)
+        for name, each in self._all_counters():
+            gpus = self._specs[name].tp
+            self._gpu_s.move(gpus * each.again_s, Cause.GENERATING, Cause.AGAIN)
+            self._gpu_s.move(gpus * each.load_s, Cause.GENERATING, Cause.UPDATE)
         published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
-        return PipelineResult(published, gpu_s, tuple(self._turns), now_s > self._no_later_s)
+        gave_up = self.agenda.now_s > self._no_later_s
+        return PipelineResult(published, dict(self._gpu_s.total), tuple(self._turns), gave_up)
 
     @property
     def _core_gpus(self) -> int:
@@ -188,6 +189,7 @@ class Pipeline(Simulator):
             self._look = False
             self._turn()  # first: engines that return share what has just begun with those that stayed
         super()._dispatch()
+        self._count()
 
     def _begin(self, iteration: int) -> None:
         super()._begin(iteration)
@@ -266,7 +268,6 @@ class Pipeline(Simulator):
         self._expect_gradients()
 
     def _change(self, turn: Turn) -> None:
-        self._count()
         name, rule, now_s = turn.worker, self._pipeline.rule, self.agenda.now_s
         gpus = self._specs[name].tp
         self._turns.append(TurnDone(now_s, turn))
@@ -281,7 +282,6 @@ class Pipeline(Simulator):
         self.agenda.at(now_s + seconds, self._changed, name, turn.to)
 
     def _changed(self, name: str, to: Turned) -> None:
-        self._count()
         self._doing[name], self._look = to, True
         if to is Turned.TRAINING:
             self._merges = True
@@ -302,14 +302,35 @@ class Pipeline(Simulator):
             slots = min(spec.slots, max(1, round(fair * spec.tp + 0.5))) if returning else spec.slots
             self.notify(replace(spec.joined(self._typical_context), rollout_slots=slots))
 
+    # ---------------------------------------------------------------- where GPU-seconds go
+
     def _count(self) -> None:
-        """GPU-seconds of engines that generate and of changes, up to now."""
-        seconds, self._counted_s = self.agenda.now_s - self._counted_s, self.agenda.now_s
+        """GPU-seconds up to now, and what holds from now on. Trainers are busy for a part of the time between two events."""
+        trainer, ledger, now_s = self._trainer, self._gpu_s, self.agenda.now_s
+        ledger.until(now_s)
+        trained = trainer.busy_gpu_s_at(now_s)
+        ledger.move(trained - self._trained_gpu_s, self._trainers_idle, Cause.TRAINING)
+        self._trained_gpu_s = trained
+        self._trainers_idle = Cause.UPDATE if self._closing else Cause.NO_WORK
+        gpus = Counter({self._trainers_idle: trainer.gpus})
         for name, doing in self._doing.items():
-            if doing is Turned.ROLLOUT:
-                self._engine_gpu_s += seconds * self._specs[name].tp
-            elif doing is not Turned.TRAINING:
-                self._changing_gpu_s += seconds * self._specs[name].tp
+            if doing is not Turned.TRAINING:
+                gpus[self._engine_does(name, doing)] += self._specs[name].tp
+        ledger.holds(gpus)
+
+    def _engine_does(self, name: str, doing: Turned) -> Cause:
+        if doing is not Turned.ROLLOUT:
+            return Cause.ROLES
+        engine = self.running_engines[name]
+        if engine.is_running:
+            return Cause.GENERATING
+        if engine.is_fetching:
+            return Cause.AGAIN
+        if self._dispatcher.residents(name):
+            return Cause.TOOLS
+        if self._running:
+            return Cause.NO_WORK
+        return Cause.UPDATE if self._closing else Cause.STEP
 
 
 def whole_pool(engines: Sequence[TurningEngine], step: OpenStep | None) -> tuple[Turn, ...]:

@@ -81,6 +81,10 @@ class TrainingGpus:
         self.busy_gpu_s += done
         self.now_s = now_s
 
+    def busy_gpu_s_at(self, now_s: float) -> float:
+        """Work done at a time since `advance`; it changes nothing."""
+        return self.busy_gpu_s + min(self.backlog_gpu_s, (now_s - self.now_s) * self.gpus)
+
     def over_s(self) -> float | None:
         """When all work is done if nothing changes; None: no GPU trains."""
         if self.backlog_gpu_s and not self.gpus:

@@ -94,6 +94,10 @@ def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: P
         assert set(names) == {"colocated", "colocated_preempting", "split", "turning"}
         assert max(row["over_best_static"] for row in each["systems"] if row["static"]) == 1.0
         assert 0 < max(row["of_bound"] for row in each["systems"]) < 1
+        for row in each["systems"]:
+            assert sum(row["gpu_frac"].values()) == pytest.approx(1.0)
+            assert row["gpu_frac"]["training"] > 0 and row["gpu_frac_95"].keys() == row["gpu_frac"].keys()
+        assert names["colocated"]["gpu_frac"]["change of role"] > 0 == names["split"]["gpu_frac"]["change of role"]
     assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]
 
 
@@ -109,6 +113,10 @@ def test_degrees_that_a_small_model_cannot_have_are_not_tried(libra: Libra) -> N
     )  # the quick start's model has two key-value heads
     code, out, err = libra("simulate", "libra/quickstart", *given)
     assert (code, err) == (0, "") and "TP 2" in out and "TP 8" not in out
+    header = next(line for line in out.splitlines() if "% of GPUs x seconds" in line)
+    assert "generating" in header and "no work" in header and "change of role" in header
+    assert "thrown away" not in header  # none of these does
+    assert any(line.startswith("  split") and line.count(" +- ") > 4 for line in out.splitlines())
 
 
 @pytest.mark.parametrize(

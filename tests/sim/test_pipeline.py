@@ -17,6 +17,7 @@ from libra.policy.turning import Turned, TurningRule
 from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.against import compare
 from libra.sim.disciplines import DISCIPLINES, disciplines
+from libra.sim.gpu_seconds import Cause
 from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
 from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import GroupWork
@@ -46,7 +47,7 @@ def test_a_split_step_is_rollout_then_gradients_then_update(engines: Engines, wo
     pipeline, found = trained(two, engines(2, slots=1), "split", 4.0)
     rollout_s = max(pipeline.record.ended_s.values())
     assert found.published_s == pytest.approx([rollout_s + 2 * 4.0 + 1.0])
-    assert found.gpu_s["training"] == pytest.approx(8.0)
+    assert found.gpu_s[Cause.TRAINING] == pytest.approx(8.0)
 
 
 def test_streaming_trains_on_a_group_while_the_other_is_generated(engines: Engines, workload: Workloads) -> None:
@@ -119,7 +120,7 @@ def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
     pipeline, found = trained(work, fleet, name, group_s, options)
     assert len(found.published_s) == 4 and len(pipeline.record.ended_s) == 48
     assert list(found.published_s) == sorted(found.published_s)
-    assert found.gpu_s["training"] == pytest.approx(4 * 3 * group_s)
+    assert found.gpu_s[Cause.TRAINING] == pytest.approx(4 * 3 * group_s)
     gpus = count + (core if discipline.core_trainers else 0)
     assert sum(found.gpu_s.values()) == pytest.approx(gpus * found.published_s[-1])
     assert all(seconds >= -1e-6 for seconds in found.gpu_s.values()), found.gpu_s
@@ -219,4 +220,27 @@ def test_changes_of_roles_have_the_price_of_the_discipline(engines: Engines, wor
     for name, price_s in (("turning", 0.5), ("dynarl", 5.0)):
         _, found = trained(work, engines(2, slots=2), name, 60.0)
         changes = [done for done in found.turns if done.at_s + price_s <= found.published_s[-1]]
-        assert changes and found.gpu_s["changing"] == pytest.approx(price_s * len(changes), abs=price_s)
+        assert changes and found.gpu_s[Cause.ROLES] == pytest.approx(price_s * len(changes), abs=price_s)
+
+
+def test_idle_time_has_its_cause(engines: Engines, workload: Workloads) -> None:
+    two = workload([(100, 7.0), (100, 0.0)], [(1000, 0.0)], iterations=2)
+    _, found = trained(two, engines(2, slots=1), "split", 4.0, replace(OPTIONS, load_s=0.25))
+    whole_s = found.published_s[-1]
+    assert found.gpu_s[Cause.TOOLS] == pytest.approx(2 * 7.0, rel=0.01)
+    assert found.gpu_s[Cause.STEP] == pytest.approx(2 * 2 * 8.0)  # two engines wait for the gradients of two groups
+    # Both engines and the trainer wait for the weights twice; then the engines load them, with a request to run.
+    assert found.gpu_s[Cause.UPDATE] == pytest.approx(2 * 3 * 1.0 + 2 * 0.25)
+    assert found.gpu_s[Cause.TRAINING] == pytest.approx(16.0)
+    assert found.gpu_s[Cause.ROLES] == found.gpu_s[Cause.THROWN_AWAY] == found.gpu_s[Cause.AGAIN] == 0.0
+    assert sum(found.gpu_frac().values()) == pytest.approx(1.0)
+    assert sum(found.gpu_s.values()) == pytest.approx(3 * whole_s)
+
+
+def test_contexts_that_are_computed_again_are_not_generating(engines: Engines, workload: Workloads) -> None:
+    work, pool = workload([(900, 0.0)], [(900, 0.0)]), engines(1, slots=2, kv=1100)
+    _, whole = trained(work, pool, "colocated", 1.0)
+    preempting, grows = trained(work, pool, "colocated_preempting", 1.0)
+    again = sum(each.recomputed_tokens for _, each in preempting._all_counters())
+    assert whole.gpu_s[Cause.AGAIN] == 0.0 and again > 0
+    assert grows.gpu_s[Cause.AGAIN] == pytest.approx(0.001 * again)
