@@ -24,9 +24,10 @@ from msgspec.structs import replace
 from libra.errors import ConfigError
 from libra.hardware.host_kv import HostPool
 from libra.policy import CommittedGroup, Ordering
+from libra.policy.messages import OpenWave
 from libra.policy.streamed_batches import StreamedBatches
 from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
-from libra.policy.waves import GroupId
+from libra.policy.waves import GroupId, Waves
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec
 from libra.sim.gpu_seconds import Cause, GpuSeconds
@@ -34,6 +35,25 @@ from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import SimulatedTrajectory, Simulator
 from libra.sim.training_gpus import GroupWork, TrainingGpus
 from libra.sim.workload import Workload
+
+
+class WavePrices(NamedTuple):
+    """Waves of a streamed step as a live trainer adds them (`libra.policy.waves`), and what each costs besides its gradients.
+
+    Attributes
+    ----------
+    most, least_groups, enough_groups : int
+        As of `libra.policy.waves.Waves`.
+    alone_s, shared_s : float
+        Seconds until a wave's members are committed and its task has begun and reported, for which its GPUs wait: of core trainers
+        alone, and with engines that turned, whose gradients are merged after each wave.
+    """
+
+    most: int
+    least_groups: int = 1
+    enough_groups: int = 0
+    alone_s: float = 0.0
+    shared_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,11 @@ class PipelineOptions:
         From the last gradient to the new weights on the engines; for the optimizer; to merge the gradients of GPUs that turned.
     load_s : float
         Seconds that an engine stops for new weights.
+    drain_s : float
+        Seconds in which an engine that turns first ends what it has begun; what it hands over goes on elsewhere at once.
     rule : TurningRule
+    waves : WavePrices or None
+        None: gradients of complete groups are a fluid, which begins at once and which an engine that turns can share at any moment.
     host : HostPool or None
         KV in host memory, by which trajectories take it along where the discipline says so.
     num_steps : int or None
@@ -66,7 +90,9 @@ class PipelineOptions:
     close_s: float = 1.0
     merge_s: float = 3.0
     load_s: float = 3.0
+    drain_s: float = 0.0
     rule: TurningRule = field(default_factory=TurningRule)
+    waves: WavePrices | None = None
     host: HostPool | None = None
     num_steps: int | None = None
     gives_up: tuple[int, float] | None = None
@@ -146,6 +172,10 @@ class Pipeline(Simulator):
             raise ConfigError("core_gpus: got 0 where no engine trains; type at least 1")
         self._batches = StreamedBatches(options.eta, self._groups.per_iteration, own=discipline.own_batches)
         self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
+        prices = self._wave_prices = options.waves if discipline.streaming else None
+        self._waves = None if prices is None else Waves(prices.most, prices.least_groups, prices.enough_groups)
+        self._wave: OpenWave | None = None  # whose gradients are being computed
+        self._arriving: set[str] = set()  # engines that train from the next wave on
         self._doing = dict.fromkeys(self._specs, Turned.ROLLOUT)
         self._turns: list[TurnDone] = []
         self._gpu_s, self._trained_gpu_s = GpuSeconds(), 0.0
@@ -178,7 +208,7 @@ class Pipeline(Simulator):
         self._carry_out(self._admission.version_published(0))
         for iteration in range(iterations):
             self._carry_out(self._admission.gate_parked(iteration))
-        self._feed(self._batches.version_published(0))
+        self._open_step(0)
 
     def _is_over(self, iterations: int) -> bool:
         done = len(self.record.iteration_s) == (self._pipeline.num_steps or iterations)
@@ -214,32 +244,67 @@ class Pipeline(Simulator):
             left_out, longest_s = options.gives_up
             self._no_later_s = self.agenda.now_s + longest_s * (options.num_steps - left_out)
         if batch + 1 < len(self._groups.plans):
-            self._feed(self._batches.version_published(batch + 1))
+            self._open_step(batch + 1)
 
     # ---------------------------------------------------------------- training
+
+    def _open_step(self, batch: int) -> None:
+        if self._waves is not None and self._wave_prices is not None:
+            self._waves.forget(batch - 1)
+            for number in range(self._wave_prices.most):
+                self._waves.parked(batch, number)
+        self._feed(self._batches.version_published(batch))
 
     def _feed(self, groups: Sequence[GroupId]) -> None:
         """The open batch has taken these groups."""
         self._waiting += groups
-        if self._discipline.streaming or self._batches.is_full:
+        if self._waves is not None:
+            self._begin_wave()
+        elif self._discipline.streaming or self._batches.is_full:
             for place in self._waiting:
                 self._trainer.add(self.agenda.now_s, self._work[place])
             self._waiting = []
         self._look = True
         self._expect_gradients()
 
+    def _begin_wave(self) -> None:
+        """Train the next wave, if the trainer is free and one opens."""
+        waves, prices, now_s = self._waves, self._wave_prices, self.agenda.now_s
+        assert waves is not None and prices is not None
+        wave = waves.next(self._batches.batch, self._groups.per_iteration, self._waiting)
+        if wave is None or not wave.members:
+            return
+        self._wave = wave
+        self._waiting = [place for place in self._waiting if place not in wave.members]
+        work, trainer = [self._work[place] for place in wave.members], self._trainer
+        besides_s = prices.shared_s if trainer.gpus > self._core_gpus else prices.alone_s
+        gpu_s = sum(each.gpu_s for each in work) + besides_s * trainer.gpus
+        trainer.add(now_s, GroupWork(gpu_s, max(each.longest_s for each in work) + besides_s))
+
     def _expect_gradients(self) -> None:
         self._serial += 1
         at_s = self._trainer.over_s()
-        if self._batches.is_full and not self._closing and at_s is not None:
+        awaited = self._batches.is_full if self._waves is None else self._wave is not None
+        if awaited and not self._closing and at_s is not None:
             self.agenda.at(max(at_s, self.agenda.now_s), self._computed, self._serial)
 
     def _computed(self, serial: int) -> None:
-        """All gradients of the open step are computed, unless its work or the GPUs have changed since."""
+        """All gradients of the open step or wave are computed, unless its work or the GPUs have changed since."""
         if serial != self._serial:
             return
         self._trainer.advance(self.agenda.now_s)
-        self._trainer.backlog_gpu_s, self._closing = 0.0, True
+        self._trainer.backlog_gpu_s = 0.0
+        if self._waves is not None and self._wave is not None:
+            self._waves.trained(self._batches.batch, self._wave.wave)
+            self._wave, self._look = None, True
+            for name in sorted(self._arriving):
+                self._trainer.change(self.agenda.now_s, self._specs[name].tp)
+            self._arriving.clear()
+            if len(self._waves.taken(self._batches.batch)) < self._groups.per_iteration:
+                self._begin_wave()
+                self._expect_gradients()
+                return
+        self._closing = True
         seconds = self._pipeline.close_s + self._pipeline.update_s + (self._pipeline.merge_s if self._merges else 0.0)
         self.agenda.at(self.agenda.now_s + seconds, self._trained, self._batches.batch)
 
@@ -255,7 +320,9 @@ class Pipeline(Simulator):
         step = None
         if not self._closing:
             waits = self._pipeline.eta == 0
-            step = OpenStep(trainer.backlog_gpu_s, self._core_gpus, self._batches.is_full, waits)
+            later = [] if self._waves is None else self._waiting
+            backlog_gpu_s = trainer.backlog_gpu_s + sum(self._work[place].gpu_s for place in later)
+            step = OpenStep(backlog_gpu_s, self._core_gpus, self._batches.is_full, waits)
         if self._discipline.roles is Roles.WHOLE_POOL:
             turns = whole_pool(states, step)
         else:
@@ -274,10 +341,13 @@ class Pipeline(Simulator):
         if turn.to is Turned.TRAINING:
             self._doing[name] = Turned.TO_TRAINING
             self.hand_over(name)
-            seconds = rule.to_training_s
+            seconds = rule.to_training_s + self._pipeline.drain_s
         else:
             self._doing[name] = Turned.TO_ROLLOUT
-            self._trainer.change(now_s, -gpus)
+            if name in self._arriving:
+                self._arriving.remove(name)
+            else:
+                self._trainer.change(now_s, -gpus)
             seconds = rule.to_rollout_s
         self.agenda.at(now_s + seconds, self._changed, name, turn.to)
 
@@ -285,8 +355,11 @@ class Pipeline(Simulator):
         self._doing[name], self._look = to, True
         if to is Turned.TRAINING:
             self._merges = True
-            self._trainer.change(self.agenda.now_s, self._specs[name].tp)
-            self._expect_gradients()
+            if self._wave is not None and self._trainer.gpus:
+                self._arriving.add(name)  # its share of the wave that is being trained is with others
+            else:
+                self._trainer.change(self.agenda.now_s, self._specs[name].tp)
+                self._expect_gradients()
         else:
             self._join(self._specs[name])
             self._spread()
@@ -314,7 +387,9 @@ class Pipeline(Simulator):
         self._trainers_idle = Cause.UPDATE if self._closing else Cause.NO_WORK
         gpus = Counter({self._trainers_idle: trainer.gpus})
         for name, doing in self._doing.items():
-            if doing is not Turned.TRAINING:
+            if name in self._arriving:
+                gpus[Cause.NO_WORK] += self._specs[name].tp
+            elif doing is not Turned.TRAINING:
                 gpus[self._engine_does(name, doing)] += self._specs[name].tp
         ledger.holds(gpus)
 

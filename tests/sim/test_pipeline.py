@@ -18,7 +18,7 @@ from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.against import compare
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.gpu_seconds import Cause
-from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
+from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult, WavePrices
 from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import GroupWork
 from libra.sim.tuning import Cell, Setting, lower_bound_s, play, step_s
@@ -56,6 +56,34 @@ def test_streaming_trains_on_a_group_while_the_other_is_generated(engines: Engin
     first_s, last_s = sorted(pipeline.record.ended_s.values())
     assert last_s - first_s > 4.0
     assert found.published_s == pytest.approx([last_s + 4.0 + 1.0])
+
+
+def test_in_waves_a_group_waits_for_the_wave_before_and_each_costs_its_own_seconds(
+    engines: Engines, workload: Workloads
+) -> None:
+    three = workload([(100, 0.0)], [(200, 0.0)], [(300, 0.0)])
+    options = replace(OPTIONS, waves=WavePrices(3, alone_s=0.25))
+    pipeline, found = trained(three, engines(3, slots=1), "streaming", 40.0, options)
+    first_s, second_s, last_s = sorted(pipeline.record.ended_s.values())
+    assert second_s - first_s < last_s - first_s < 40.0
+    assert found.published_s == pytest.approx([first_s + 40.25 + 80.25 + 1.0])  # the others are one wave
+    whole = replace(options, waves=WavePrices(1, alone_s=0.25))
+    assert trained(three, engines(3, slots=1), "streaming", 40.0, whole)[1].published_s == pytest.approx(
+        [last_s + 120.25 + 1.0]
+    )
+    split = trained(three, engines(3, slots=1), "split", 40.0, options)[1]
+    assert split.published_s == pytest.approx([last_s + 120.0 + 1.0])
+
+
+def test_an_engine_that_turns_trains_from_the_next_wave_on(engines: Engines, workload: Workloads) -> None:
+    groups = workload(*([[(100, 0.0)]] * 4), [(900, 0.0)])
+    options = replace(OPTIONS, drain_s=0.25, waves=WavePrices(5, 1, 2, alone_s=0.5, shared_s=0.75))
+    pipeline, found = trained(groups, engines(2, slots=5), "turning", 30.0, options)
+    first_s = min(pipeline.record.ended_s.values()) + 30.0 + 0.5  # of one group: when it is complete, no other is
+    joined_s = [done.at_s + QUICK.to_training_s + 0.25 for done in found.turns if done.turn.to is Turned.TRAINING]
+    assert len(joined_s) == 2 and max(joined_s) < first_s
+    two_of_three_s = 2 * 30.0 / 3 + 0.75
+    assert found.published_s == pytest.approx([first_s + 2 * two_of_three_s + 0.5 + 1.0])
 
 
 def test_a_longest_sequence_is_never_divided(engines: Engines, workload: Workloads) -> None:
@@ -106,17 +134,20 @@ def test_a_pool_of_one_kind_trains_when_the_batch_is_there(engines: Engines, wor
     name=st.sampled_from(sorted(set(DISCIPLINES) - {"turning_oracle", "turning_cmlfq", "paper"})),
     eta=st.integers(0, 2), seed=st.integers(0, 1000), count=st.integers(1, 4), slots=st.integers(1, 4),
     core=st.integers(1, 3), group_s=st.one_of(st.just(0.0), st.floats(0.01, 100.0)), per_gpu=st.floats(0.5, 8.0),
+    waves=st.sampled_from([None, WavePrices(1), WavePrices(3, 2, 2)]),
 )  # fmt: skip
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
-    engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, group_s: float, per_gpu: float
-) -> None:
+    engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, group_s: float, per_gpu: float,
+    waves: WavePrices | None,
+) -> None:  # fmt: skip
     discipline = DISCIPLINES[name]
     if eta not in discipline.etas:
         return
     work = synthetic(12, turns=3, seed=seed, iterations=4, group_size=4)
     fleet = engines(count, slots=slots, kv=60_000)
     options = replace(OPTIONS, eta=eta, core_gpus=core, host=HOST, rule=replace(QUICK, trajectories_per_gpu=per_gpu))
+    options = replace(options, waves=waves)
     pipeline, found = trained(work, fleet, name, group_s, options)
     assert len(found.published_s) == 4 and len(pipeline.record.ended_s) == 48
     assert list(found.published_s) == sorted(found.published_s)
