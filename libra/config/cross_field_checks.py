@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from libra.config.models import RunSections
-from libra.config.streaming import streaming_obstacle, turning_obstacle
+from libra.config.streaming import most_waves, streaming_obstacle, turning_obstacle
 
 _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
@@ -20,8 +20,8 @@ _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
-        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _loss, _masks, _mismatch,
-        _token_rewards, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
+        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _loss, _masks,
+        _mismatch, _token_rewards, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -178,6 +178,48 @@ def _algorithm(config: RunSections) -> Iterator[str]:
     low, high = trainer.correction_low, trainer.correction_high
     if low is not None and high is not None and low > high:
         yield f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less"
+
+
+def _staleness(config: RunSections) -> Iterator[str]:
+    run, section, trainer = config.run, config.staleness, config.trainer
+    if run.eta != section.eta:
+        yield (
+            f"staleness.eta: {section.eta}, and run.eta={run.eta} is the same bound; type one of them, e.g. run.eta={section.eta}"
+        )
+        return
+    most = run.eta + 1
+    if section.in_flight is not None and section.in_flight > most:
+        yield (
+            f"staleness.in_flight: {section.in_flight} batches, and run.eta={run.eta} lets {most} be generated at once; type "
+            f"staleness.in_flight={most} or less, or run.eta={section.in_flight - 1}"
+        )
+    if section.window is not None and section.window > most and section.over_age == "wait":
+        yield (
+            f"staleness.window: {section.window} versions, and staleness.over_age=wait with run.eta={run.eta} lets {most} live; "
+            f"type staleness.window={most} or less, or run.eta={section.window - 1}"
+        )
+    if section.over_age != "wait" and most_waves(config):
+        yield (
+            f"staleness.over_age: {section.over_age}, and with trainer.streaming={trainer.streaming} a batch is the groups of its "
+            "own iteration, which are never over age; type trainer.streaming=off, or staleness.over_age=wait"
+        )
+    if section.over_age == "correct" and trainer.old_logp != "behaviour" and trainer.correction == "none":
+        yield (
+            f"staleness.over_age: correct, and with trainer.old_logp={trainer.old_logp} and trainer.correction=none nothing "
+            "corrects a stale token; type trainer.correction=truncate, or trainer.old_logp=behaviour"
+        )
+    if section.over_age == "correct" and trainer.old_logp == "version":
+        yield (
+            "staleness.over_age: correct, and trainer.old_logp=version keeps the weights of run.eta versions, which over-age "
+            "tokens are older than; type trainer.old_logp=proximal trainer.correction=truncate, or staleness.over_age=mask"
+        )
+    returns = trainer.advantage == "reinforce_pp" and trainer.gamma < 1
+    if section.over_age in ("drop", "mask") and (trainer.kl_in_reward or returns):
+        name = "trainer.kl_in_reward=true" if trainer.kl_in_reward else f"trainer.gamma={trainer.gamma:g}"
+        yield (
+            f"staleness.over_age: {section.over_age}, and with {name} the trainer needs all members of the batch for its "
+            "advantages; type staleness.over_age=wait"
+        )
 
 
 def _masks(config: RunSections) -> Iterator[str]:

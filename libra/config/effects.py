@@ -138,6 +138,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("run", "name dir iterations from_checkpoint", _run()),
     ("run", "seed", {"run": (), "plan": (given("planner.trace"),), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
+    ("staleness", "eta", _of("run", "plan", "simulate")),
+    ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
     (
         "model",
         "path",

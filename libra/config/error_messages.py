@@ -24,6 +24,8 @@ _IN_OTHER_FRAMEWORKS: Mapping[str, str] = {
     "steps": "run.iterations",
     "staleness": "run.eta",
     "max_staleness": "run.eta",
+    "max_head_offpolicyness": "run.eta",
+    "max_off_policy_threshold": "run.eta",
     "output_dir": "run.dir",
     "model_name": "model.path",
     "model_name_or_path": "model.path",

@@ -5,7 +5,8 @@ Invariants
 1. Every key is used or refused; none is dropped.
 2. A later layer wins over an earlier one: extended file, file, overrides (the last of two equal ones). A layer that changes
    `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
-   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values.
+   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values. So does one
+   that has `run.eta` or `staleness.eta`, which are one setting, with the other of them.
 3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
 """
 
@@ -26,6 +27,7 @@ from libra.config.field_help import field_references, sections
 from libra.config.model_paths import packaged_config
 from libra.config.models import RunSections
 from libra.config.run_config import RunConfig
+from libra.config.staleness import TWINS
 from libra.errors import ConfigError
 
 EXTENDS = "extends"
@@ -129,7 +131,18 @@ def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str
             for key in preset_values(DEFAULT_ALGORITHM):  # keys of the other algorithm
                 below.pop(key, None)
                 _forget(layer, ("trainer", key))
+    for twin in TWINS:
+        if _has(values, twin):
+            for section, key in (name.split(".") for name in TWINS):
+                if isinstance(layer.values.get(section), dict):
+                    layer.values[section].pop(key, None)
+                    _forget(layer, (section, key))
     _lay_over(layer, values, origins, layer.values, ())
+
+
+def _has(values: Mapping[str, Any], name: str) -> bool:
+    section, key = name.split(".")
+    return isinstance(values.get(section), dict) and key in values[section]
 
 
 def _lay_over(

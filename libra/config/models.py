@@ -7,16 +7,18 @@ value, ``nan`` is not a number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 from libra.config.simulation import RUN_POLICIES, SimulationSection
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
+from libra.config.staleness import StalenessSection, with_both
 from libra.config.trainer import TrainerSection
 from libra.keys import check_run_name
 
@@ -34,7 +36,8 @@ class RunSection(Section):
     iterations: AtLeastOne = 50
     """Iterations (optimizer batches) to run."""
     eta: AtLeastZero = 0
-    """Staleness bound, in weight versions: how far behind the newest weights a consumed token may be. 0: synchronous."""
+    """Staleness bound, in weight versions: how far behind the newest weights a consumed token may be. 0: synchronous. Section
+    `staleness` has what belongs to it."""
     from_checkpoint: Annotated[Path, Field(strict=False)] | None = None
     """Checkpoint whose weights become version 0 and whose optimizer state is continued (`libra run --from`); steps count from 0.
     A Hugging Face directory without trainer.json gives its weights only. `model.path` stays the reference of `kl_coef` and
@@ -299,6 +302,7 @@ class RunSections(Section):
     rollout: RolloutSection = RolloutSection()
     vllm: VLLMSection = VLLMSection()
     trainer: TrainerSection = TrainerSection()
+    staleness: StalenessSection = StalenessSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     policy: PolicySection = PolicySection()
@@ -313,3 +317,9 @@ class RunSections(Section):
     slurm_tool: SlurmToolJobs = SlurmToolJobs()
     simulation: SimulationSection = SimulationSection()
     planner: PlannerSection = PlannerSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_bound(cls, given: Any) -> Any:
+        """`run.eta` and `staleness.eta` are one setting."""
+        return with_both(given) if isinstance(given, Mapping) else given

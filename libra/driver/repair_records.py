@@ -19,6 +19,7 @@ from libra.driver.start_records import read_given
 from libra.envs import decode_state, has_steps
 from libra.errors import LibraError, StoreError
 from libra.events import BatchOpened
+from libra.policy import staleness_of
 from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.batch_membership import commit_batch
 from libra.store.event_log import lines_of
@@ -138,7 +139,8 @@ def repair_batch(check: RunCheck, repairs: Repairs, name: str) -> None:
     except StoreError as error:
         repairs.cannot(name, str(error))
         return
-    rows = member_rows(config.trainer, [*groups.values()], [group_path(files.groups_dir, *group) for group in groups])
+    paths = [group_path(files.groups_dir, *group) for group in groups]
+    rows = member_rows(config.trainer, [*groups.values()], paths, number, staleness_of(config))
     waves = [row for wave in read_waves(files.waves_dir, number) for row in wave]
     if groups_of(waves) == tuple(groups):  # a streamed step, which is repeated in the same waves
         rows = waves

@@ -7,6 +7,7 @@ changing roles, if the run has them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
-from libra.policy import Admission, TailSettings, Waves
+from libra.policy import Admission, TailSettings, Waves, staleness_of
 from libra.policy.step_lengths import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.gang_plugin import GangPlugin
@@ -75,7 +76,7 @@ class SchedulerCalls:
             run=self.spec.run,
             epoch=self.spec.epoch,
             directory=str(self.spec.directory),
-            eta=config.run.eta,
+            **asdict(staleness_of(config)),
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             waves=most_waves(config),
@@ -178,8 +179,8 @@ def _admission(start: RunStart) -> dict[str, Any]:
     waves = Waves(most_waves(config), wave_groups(config), enough_groups(config))
     waves.take_over({start.point.batches: start.point.waves} if start.point.waves else {})
     return Admission.resumed(
-        start.config.run.eta,
-        start.config.trainer.prompts,
+        staleness_of(config),
+        config.trainer.prompts,
         version=-1,  # this epoch has published nothing yet
         opened=dict(enumerate(start.point.members)),
         committed=(),  # their group nodes report again

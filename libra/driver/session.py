@@ -252,7 +252,7 @@ class Session:
         total, eta = self.config.run.iterations, self.config.run.eta
         submitted, ended_s, without_signal = self.first, time.time(), 0
         self._evaluated_s = 0.0
-        for k in range(max(0, self.first - eta - 1), self.first):
+        for k in range(self._start.point.oldest_left(self.config.trainer.prompts), self.first):
             self._name_prompts(k)
             self.graphs.submit_left(k)
         for k in range(self.first, total):

@@ -11,13 +11,14 @@ import numpy as np
 
 from libra.config.trainer import TrainerSection
 from libra.errors import RecordExists, TrainError
+from libra.policy import StalenessPolicy, Verdict, judge, staleness_of
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
 from libra.store.group_records import group_path, read_group
 from libra.store.wave_records import read_waves
 from libra.train import GroupRewards, batch_advantages
 from libra.train.own_parts import estimator_of
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
-from libra.worker.batch_rows import lengths, members_of
+from libra.worker.batch_rows import lengths, members_of, without_stale
 from libra.worker.failure_classes import failure_counts
 from libra.worker.host import LibraHost, host_here
 from libra.worker.learning_signal import signal_numbers
@@ -51,8 +52,8 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
     groups = [read_group(path) for path in paths]
     trajectories = [trajectory for group in groups for trajectory in group]
     streamed = [row for wave in read_waves(host.spec.waves_dir, batch) for row in wave] if waves else []
-    rows = streamed if len(streamed) == len(groups) else member_rows(trainer, groups, paths)
-    lag = check_lags(trajectories, batch, host.spec.config.run.eta)
+    staleness = staleness_of(host.spec.config)
+    rows = streamed if len(streamed) == len(groups) else member_rows(trainer, groups, paths, batch, staleness)
     try:
         commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
     except RecordExists:
@@ -62,7 +63,7 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
     return {
         "batch": batch,
         "members": rows,
-        "stats": _batch_stats(trajectories, rows, lag) | generated_for(groups, rows),
+        "stats": batch_stats(groups, rows, batch) | generated_for(groups, rows),
     }
 
 
@@ -72,54 +73,80 @@ async def with_blocks(
     """Add to the rows of groups who keeps their trajectories in memory, and their lengths."""
     blocks = await host.context.worker.scheduler.libra_blocks(run=host.spec.run, groups=members)
     for row, group, block in zip(rows, groups, blocks, strict=True):
-        row |= {"rows": [str(t.trajectory_id) for t in group], "lengths": lengths(group), "block": block}
+        row |= {"rows": [str(t.trajectory_id) for t in group], "block": block}
+        row["lengths"] = lengths([without_stale(t, row) for t in group])
 
 
-def member_rows(trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path]) -> list[dict[str, Any]]:
-    """What the file of a batch says of each group: where its record is, its advantages, and who takes part in the step."""
+def member_rows(
+    trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
+) -> list[dict[str, Any]]:
+    """What the file of a batch says of each group: where its record is, its advantages, who takes part in the step, and the verdict
+    on one that is over age; TrainError if such a group should have been waited for."""
+    verdicts = [judge(oldest_version(group, batch), batch, staleness) for group in groups]
+    for group, verdict in zip(groups, verdicts, strict=True):
+        if verdict is Verdict.WAIT:
+            lag = batch - oldest_version(group, batch)
+            raise TrainError(
+                f"batch {batch}: a token has lag {lag}, above run.eta={staleness.eta}; no step was taken on it"
+            )
     advantages, trains = batch_advantages(
-        [group_rewards(group) for group in groups],
+        [group_rewards(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)],
         estimator_of(trainer),
         normalize_std=trainer.normalize_std,
         eps=trainer.std_eps,
         drop_uniform_groups=trainer.drop_uniform_groups,
         drop_truncated=trainer.drop_truncated,
     )
-    return [
-        {
+    rows = []
+    for group, path, verdict, advantage, part in zip(groups, paths, verdicts, advantages, trains, strict=True):
+        row: dict[str, Any] = {
             "iteration": group[0].trajectory_id.iteration,
             "group": group[0].trajectory_id.group,
             "path": str(path),
-            "advantages": advantages[index].tolist(),
-            "trains": trains[index].tolist(),
+            "advantages": advantage.tolist(),
+            "trains": part.tolist(),
         }
-        for index, (group, path) in enumerate(zip(groups, paths, strict=True))
-    ]
+        if verdict is not Verdict.ACCEPT:
+            row["over_age"] = str(verdict)
+        if verdict is Verdict.MASK:
+            row["from_version"] = batch - staleness.eta
+            fresh = [without_stale(member, row).num_action_tokens > 0 for member in group]
+            row["trains"] = [trains and some for trains, some in zip(row["trains"], fresh, strict=True)]
+        rows.append(row)
+    return rows
 
 
-def group_rewards(group: list[Trajectory]) -> GroupRewards:
-    """The input of the advantages."""
+def oldest_version(group: list[Trajectory], batch: int) -> int:
+    """Version of the oldest token of a group that may train; that of the step, ``batch``, if there is none."""
+    return min((t.oldest_version for t in group if t.failure.trains and t.num_action_tokens), default=batch)
+
+
+def group_rewards(group: list[Trajectory], verdict: Verdict = Verdict.ACCEPT) -> GroupRewards:
+    """The input of the advantages; a group that is dropped has no valid member."""
     return GroupRewards(
         reward=np.array([t.reward for t in group]),
-        valid=np.array([t.failure.trains for t in group]),
+        valid=np.array([t.failure.trains and verdict is not Verdict.DROP for t in group]),
         num_tokens=np.array([t.num_action_tokens for t in group]),
         finished=np.array([t.end_reason is not EndReason.LENGTH for t in group]),
         greedy=np.array([t.trajectory_id.sample == 0 for t in group]),
     )
 
 
-def _lags(trajectories: list[Trajectory], batch: int) -> np.ndarray:
-    """Lag of every generated token that trains, in versions."""
-    parts = [batch - t.weight_version[t.is_action] for t in trajectories if t.failure.trains]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+def lags(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int) -> np.ndarray:
+    """Lag of every generated token that may train, in versions; those that are left out for their age have none."""
+    parts = [np.zeros(0, np.int32)]
+    for group, row in zip(groups, rows, strict=True):
+        if row.get("over_age") != Verdict.DROP:
+            kept = [without_stale(t, row) for t in group if t.failure.trains]
+            parts += [batch - t.weight_version[t.is_action] for t in kept]
+    return np.concatenate(parts)
 
 
-def check_lags(trajectories: list[Trajectory], batch: int, eta: int) -> np.ndarray:
-    """Lag of every generated token that trains, in versions; TrainError if one is above the bound."""
-    lag = _lags(trajectories, batch)
-    if lag.size and lag.max() > eta:
-        raise TrainError(f"batch {batch}: a token has lag {lag.max()}, above run.eta={eta}; no step was taken on it")
-    return lag
+def batch_stats(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+    """Metrics of a batch that need no step; ``rows`` are its facts, one a group."""
+    lag = lags(groups, rows, batch)
+    late = [row["over_age"] for row in rows if "over_age" in row]
+    return _batch_stats([t for group in groups for t in group], rows, lag) | ({"over_age": len(late)} if late else {})
 
 
 def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag: np.ndarray) -> dict[str, Any]:
@@ -145,8 +172,8 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     """Metrics of a committed batch that need no step."""
     spec = host_here(run).spec
     rows = read_batch_facts(spec.batches_dir, batch)["groups"]
-    trajectories = members_of({"members": rows}, spec.groups_dir)
-    return {"iteration": batch, **_batch_stats(trajectories, rows, _lags(trajectories, batch))}
+    groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
+    return {"iteration": batch, **batch_stats(groups, rows, batch)}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,12 @@ class ResumePoint:
         """Groups of an iteration that no committed batch has."""
         return [g for g in range(groups) if (iteration, g) not in self.consumed]
 
+    def oldest_left(self, groups: int) -> int:
+        """The first iteration with groups that no committed batch has; of those that have begun, or the next."""
+        consumed = self.consumed
+        begun = range(self.batches)
+        return next((k for k in begun if any((k, g) not in consumed for g in range(groups))), self.batches)
+
 
 FRESH = ResumePoint()
 """Nothing is committed yet."""

@@ -18,8 +18,9 @@ from typing import Any
 
 from libra.errors import MismatchAlarm, RecordExists, StoreError, TrainError
 from libra.events.reports import WaveReport
-from libra.graph.batch_nodes import check_lags, member_rows, with_blocks
+from libra.graph.batch_nodes import member_rows, with_blocks
 from libra.graph.training_nodes import finished_step
+from libra.policy import StalenessPolicy
 from libra.store.group_records import group_path, read_group
 from libra.store.wave_records import commit_wave, groups_of, in_waves, read_waves
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch
@@ -42,8 +43,8 @@ async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
     spec = host.spec
     paths = [group_path(spec.groups_dir, *member) for member in members]
     groups = [read_group(path) for path in paths]
-    rows = member_rows(spec.config.trainer, groups, paths)
-    check_lags([trajectory for group in groups for trajectory in group], batch, spec.config.run.eta)
+    # Groups of a wave are of the batch's own iteration, and never over age.
+    rows = member_rows(spec.config.trainer, groups, paths, batch, StalenessPolicy(spec.config.run.eta))
     try:
         commit_wave(spec.waves_dir, batch, number, rows)
     except RecordExists:

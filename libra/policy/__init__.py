@@ -45,7 +45,7 @@ from libra.policy.ordering import (
     make_ordering,
 )
 from libra.policy.paper_rule import PaperRule
-from libra.policy.staleness import Capacity, Consumption, StalenessLedger
+from libra.policy.staleness import Capacity, StalenessPolicy, Verdict, judge, staleness_of
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.turning import Turn
 from libra.policy.waves import Waves
@@ -60,7 +60,6 @@ __all__ = [
     "Command",
     "CommittedGroup",
     "CompletedCalls",
-    "Consumption",
     "Dispatcher",
     "Event",
     "Fifo",
@@ -87,12 +86,13 @@ __all__ = [
     "QuantumFinished",
     "QuantumStarted",
     "SetPriority",
-    "StalenessLedger",
+    "StalenessPolicy",
     "Tail",
     "TailSettings",
     "TrajectoryEnded",
     "TrajectoryParked",
     "Turn",
+    "Verdict",
     "VersionPublished",
     "Waves",
     "WorkerJoined",
@@ -100,7 +100,9 @@ __all__ = [
     "boundaries_of",
     "groups_named",
     "joined_of",
+    "judge",
     "learns_after",
     "make_ordering",
     "off_by_frac",
+    "staleness_of",
 ]

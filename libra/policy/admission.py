@@ -7,9 +7,10 @@ Invariants
 ----------
 1. Gate ``k`` opens only when version ``k - eta`` is published, so no token of iteration ``k`` is older than that.
 2. Batch ``j`` opens only when version ``j`` is published and ``groups_per_batch`` committed groups are waiting.
-3. A group must be consumed by batch ``oldest version + eta``, its deadline. Batch ``j`` opens only when what it leaves
-   behind, committed or still being generated, can meet its deadlines: at most ``(i - j) * B`` groups with a deadline of
-   ``i`` or before, for each ``i``. Hence **lag <= eta for every token ever trained on**.
+3. A group must be consumed by batch ``oldest version + eta``, its deadline. Where the policy waits (`Verdict.WAIT`), batch ``j``
+   opens only when what it leaves behind, committed or still being generated, can meet its deadlines: at most ``(i - j) * B`` groups
+   with a deadline of ``i`` or before, for each ``i``. Hence **lag <= eta for every token ever trained on**. Under any other verdict
+   no batch waits for a late group, and the batch that consumes one carries the verdict out.
 4. Among committed groups those with the nearest deadline go first, then by (iteration, group), never by length or time of
    completion. The remaining groups are carried over. Every group is consumed exactly once, so nothing favours short
    answers.
@@ -18,17 +19,19 @@ Invariants
    whole, each with ``groups_per_batch`` groups, are one number.
 7. In a run whose steps are streamed (`libra.policy.waves`) batch ``j`` is instead the groups of iteration ``j``, in the order of
    its waves; by 1 they meet their deadlines. Its waves open once version ``j`` is published, and it when they have all groups.
-
-`libra.policy.staleness` keeps the same bound for producers without iterations, group by group.
+8. With a window of ``w`` versions batch ``j`` opens only when no group that is being generated has tokens older than version
+   ``j + 2 - w``, so that at most ``w`` versions live once it has published ``j + 1``. It waits for nothing that waits for it.
+9. With ``in_flight`` = ``n`` gate ``k`` opens only when batch ``k - n`` is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from libra.policy.messages import OpenBatch, OpenGate, OpenWave
+from libra.policy.staleness import StalenessPolicy, Verdict, judge
 from libra.policy.waves import GroupId, Members, Waves
 
 Opened = OpenGate | OpenBatch | OpenWave
@@ -51,8 +54,8 @@ class Admission:
 
     Parameters
     ----------
-    eta : int
-        Largest lag in versions, 0 for synchronous training.
+    staleness : StalenessPolicy or int
+        How old what is consumed may be; an int is the bound eta alone, 0 for synchronous training.
     groups_per_batch : int
         Groups (prompts) per optimizer step, B, and of each iteration.
     waves : Waves, optional
@@ -64,8 +67,8 @@ class Admission:
         Members of the newest batches, by number.
     """
 
-    def __init__(self, eta: int, groups_per_batch: int, waves: Waves | None = None) -> None:
-        self.eta = eta
+    def __init__(self, staleness: StalenessPolicy | int, groups_per_batch: int, waves: Waves | None = None) -> None:
+        self.staleness = StalenessPolicy(staleness) if isinstance(staleness, int) else staleness
         self.waves = waves or Waves()
         self.groups_per_batch = groups_per_batch
         self.version = -1
@@ -78,10 +81,20 @@ class Admission:
         self._told_below = 0  # the batches before this one were opened, and their members are not kept
         self.opened: dict[int, tuple[GroupId, ...]] = {}
 
+    @property
+    def eta(self) -> int:
+        """Largest lag that is accepted, in versions."""
+        return self.staleness.eta
+
+    @property
+    def next_batch(self) -> int:
+        """The batch that is taken next: as many were."""
+        return max(self.opened, default=self._told_below - 1) + 1
+
     @classmethod
     def resumed(
         cls,
-        eta: int,
+        staleness: StalenessPolicy | int,
         groups_per_batch: int,
         *,
         version: int,
@@ -105,7 +118,7 @@ class Admission:
         waves : Waves, optional
             With those whose members are committed.
         """
-        admission = cls(eta, groups_per_batch, waves)
+        admission = cls(staleness, groups_per_batch, waves)
         admission.version = version
         for batch in admission.waves.opened:
             admission._consume(admission.waves.taken(batch))
@@ -122,6 +135,7 @@ class Admission:
         """Its state, as JSON-able values."""
         return {
             "eta": self.eta,
+            "staleness": {**asdict(self.staleness), "over_age": str(self.staleness.over_age)},
             "groups_per_batch": self.groups_per_batch,
             "version": self.version,
             "gates": sorted(self._gates),
@@ -137,8 +151,10 @@ class Admission:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        self.eta, self.groups_per_batch = int(snapshot["eta"]), int(snapshot["groups_per_batch"])
-        self.version = int(snapshot["version"])
+        policy = dict(snapshot.get("staleness", {"eta": int(snapshot["eta"])}))  # older logs have eta alone
+        policy["over_age"] = Verdict(policy.get("over_age", Verdict.WAIT))
+        self.staleness = StalenessPolicy(**policy)
+        self.groups_per_batch, self.version = int(snapshot["groups_per_batch"]), int(snapshot["version"])
         self._gates, self._batches = set(snapshot["gates"]), set(snapshot["batches"])
         self._in_flight = {(iteration, group): oldest for iteration, group, oldest in snapshot["in_flight"]}
         self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
@@ -206,11 +222,7 @@ class Admission:
         return [group for group in self._committed if group[0] == batch]
 
     def _decide(self) -> tuple[Opened, ...]:
-        commands: list[Opened] = []
-        for iteration in sorted(self._gates):
-            if iteration - self.eta <= self.version:
-                self._gates.discard(iteration)
-                commands.append(OpenGate(iteration, f"version {self.version} >= {iteration} - eta {self.eta}"))
+        commands: list[Opened] = [*self._next_gates()]
         for batch in self.waves.waiting:
             commands += self._next_waves(batch)
         for batch in sorted(self._batches):
@@ -219,8 +231,18 @@ class Admission:
             members, reason = found
             self._batches.discard(batch)
             self._open(batch, members)
-            commands.append(OpenBatch(batch, members, reason))
+            commands += [OpenBatch(batch, members, reason), *self._next_gates()]
         return tuple(commands)
+
+    def _next_gates(self) -> Iterator[OpenGate]:
+        """Open the gates that can."""
+        most = self.staleness.in_flight
+        for iteration in sorted(self._gates):
+            begins = iteration - self.eta <= self.version
+            if begins and (most is None or iteration < self.next_batch + most):
+                self._gates.discard(iteration)
+                ahead = "" if most is None else f", batch {self.next_batch} is next and {most} may be in flight"
+                yield OpenGate(iteration, f"version {self.version} >= {iteration} - eta {self.eta}{ahead}")
 
     def _next_waves(self, batch: int) -> Iterator[OpenWave]:
         """Open the waves of ``batch`` that can: one with members, or all that are left over."""
@@ -233,6 +255,8 @@ class Admission:
 
     def _members_for(self, batch: int) -> tuple[Members, str] | None:
         """The groups of ``batch``, and why it opens; None if it does not yet."""
+        if not all(self.staleness.lives(oldest, batch + 1) for oldest in self._in_flight.values()):
+            return None
         if self.waves.most:
             members = self.waves.taken(batch)
             waves = sum(bool(wave) for wave in self.waves.opened.get(batch, ()))
@@ -243,10 +267,13 @@ class Admission:
             return None
         ranked = sorted(self._committed, key=lambda g: (self._committed[g], g))
         members = tuple(ranked[: self.groups_per_batch])
-        if not self._deadlines_hold_after(batch, members):
+        old = [judge(self._committed[member], batch, self.staleness) for member in members]
+        if self.staleness.over_age is Verdict.WAIT and not self._deadlines_hold_after(batch, members):
             return None
         carried = len(self._committed) - len(members)
-        return members, f"{len(members)} groups committed, {carried} carried over"
+        late = sum(verdict is not Verdict.ACCEPT for verdict in old)
+        verdicts = f", {late} over age: {self.staleness.over_age}" if late else ""
+        return members, f"{len(members)} groups committed, {carried} carried over{verdicts}"
 
     def _open(self, batch: int, members: tuple[GroupId, ...]) -> None:
         self.opened[batch] = members
@@ -272,7 +299,7 @@ class Admission:
     def _deadlines_hold_after(self, batch: int, members: tuple[GroupId, ...]) -> bool:
         """Invariant 3 for the groups that ``members`` would leave behind."""
         left = {g: oldest for g, oldest in self._committed.items() if g not in set(members)} | self._in_flight
-        deadlines = [oldest + self.eta for oldest in left.values()]
+        deadlines = [self.staleness.last_use(oldest) for oldest in left.values()]
         return all(
             sum(deadline <= i for deadline in deadlines) <= (i - batch) * self.groups_per_batch
             for i in range(batch, batch + self.eta + 1)

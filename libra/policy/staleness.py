@@ -1,30 +1,125 @@
-"""Staleness counted group by group: a place is reserved when a group is admitted, its lag checked when it is consumed.
+"""How old what a step uses may be: one pure judgement for trajectories, rewards, and whatever else was made by a version.
 
-`Capacity` is the rule alone, by counting. `StalenessLedger` records which group holds a place.
+What version ``v`` made, used at the *frontier* ``f``, has *lag* ``f - v``. For a trajectory ``v`` is the version of its oldest
+token, for a group that of its oldest trajectory, and the frontier of step ``j`` is ``j``, the version that it trains.
 
-How this relates to `Admission`: both keep lag <= eta, in different units. `Admission` lets whole iterations begin, so at
-version ``v`` it has let ``(eta + v + 1) * B`` groups begin in all, which is the rule below summed over gates; it never
-drops a group; a batch waits for the slow ones. The ledger admits single groups, for a producer that has no iterations (a
-stream of prompts, oversampling, groups filtered out and replaced): a group that ends without being usable gives its place
-back, nothing waits for a slow one, and one that became too old is dropped when it would be consumed. A run uses one of the
-two.
-
-Versions count optimizer steps: step ``j`` trains version ``j`` and publishes ``j + 1``. A group whose oldest token is
-of version ``v`` has *lag* ``j - v`` in step ``j``.
+`judge` is asked wherever something is consumed: by `libra.policy.admission`, live and simulated, and by the nodes that commit a
+batch. `Capacity` is AReaL's rule, by counting.
 
 Invariants
 ----------
-1. No group is admitted beyond the capacity: after it, running <= ``max_running`` and running + accepted <=
-   ``(eta + version + 1) * B``.
-2. **lag <= eta for every group consumed**, whatever the order and however old the engines' weights were.
-3. Every group admitted ends exactly once: rejected, dropped, or a member of one batch.
-4. No dead end: while fewer than B groups wait to be consumed and none is running, there is capacity.
+1. A lag of eta or less is accepted, whatever the policy.
+2. A greater lag gets the policy's verdict, which is one that the caller allows, or an error that names both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from libra.config.models import RunSections
+
+
+class Verdict(StrEnum):
+    """What happens to something at the frontier at which it is to be used."""
+
+    ACCEPT = "accept"
+    """It is used as it is."""
+    WAIT = "wait"
+    """It must not be used, and the frontier must not pass it by: the step before waits until it can be used in time."""
+    DROP = "drop"
+    """It is left out, of denominators too; a group as a whole."""
+    MASK = "mask"
+    """What is too old in it is left out, of denominators too; its reward counts in the baseline of its group."""
+    CORRECT = "correct"
+    """It is used, and the caller weighs it by the ratio of the policies."""
+    REBASE = "rebase"
+    """It is made again from what the frontier is now (FlashEvolve, arXiv:2605.08520, reflective)."""
+    DISTIL = "distil"
+    """It is kept apart, to be condensed with others into something new (FlashEvolve, meta)."""
+
+
+OF_GROUPS = frozenset({Verdict.WAIT, Verdict.DROP, Verdict.MASK, Verdict.CORRECT})
+"""Verdicts on what is older than the bound that a step carries out; a caller with artefacts of its own may allow others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessPolicy:
+    """Section ``staleness`` of a configuration, as `libra.policy` reads it.
+
+    Attributes
+    ----------
+    eta : int
+        Largest lag that is accepted, in versions.
+    over_age : Verdict
+        Verdict on a greater lag.
+    window : int or None
+        Versions alive at once: the newest, and every one since the oldest that a group being generated has tokens of; at least 2,
+        because groups begin while a step trains. None: as many as the other rules leave, under `Verdict.WAIT` eta + 1.
+    in_flight : int or None
+        Batches that may be generated at once: iterations that have begun and whose number is not below that of the batches taken.
+        None: eta + 1, which is all that the gates let begin.
+
+    Raises
+    ------
+    ValueError
+        If ``eta`` is below 0, ``window`` below 2, ``in_flight`` below 1, or ``over_age`` accepts.
+    """
+
+    eta: int
+    over_age: Verdict = Verdict.WAIT
+    window: int | None = None
+    in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        narrow = (self.window is not None and self.window < 2) or (self.in_flight is not None and self.in_flight < 1)
+        if self.eta < 0 or narrow or self.over_age is Verdict.ACCEPT:
+            raise ValueError(
+                f"staleness: got eta={self.eta}, window={self.window}, in_flight={self.in_flight}, over_age={self.over_age}; "
+                "eta is at least 0, window at least 2, in_flight at least 1, over_age no acceptance"
+            )
+
+    def last_use(self, version: int) -> int:
+        """The last frontier at which something of ``version`` is accepted."""
+        return version + self.eta
+
+    def lives(self, version: int, newest: int) -> bool:
+        """Whether ``version`` may be in use once ``newest`` is published."""
+        return self.window is None or newest - version < self.window
+
+
+def judge(version: int, frontier: int, policy: StalenessPolicy, allowed: Set[Verdict] = OF_GROUPS) -> Verdict:
+    """What happens at ``frontier`` to something made by ``version``.
+
+    Parameters
+    ----------
+    allowed : set of Verdict
+        What the caller can do with something that is over age.
+
+    Raises
+    ------
+    ValueError
+        If it is over age, and ``policy.over_age`` is not allowed.
+    """
+    if frontier <= policy.last_use(version):
+        return Verdict.ACCEPT
+    if policy.over_age not in allowed:
+        raise ValueError(
+            f"staleness.over_age: {policy.over_age}, for version {version} at {frontier} with eta={policy.eta}; allowed here: "
+            f"{', '.join(sorted(allowed))}"
+        )
+    return policy.over_age
+
+
+def staleness_of(config: RunSections) -> StalenessPolicy:
+    """The policy of a configuration; a synchronous run has the bound alone."""
+    eta, section = config.run.eta, config.staleness
+    return (
+        StalenessPolicy(eta, Verdict(section.over_age), section.window, section.in_flight)
+        if eta
+        else StalenessPolicy(0)
+    )
 
 
 @dataclass(slots=True)
@@ -32,7 +127,8 @@ class Capacity:
     """How many groups may begin now, from four counts and the version; the staleness rule of AReaL, arXiv:2505.24298.
 
     Agrees with ``StalenessManager`` of areal 1.0.4 after every event, also in what it does not check: a caller may submit
-    without capacity, which then is negative. `StalenessLedger` refuses that.
+    without capacity, which then is negative. The gates of `libra.policy.admission` let as many groups begin: summed over them, at
+    version ``v``, ``(eta + v + 1) * B``.
 
     Attributes
     ----------
@@ -98,117 +194,3 @@ class Capacity:
         """A running group is finished and gives its place back."""
         self.running -= 1
         self.rejected += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Consumption:
-    """The groups that a step may train on, and those that are too old for it.
-
-    Attributes
-    ----------
-    members : tuple of group ids
-        B groups, oldest first; empty if too few remain, and then nothing was consumed.
-    dropped : tuple of group ids
-        Groups whose lag would be above eta; each is named in one answer, and its place is free again.
-    reason : str
-    """
-
-    members: tuple[Hashable, ...]
-    dropped: tuple[Hashable, ...]
-    reason: str
-
-
-@dataclass(slots=True)
-class StalenessLedger:
-    """Places of groups: reserve at admission, commit or reject at the end, check at consumption.
-
-    ``capacity`` is the count that the rule reads; read it only; the ledger changes it.
-
-    Raises
-    ------
-    ValueError
-        If eta is below 0, or a batch or the groups that run at once are below 1.
-    """
-
-    capacity: Capacity
-    _running: dict[Hashable, int] = field(default_factory=dict)
-    _waiting: dict[Hashable, int] = field(default_factory=dict)
-    _next_batch: int = 0
-
-    def __post_init__(self) -> None:
-        rule = self.capacity
-        if rule.eta < 0 or rule.groups_per_batch < 1 or rule.max_running < 1:
-            raise ValueError(
-                f"staleness ledger: got eta={rule.eta}, groups_per_batch={rule.groups_per_batch}, "
-                f"max_running={rule.max_running}; eta must be at least 0, the others at least 1"
-            )
-
-    def version_published(self, version: int) -> None:
-        """Version ``version`` can be pulled; an older one changes nothing."""
-        self.capacity.version_published(max(version, self.capacity.version))
-
-    def version_recovered(self, version: int) -> None:
-        """A run continues at ``version``, before any group was admitted."""
-        self.capacity.version_recovered(version)
-        self._next_batch = version
-
-    def reserve(self, group: Hashable) -> bool:
-        """Whether ``group`` may begin; if so it holds a place from now on.
-
-        Raises
-        ------
-        ValueError
-            If the group holds a place already.
-        """
-        if group in self._running or group in self._waiting:
-            raise ValueError(f"group {group!r} holds a place already; commit, reject or consume it first")
-        if self.capacity.available <= 0:
-            return False
-        self.capacity.group_enqueued()
-        self.capacity.group_submitted()
-        self._running[group] = self.capacity.version
-        return True
-
-    def commit(self, group: Hashable, oldest_version: int | None = None) -> None:
-        """``group`` is finished and usable. ``oldest_version``: of its tokens; None: the version at its admission."""
-        admitted_at = self._ended(group)
-        self.capacity.group_accepted()
-        self._waiting[group] = admitted_at if oldest_version is None else oldest_version
-
-    def reject(self, group: Hashable) -> None:
-        """``group`` is finished and will not be trained on (failed, filtered out); its place is free again."""
-        self._ended(group)
-        self.capacity.group_rejected()
-
-    def consume(self, batch: int) -> Consumption:
-        """The groups of step ``batch``, which trains version ``batch``.
-
-        Raises
-        ------
-        ValueError
-            If version ``batch`` is not published, or the step does not follow the last one that got groups.
-        """
-        if batch != self._next_batch or batch > self.capacity.version:
-            raise ValueError(
-                f"step {batch} cannot consume: the next step is {self._next_batch}, and the newest version "
-                f"{self.capacity.version}; step j trains version j"
-            )
-        eta, wanted = self.capacity.eta, self.capacity.groups_per_batch
-        dropped = tuple(group for group, oldest in self._waiting.items() if batch - oldest > eta)
-        for group in dropped:
-            del self._waiting[group]
-        self.capacity.accepted -= len(dropped)
-        self.capacity.rejected += len(dropped)
-        if len(self._waiting) < wanted:
-            return Consumption((), dropped, f"{len(self._waiting)} of {wanted} groups wait within lag {eta}")
-        members = tuple(sorted(self._waiting, key=self._waiting.__getitem__)[:wanted])
-        lag = max((batch - self._waiting[group] for group in members), default=0)
-        for group in members:
-            del self._waiting[group]
-        self._next_batch += 1
-        return Consumption(members, dropped, f"{len(members)} groups with lag {lag} or less")
-
-    def _ended(self, group: Hashable) -> int:
-        if group not in self._running:
-            raise ValueError(f"group {group!r} is not running; reserve a place for it first")
-        return self._running.pop(group)

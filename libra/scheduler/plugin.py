@@ -176,7 +176,7 @@ class LibraPlugin(SchedulerPlugin):
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = log or (EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None)
-        admission = Admission(new.eta, new.groups_per_batch, Waves(new.waves, new.wave_groups, new.wave_enough))
+        admission = Admission(new.staleness, new.groups_per_batch, Waves(new.waves, new.wave_groups, new.wave_enough))
         if new.restored is not None:
             admission.restore(new.restored)
         if new.learned is not None:

@@ -23,8 +23,10 @@ from libra.policy import (
     Move,
     OnlineLearner,
     Ordering,
+    StalenessPolicy,
     Tail,
     TailSettings,
+    Verdict,
     learns_after,
 )
 from libra.scheduler.notices import Notices
@@ -44,6 +46,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     eta, groups_per_batch : int
         Staleness bound, and groups per optimizer step.
+    over_age, window, in_flight
+        The rest of the `StalenessPolicy`, whose ``eta`` is that above.
     waves, wave_groups, wave_enough : int
         Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
     turning : TailSettings or None
@@ -91,6 +95,14 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train_workers: int = 1
     local: bool = False
     client: str = ""
+    over_age: Verdict = Verdict.WAIT
+    window: int | None = None
+    in_flight: int | None = None
+
+    @property
+    def staleness(self) -> StalenessPolicy:
+        """How old what a step consumes may be."""
+        return StalenessPolicy(self.eta, self.over_age, self.window, self.in_flight)
 
     def as_message(self) -> dict[str, Any]:
         """As plain data, for Dask's wire; `from_message` reads it."""

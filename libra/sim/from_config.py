@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
 from libra.named_parts import is_named
 from libra.orderings import ordering_of
-from libra.policy import CMLFQ, Oracle, Ordering, Predictor, boundaries_of
+from libra.policy import CMLFQ, Oracle, Ordering, Predictor, boundaries_of, staleness_of
 from libra.policy.cmlfq import Objective
 from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec
@@ -186,7 +186,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         measured = read_calibration(path, CALIBRATION)
         measured.check_model(config.model.path, digest_of(config.model.path), CALIBRATION)
     options = SimulationOptions(
-        eta=config.run.eta,
+        **asdict(staleness_of(config)),
         train_s=section.train_s or 0.0,
         load_s=section.load_s or 0.0,
         tool_slots=section.tool_slots,
@@ -271,8 +271,10 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
         options = replace(options, tool_slots=section.tool_slots)
     if "rollout.chunk_tokens" in typed:
         options = replace(options, chunk_tokens=config.rollout.chunk_tokens)
-    if "run.eta" in typed:
-        options = replace(options, eta=config.run.eta)
+    staleness = asdict(staleness_of(config))
+    options = replace(
+        options, **{key: staleness[key] for key in staleness if {f"staleness.{key}", f"run.{key}"} & typed}
+    )
     if section.noise and "noise" in given:
         options = replace(options, residuals=shipped_residuals())
     seed = config.run.seed if "run.seed" in typed else setting.record.config.run.seed

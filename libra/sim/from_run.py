@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from libra.errors import RunDirectoryError, StoreError
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.hardware.virtual_engine import EngineTables
 from libra.orderings import ordering_of
-from libra.policy import Ordering, boundaries_of
+from libra.policy import Ordering, boundaries_of, staleness_of
 from libra.sim.engines import EngineSpec, QuantumOverhead
 from libra.sim.run_record import RealisedRun, RunRecord
 from libra.sim.simulation_options import SimulationOptions
@@ -116,7 +116,7 @@ def run_options(record: RunRecord, calibration: RunCalibration) -> SimulationOpt
     acted = any(quantum.phase == Phase.TOOL for quantum in record.quanta)
     reserves = any(engine.max_contexts is not None for engine in calibration.engines)
     return SimulationOptions(
-        eta=record.config.run.eta,
+        **asdict(staleness_of(record.config)),
         train_s=sum(steps_s) / len(steps_s) if steps_s else 0.0,
         steps_s=steps_s,
         load_s=calibration.load_s,

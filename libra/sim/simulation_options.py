@@ -8,6 +8,7 @@ from typing import NamedTuple
 from libra.errors import ConfigError
 from libra.hardware import Residuals
 from libra.hardware.host_kv import HostPool
+from libra.policy import StalenessPolicy, Verdict
 from libra.sim.engines import NO_OVERHEAD, QuantumOverhead
 
 
@@ -27,6 +28,8 @@ class SimulationOptions:
     ----------
     eta : int
         Staleness bound in versions; 0 is synchronous.
+    over_age, window, in_flight
+        The rest of the `StalenessPolicy`.
     train_s, load_s : float
         Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
     steps_s : tuple of float
@@ -72,6 +75,14 @@ class SimulationOptions:
     boundaries: tuple[tuple[int, float], ...] = ()
     host: HostPool | None = None
     preempts: bool = False
+    over_age: Verdict = Verdict.WAIT
+    window: int | None = None
+    in_flight: int | None = None
+
+    @property
+    def staleness(self) -> StalenessPolicy:
+        """How old what a step consumes may be."""
+        return StalenessPolicy(self.eta, self.over_age, self.window, self.in_flight)
 
     def __post_init__(self) -> None:
         if self.preempts and self.host is not None:

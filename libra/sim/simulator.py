@@ -157,7 +157,7 @@ class Simulator:
         self._kv_token_bytes = 0 if pool is None else max(1, round(pool.token_s * PRIOR_BYTES_PER_S))
         self._groups = WorkloadGroups(workload)
         self._typical_context = typical_context(workload.trajectories)
-        self._admission = Admission(self.options.eta, self._groups.per_iteration)
+        self._admission = Admission(self.options.staleness, self._groups.per_iteration)
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._contended = False  # whether a trajectory waits for a slot of an engine, as of the last dispatch

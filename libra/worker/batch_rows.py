@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -53,7 +54,8 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
     """All trajectories of a committed batch, with their advantages; ``of_the_step`` leaves out filtered trajectories.
 
     ``groups_dir`` is where the run keeps its group records now; a batch records their old path, and a run may be moved.
-    Failures that do not train are included: the replica counts them itself.
+    Failures that do not train are included: the replica counts them itself. Tokens that are left out of the step for their age are
+    no actions in it.
     """
     trajectories = []
     for row in batch["members"]:
@@ -61,8 +63,15 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
         for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
             member.advantage = advantage
             if trains or not (of_the_step and member.failure.trains):
-                trajectories.append(member)
+                trajectories.append(without_stale(member, row) if of_the_step else member)
     return trajectories
+
+
+def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
+    """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row, if it has that, are no actions."""
+    if (least := row.get("from_version")) is None:
+        return member
+    return replace(member, is_action=member.is_action & (member.weight_version >= least))
 
 
 class RowKeeper:
@@ -123,6 +132,7 @@ class SliceFetcher:
         self._blocks: list[Block] = []
         self._addresses: dict[str, tuple[str, int]] = {}
         self._paths: dict[str, tuple[Path, int]] = {}
+        self._row_of = {name: row for row in batch["members"] for name in row["rows"]}
         self.numbers = dict.fromkeys(FETCHED, 0)
         for row in batch["members"]:
             path = spec.groups_dir / Path(row["path"]).name
@@ -147,7 +157,8 @@ class SliceFetcher:
             self.numbers["fetched_bytes"] += fetched.received_bytes
         except (DispatchError, LayoutError, StoreError) as error:
             logger.warning("run %s: %s; the run directory has them", self._spec.run, error)
-        return [arrived[row] if row in arrived else self._stored(row) for row in rows]
+        whole = (arrived[row] if row in arrived else self._stored(row) for row in rows)
+        return [without_stale(member, self._row_of[str(member.trajectory_id)]) for member in whole]
 
     def _stored(self, row: str) -> Trajectory:
         path, index = self._paths[row]

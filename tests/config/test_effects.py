@@ -20,6 +20,7 @@ from libra.config.effects import READ
 from libra.config.field_help import sections
 from libra.config.models import ModelSection
 from libra.config.simulation import RUN_POLICIES, PolicyName
+from libra.config.staleness import TWINS
 from libra.train import TrainSettings
 
 
@@ -48,12 +49,15 @@ def read_by(build: Callable[[Any], object], config: RunConfig) -> set[str]:
 
 
 def effective(config: RunConfig, command: Any, prefix: str = "") -> set[str]:
-    """Names that ``command`` reads under this configuration, according to the table."""
+    """Names that ``command`` reads under this configuration, according to the table; of two for one setting, the first."""
     situation = Situation(command)
     return {
         name
         for name, reading in READ.items()
-        if name.startswith(prefix) and command in reading and all(n.met(config, situation) for n in reading[command])
+        if name.startswith(prefix)
+        and command in reading
+        and all(n.met(config, situation) for n in reading[command])
+        and name not in TWINS[1:]
     }
 
 

@@ -1,14 +1,33 @@
-"""Capacity against AReaL's own answers, and lag <= eta under any schedule of the ledger and of `Admission`."""
+"""`judge`, the section's rules under any schedule of `Admission`, and `Capacity` against AReaL's own answers.
+
+``LIBRA_SCHEDULES=10000`` in the environment: so many random schedules instead of a few hundred.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from libra.policy import Admission, Capacity, OpenGate, StalenessLedger
+from libra.policy import (
+    Admission,
+    Capacity,
+    CommittedGroup,
+    OpenBatch,
+    OpenGate,
+    StalenessPolicy,
+    Verdict,
+    judge,
+    staleness_of,
+)
+
+SCHEDULES = int(os.environ.get("LIBRA_SCHEDULES", "400"))
+OVER_AGE = (Verdict.WAIT, Verdict.DROP, Verdict.MASK, Verdict.CORRECT)
 
 
 def test_capacity_is_areals_after_every_event(repository) -> None:
@@ -31,70 +50,6 @@ def test_capacity_is_areals_after_every_event(repository) -> None:
             assert (capacity.version, got) == (version, expected), f"event {index}, {op}"
 
 
-def simulate(seed: int) -> tuple[int, list[int], int]:
-    """One random schedule; (eta, lag of every group consumed, groups dropped). Engines may serve old versions."""
-    rng = random.Random(seed)
-    eta, groups, max_running = rng.randint(0, 3), rng.randint(1, 3), rng.randint(1, 9)
-    num_batches = rng.randint(1, 5)
-    capacity = Capacity(eta, groups, max_running)
-    ledger = StalenessLedger(capacity)
-    # How often an engine serves a version older than the newest, and how the moves are weighted, differ by schedule.
-    old_engines = rng.choice((0.0, 0.0, 0.3))
-    moves = {name: rng.random() + 0.05 for name in ("reserve", "commit", "reject", "consume")}
-    ends: Counter[int] = Counter()
-    running: dict[int, int] = {}
-    oldest: dict[int, int] = {}
-    lags: list[int] = []
-    batch = dropped = admitted = 0
-    while batch < num_batches:
-        (move,) = rng.choices(list(moves), list(moves.values()))
-        if move == "reserve":
-            available = capacity.available
-            assert ledger.reserve(admitted) == (available > 0)
-            if available > 0:
-                running[admitted] = capacity.version
-                admitted += 1
-            else:  # invariant 4: either something is on its way, or a batch can be had
-                assert running or len(oldest) >= groups
-            assert capacity.running <= max_running
-            assert capacity.running + capacity.accepted <= (eta + capacity.version + 1) * groups
-        elif move in ("commit", "reject") and running:
-            group = rng.choice(list(running))
-            version = running.pop(group)
-            if move == "reject":
-                ledger.reject(group)
-                ends[group] += 1
-            elif rng.random() < old_engines:
-                oldest[group] = version - rng.randint(0, 2)
-                ledger.commit(group, oldest[group])
-            else:
-                oldest[group] = version
-                ledger.commit(group)
-        elif move == "consume":
-            answer = ledger.consume(batch)
-            ends.update(answer.dropped)
-            ends.update(answer.members)
-            dropped += len(answer.dropped)
-            assert all(batch - oldest.pop(group) > eta for group in answer.dropped)
-            assert len(answer.members) in (0, groups)
-            if answer.members:
-                lags += [batch - oldest.pop(group) for group in answer.members]
-                batch += 1
-                ledger.version_published(batch)
-    assert capacity.running == len(running)
-    assert set(ends.values()) <= {1}
-    assert sorted([*ends, *running, *oldest]) == list(range(admitted))
-    return eta, lags, dropped
-
-
-def test_lag_is_never_above_eta_in_ten_thousand_schedules() -> None:
-    results = [simulate(seed) for seed in range(10_000)]
-    assert all(0 <= lag <= eta for eta, lags, _ in results for lag in lags)
-    # The schedules have the power to see it: the bound is reached for every eta, and the check at consumption acts.
-    assert {eta for eta, lags, _ in results if eta in lags} == {0, 1, 2, 3}
-    assert sum(dropped for _, _, dropped in results) > 1000
-
-
 def test_gates_admit_as_many_groups_as_the_capacity_rule() -> None:
     for eta in range(4):
         for groups in (1, 3):
@@ -107,50 +62,185 @@ def test_gates_admit_as_many_groups_as_the_capacity_rule() -> None:
                 assert begun == capacity.available
 
 
-def test_a_recovered_run_admits_one_window_and_no_more() -> None:
-    ledger = StalenessLedger(Capacity(1, 4, max_running=100))
-    ledger.version_recovered(50)
-    assert sum(ledger.reserve(group) for group in range(100)) == 8
-    for group in range(4):
-        ledger.commit(group)
-    assert set(ledger.consume(50).members) == {0, 1, 2, 3}
+@st.composite
+def policies(draw: st.DrawFn) -> StalenessPolicy:
+    """Every policy that a configuration allows, with a bound of up to 4."""
+    eta, over_age = draw(st.integers(0, 4)), draw(st.sampled_from(OVER_AGE))
+    widest = eta + 1 if over_age is Verdict.WAIT else eta + 3
+    window = draw(st.none() | st.integers(2, max(2, widest)))
+    return StalenessPolicy(eta, over_age, window, draw(st.none() | st.integers(1, eta + 1)))
 
 
-def test_oldest_groups_go_first_and_a_dropped_one_makes_room() -> None:
-    ledger = StalenessLedger(Capacity(1, 1, max_running=9))
-    assert [ledger.reserve(group) for group in "abc"] == [True, True, False]
-    ledger.commit("b", 0)
-    assert ledger.consume(0).members == ("b",)
-    ledger.version_published(1)
-    assert ledger.reserve("c")
-    ledger.commit("c")
-    assert ledger.consume(1).members == ("c",)
-    ledger.version_published(2)
-    ledger.commit("a")
-    before = ledger.capacity.available
-    answer = ledger.consume(2)
-    assert (answer.members, answer.dropped) == ((), ("a",))
-    assert answer.reason == "0 of 1 groups wait within lag 1"
-    assert ledger.capacity.available == before + 1
+@given(policies(), st.integers(0, 20), st.integers(0, 20))
+def test_a_verdict_is_the_policys_beyond_the_bound_and_acceptance_up_to_it(
+    policy: StalenessPolicy, version: int, frontier: int
+) -> None:
+    assert judge(version, frontier, policy) is (Verdict.ACCEPT if frontier - version <= policy.eta else policy.over_age)
 
 
-@pytest.mark.parametrize(
-    ("act", "says"),
-    [
-        (lambda ledger: ledger.reserve("a"), "holds a place already"),
-        (lambda ledger: ledger.commit("b"), "not running"),
-        (lambda ledger: ledger.reject("b"), "not running"),
-        (lambda ledger: ledger.consume(1), "the next step is 0"),
-    ],
-)
-def test_what_is_out_of_order_is_refused(act, says) -> None:
-    ledger = StalenessLedger(Capacity(1, 1, max_running=9))
-    ledger.reserve("a")
-    with pytest.raises(ValueError, match=says):
-        act(ledger)
+def test_verdicts_of_evolving_prompts_are_for_callers_that_allow_them() -> None:
+    for verdict in (Verdict.REBASE, Verdict.DISTIL):
+        policy = StalenessPolicy(1, verdict)
+        assert judge(3, 4, policy) is Verdict.ACCEPT
+        assert judge(3, 5, policy, allowed={verdict}) is verdict
+        with pytest.raises(
+            ValueError, match=rf"over_age: {verdict}, for version 3 at 5 with eta=1; allowed here: correct, drop"
+        ):
+            judge(3, 5, policy)
 
 
-@pytest.mark.parametrize(("eta", "groups", "max_running"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
-def test_a_ledger_that_could_not_work_is_refused(eta, groups, max_running) -> None:
-    with pytest.raises(ValueError, match=f"got eta={eta}, groups_per_batch={groups}, max_running={max_running}"):
-        StalenessLedger(Capacity(eta, groups, max_running))
+@pytest.mark.parametrize("wrong", [{"eta": -1}, {"window": 1}, {"in_flight": 0}, {"over_age": Verdict.ACCEPT}])
+def test_a_policy_that_could_not_work_is_refused(wrong: dict[str, object]) -> None:
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        StalenessPolicy(**{"eta": 1} | wrong)  # type: ignore[arg-type]
+
+
+def test_a_configuration_is_read_as_it_is() -> None:
+    from libra.config import config_from_dict
+
+    assert staleness_of(config_from_dict({})) == StalenessPolicy(0)
+    given = {"staleness": {"eta": 3, "window": 2, "in_flight": 4, "over_age": "mask"}}
+    assert staleness_of(config_from_dict(given)) == StalenessPolicy(3, Verdict.MASK, 2, 4)
+
+
+@dataclass
+class Schedule:
+    """One training under a random schedule, with the facts that the rules are compared with."""
+
+    policy: StalenessPolicy
+    groups: int
+    iterations: int
+    seed: int
+    version: int = -1
+    running: dict[tuple[int, int], int] = field(default_factory=dict)  # the version that each began with
+    began: dict[tuple[int, int], int] = field(default_factory=dict)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    training: list[int] = field(default_factory=list)
+    taken: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    lags: list[int] = field(default_factory=list)
+    held_back: int = 0  # times that a batch could have been taken but for the window or a deadline
+
+    def run(self) -> None:
+        rng, admission, submitted = random.Random(self.seed), Admission(self.policy, self.groups), 0
+        lazy = rng.choice((0.1, 1.0, 8.0))  # how much rarer than its start a group's end is
+        self.published(admission)
+        while len(self.taken) < self.iterations or self.training:
+            moves = {
+                "start": len(self.waiting),
+                "finish": len(self.running) / lazy,
+                "train": len(self.training),
+                "submit": submitted < self.iterations and submitted <= self.version + self.policy.eta + 1,
+            }
+            assert any(moves.values()), f"dead end at version {self.version} with {sorted(self.taken)} taken"
+            match rng.choices(list(moves), [float(weight) for weight in moves.values()])[0]:
+                case "submit":
+                    self.obeyed(admission.gate_parked(submitted))
+                    self.obeyed(admission.batch_parked(submitted))
+                    submitted += 1
+                case "start":
+                    group = self.waiting.pop(rng.randrange(len(self.waiting)))
+                    self.running[group] = self.began[group] = self.version
+                    admission.generation_started(*group, self.version)
+                case "finish":
+                    group = rng.choice(list(self.running))
+                    self.obeyed(admission.group_committed(CommittedGroup(*group, self.running.pop(group))))
+                    done = len(self.began) - len(self.running) - self.groups * len(self.taken)
+                    self.held_back += done >= self.groups and len(self.taken) == self.version
+                case "train":
+                    self.training.pop(0)
+                    self.published(admission)
+
+    def published(self, admission: Admission) -> None:
+        self.version += 1
+        oldest = min(self.running.values(), default=self.version)
+        assert self.version - oldest + 1 <= (self.policy.window or 10**9)
+        self.obeyed(admission.version_published(self.version))
+
+    def obeyed(self, commands: tuple[object, ...]) -> None:
+        policy = self.policy
+        for command in commands:
+            if isinstance(command, OpenGate):
+                assert command.iteration - policy.eta <= self.version
+                assert command.iteration < len(self.taken) + (policy.in_flight or policy.eta + 1)
+                self.waiting += [(command.iteration, group) for group in range(self.groups)]
+            elif isinstance(command, OpenBatch):
+                assert command.batch == len(self.taken) == self.version
+                assert len(command.members) == self.groups
+                assert not set(command.members) & set(self.running)
+                self.taken[command.batch] = command.members
+                self.training.append(command.batch)
+                self.lags += [command.batch - self.began[member] for member in command.members]
+
+
+@settings(max_examples=SCHEDULES)
+@given(policies(), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2**32))
+def test_any_schedule_keeps_every_rule_of_its_policy(
+    policy: StalenessPolicy, groups: int, iterations: int, seed: int
+) -> None:
+    schedule = Schedule(policy, groups, iterations, seed)
+    schedule.run()
+    consumed = [member for members in schedule.taken.values() for member in members]
+    assert len(consumed) == len(set(consumed)) == groups * iterations
+    assert sorted(schedule.taken) == list(range(iterations))
+    assert all(lag >= 0 for lag in schedule.lags)
+    if policy.over_age is Verdict.WAIT:
+        assert all(lag <= policy.eta for lag in schedule.lags)
+
+
+def test_the_schedules_have_the_power_to_break_the_rules() -> None:
+    """Lags beyond the bound come up where nothing waits, the bound itself is reached where all wait, and windows hold back."""
+    late, reached, held = set(), set(), dict.fromkeys((None, 2, 3), 0)
+    for seed in range(60):
+        for over_age in OVER_AGE:
+            schedule = Schedule(StalenessPolicy(2, over_age), 2, 8, seed)
+            schedule.run()
+            (reached if over_age is Verdict.WAIT else late).update(schedule.lags)
+        for window in held:
+            schedule = Schedule(StalenessPolicy(2, Verdict.CORRECT, window), 2, 8, seed)
+            schedule.run()
+            held[window] += schedule.held_back
+    assert reached == {0, 1, 2}
+    assert max(late) > 2
+    assert held[None] == 0 < held[3] < held[2]
+
+
+def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken() -> None:
+    admission = Admission(StalenessPolicy(2, in_flight=1), 1)
+    commands = [*admission.version_published(0)]
+    for iteration in range(3):
+        commands += [*admission.gate_parked(iteration), *admission.batch_parked(iteration)]
+    assert [command.iteration for command in commands if isinstance(command, OpenGate)] == [0]
+    batch, gate = admission.group_committed(CommittedGroup(0, 0, 0))
+    assert isinstance(batch, OpenBatch)
+    assert gate == OpenGate(1, "version 0 >= 1 - eta 2, batch 1 is next and 1 may be in flight")
+
+
+def test_a_batch_says_who_came_too_late() -> None:
+    for over_age in OVER_AGE:
+        admission = Admission(StalenessPolicy(1, over_age), 1)
+        admission.generation_started(0, 0, 0)
+        for batch in range(2):  # those of iterations 1 and 2 overtake the group of iteration 0
+            admission.version_published(batch)
+            opened = [*admission.batch_parked(batch), *admission.group_committed(CommittedGroup(batch + 1, 0, batch))]
+            if over_age is Verdict.WAIT and batch:
+                assert not opened, "batch 1 would leave the group of version 0 too old"
+                (opened,) = admission.group_committed(CommittedGroup(0, 0, 0))
+                assert opened.members == ((0, 0),)
+                break
+            assert [command.members for command in opened] == [((batch + 1, 0),)]
+        else:
+            admission.version_published(2)
+            admission.batch_parked(2)
+            (opened,) = admission.group_committed(CommittedGroup(0, 0, 0))
+            assert opened.members == ((0, 0),)
+            assert opened.reason == f"1 groups committed, 0 carried over, 1 over age: {over_age}"
+
+
+def test_a_snapshot_keeps_the_policy_and_one_without_it_has_the_bound_alone() -> None:
+    admission, restored = Admission(StalenessPolicy(2, Verdict.MASK, 3, 1), 4), Admission(0, 1)
+    restored.restore(json.loads(json.dumps(admission.snapshot())))
+    assert restored.staleness == admission.staleness
+    older = {name: value for name, value in admission.snapshot().items() if name != "staleness"}
+    restored.restore(older)
+    assert restored.staleness == StalenessPolicy(2)
