@@ -153,9 +153,10 @@ class WorkerWithdrawn(Event, frozen=True):
 
 
 class WorkerLost(Event, frozen=True):
-    """A Dask worker left; each lost quantum has its own ``quantum_lost``."""
+    """A Dask worker left; each lost quantum has its own ``quantum_lost``. ``worker``: its name, if it ever had slots."""
 
     address: str
+    worker: str = ""
 
 
 class GangFormed(Event, frozen=True):

@@ -71,7 +71,7 @@ def trouble_words(event: events.Event) -> tuple[str, str, str]:
     """What happened, where, and details."""
     match event:
         case events.WorkerLost():
-            return "worker lost", event.address, ""
+            return "worker lost", event.worker or event.address, ""
         case events.WorkerSetupFailed():
             return "setup failed", event.worker, event.detail
         case events.EngineQuarantined():

@@ -308,12 +308,12 @@ class WorkerTimes:
         for clock in self._clocks.values():
             if clock.kind == "trainer" and clock.turned:
                 clock.relabel(opened_s, self.now_s, "wave", _NOT_IN_WAVES)
-                turned += [clock] if clock.ready_s <= begun_s else []
+                turned += [clock] if clock.ready_s < self.now_s else []
             elif clock.kind == "trainer":
                 clock.relabel(opened_s, begun_s, "batch", _NOT_TRAINING)
                 clock.relabel(begun_s, self.now_s, "training", _NOT_WAITING)
         for clock in sorted(turned, key=lambda each: each.ready_s)[: event.hybrids]:
-            clock.relabel(begun_s, self.now_s, "turned", _NOT_IN_WAVES)
+            clock.relabel(max(begun_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
 
     def _version_published(self, event: events.VersionPublished) -> None:
         self._published = max(self._published, event.version)
@@ -360,6 +360,14 @@ class WorkerTimes:
             self._clock(event.worker, clock.kind).served = False
             self._update(clock)
 
+    def _lost(self, event: events.WorkerLost) -> None:
+        """It is gone; one that had slots is also withdrawn, and a change of its role that was under way fails."""
+        clock = self._clocks.get(event.worker)
+        if clock is not None and clock.turned and not clock.changing:
+            clock.count_slots(self.now_s)
+            clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
+            self._update(clock)
+
     def _withdrawn(self, event: events.WorkerWithdrawn) -> None:
         clock = self._clocks.get(event.worker)
         if clock is not None and clock.changing:  # it has no slots any more; what runs there goes on
@@ -397,9 +405,10 @@ class WorkerTimes:
         self._changes[event.generation] = tuple(event.assignments)
         for name, has in event.assignments.items():
             if (clock := self._clocks.get(name)) is not None:
-                turns = "turning" if has.get("role") == "train" else "returning"
-                clock = self._clock(name, clock.kind)
-                clock.changing, clock.ready_s = turns if clock.turned else "role", math.inf
+                trains, clock = has.get("role") == "train", self._clock(name, clock.kind)
+                clock.changing = ("turning" if trains else "returning") if clock.turned else "role"
+                if trains:  # one that returns first ends its slice
+                    clock.ready_s = math.inf
                 self._update(clock)
 
     def _role_change_undone(self, event: events.RoleChangeFailed | events.RoleChangeCancelled) -> None:
@@ -426,6 +435,7 @@ class WorkerTimes:
         clock = self._clock(name, "trainer" if role == "train" else "engine")
         clock.changing, clock.lent, clock.turned = "", role == "lent", clock.turned and role == "train"
         clock.kind = "trainer" if role == "train" else "engine"
+        clock.ready_s = clock.ready_s if role == "train" else math.inf
         clock.gpus = 0 if clock.lent else max(tp, 1) if role == "rollout" else 1
         clock.served = clock.served or role == "rollout"
         self._update(clock)
@@ -455,6 +465,7 @@ _HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
     events.EngineQuarantined: WorkerTimes._quarantined,
     events.WorkerCapacity: WorkerTimes._capacity,
     events.WorkerJoined: WorkerTimes._joined,
+    events.WorkerLost: WorkerTimes._lost,
     events.WorkerWithdrawn: WorkerTimes._withdrawn,
     events.GangFormed: WorkerTimes._gang_formed,
     events.GangLost: WorkerTimes._gang_lost,

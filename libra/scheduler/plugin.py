@@ -337,7 +337,9 @@ class LibraPlugin(SchedulerPlugin):
         self.lost_workers.left(worker)
         for state in self.runs.values():
             state.workers.lost(worker)
-            state.log.emit(events.WorkerLost, address=worker)
+            known = {**state.workers.engines, **self.trajectories.workers.address}.items()
+            name = next((name for name, address in known if address == worker), "")
+            state.log.emit(events.WorkerLost, address=worker, worker=name)
         self.trajectories.worker_gone(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
