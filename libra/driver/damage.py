@@ -366,19 +366,21 @@ def journal_faults(
             quanta.setdefault(match["trajectory"], []).append(int(match["quantum"]))
     journal = Journal(directory)
     for trajectory, numbers in sorted(quanta.items()):
-        for quantum in range(max(numbers) + 1):
-            if quantum not in numbers:
+        present, quantum = set(numbers), 0
+        while quantum <= max(numbers):
+            if quantum not in present:
                 yield trajectory, quantum, "it is gone, and records after it are not"
                 break
             if budget is not None and not budget.allows(4096):
                 return
             try:
-                record = journal.read_one(trajectory, quantum)
+                records = journal.read_at(trajectory, quantum)
             except StoreError as error:
                 yield trajectory, quantum, _what(error).partition(". Delete")[0]
                 break
             if check is not None:
-                check.epoch = max(check.epoch, int(record.get("epoch", -1)))
+                check.epoch = max([check.epoch, *(int(record.get("epoch", -1)) for record in records)])
+            quantum += len(records)
 
 
 def _check_groups(check: RunCheck) -> None:

@@ -117,7 +117,7 @@ async def group(
         except RecordExists:
             members = read_group(path)
     for member in members:
-        host.quanta.states.pop(member.trajectory_id, None)
+        host.quanta.drop(member.trajectory_id)
     meta = _group_meta(path, split, iteration, group, members)
     kept = host.rows.keep(iteration, group, members) if host.rows is not None and split == "train" else None
     host.context.report(GroupReport(**{k: v for k, v in meta.items() if k != "path"}, block=kept))

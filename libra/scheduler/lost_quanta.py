@@ -30,16 +30,26 @@ def record_worker_failure(tracked: Tracked, address: str) -> bool:
     }
     iteration, group, sample = tracked.parsed.indices
     tid = TrajectoryId(iteration, group, sample, tracked.parsed.split)
+    journal, written = Journal(state.directory / "journal"), 1
     try:
-        Journal(state.directory / "journal").append(str(tid), tracked.quanta, record)
+        journal.append(str(tid), tracked.quanta, record)
     except RecordExists:
+        written = records_at(journal, str(tid), tracked.quanta)
         task_logger.debug("%s: quantum %d was written, only its report was lost", tracked.key, tracked.quanta)
     except StoreError as error:
         logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
         return False
     else:
         state.log.emit(events.FailureClassified, key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
-    tracked.quanta += 1
+    tracked.quanta += written
     # Another attempt begins with a generation. If the trajectory has advanced or ended, its next report corrects this.
     tracked.lost, tracked.phase = 0, Phase.ROLLOUT
     return True
+
+
+def records_at(journal: Journal, trajectory: str, quantum: int) -> int:
+    """How many records were committed together from a quantum on; 1 where they cannot be read."""
+    try:
+        return len(journal.read_at(trajectory, quantum))
+    except StoreError:
+        return 1

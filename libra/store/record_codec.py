@@ -1,15 +1,16 @@
-"""One record as bytes: a header with magic, schema number, length and crc32, then msgpack with numpy arrays.
+"""Records as bytes: for each a header with magic, schema number, length and crc32, then msgpack with numpy arrays.
 
 1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str is kept, lone surrogates included.
 2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the source's name.
 3. An unknown schema number is refused.
+4. `joined` records are written and read as one; a header says how many follow its own.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ SCHEMA = 1
 """Layout of a record; a change that old code cannot read takes the next number."""
 
 _MAGIC = b"LBRR"
-_HEADER = struct.Struct("<4sHHII")  # magic, schema, reserved, body length, crc32 of the body
+_HEADER = struct.Struct("<4sHHII")  # magic, schema, records that follow, body length, crc32 of the body
+_FOLLOW, _FOLLOW_AT = struct.Struct("<H"), 6
 _ARRAY = 1  # msgpack extension code of a numpy array: (dtype, shape, bytes)
 _ARRAYS = msgpack.Packer()
 """Kept: a packer of its own for each array, within that of the record, made and returned two buffers of a quarter of a megabyte per
@@ -59,6 +61,33 @@ def pack(record: Mapping[str, Any], *, source: str) -> bytes:
             "numeric arrays"
         ) from error
     return _HEADER.pack(_MAGIC, SCHEMA, 0, len(body), zlib.crc32(body)) + body
+
+
+def joined(records: Sequence[bytes]) -> bytes:
+    """Packed records as one piece of bytes, which `unpack_all` reads whole or not at all."""
+    if len(records) == 1:
+        return records[0]
+    left = range(len(records) - 1, -1, -1)
+    return b"".join(
+        one[:_FOLLOW_AT] + _FOLLOW.pack(follow) + one[_FOLLOW_AT + _FOLLOW.size :]
+        for one, follow in zip(records, left, strict=True)
+    )
+
+
+def unpack_all(data: bytes, *, source: str | Path) -> list[dict[str, Any]]:
+    """All records in ``data``; errors as of `unpack`."""
+    if len(data) < _HEADER.size:
+        return [unpack(data, source=source)]  # which raises
+    (follow,) = _FOLLOW.unpack_from(data, _FOLLOW_AT)
+    if not follow:
+        return [unpack(data, source=source)]
+    length = _HEADER.unpack_from(data)[3]
+    end = min(_HEADER.size + length, len(data))
+    first = unpack(data[:end], source=source)
+    rest = unpack_all(data[end:], source=source)
+    if len(rest) != follow:
+        raise StoreError(f"{source}: torn or corrupt record, {len(rest)} records where {follow} were announced")
+    return [first, *rest]
 
 
 def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The journal: one record per finished quantum of a trajectory, outside Dask.
 
-1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other gets RecordExists.
+1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other gets RecordExists. Two quanta
+   that are committed together, a generation and its inline action, have the name of the first.
 2. A reader sees a whole record or none; bytes of a write that a crash cut short are never read.
 3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first missing one.
 4. Any process that reaches the directory may append and read; no record is kept only in memory.
@@ -27,7 +28,7 @@ from typing import Any
 
 from libra.errors import StoreError
 from libra.store.exclusive_files import already_written, sync_directory, write_all, write_failure
-from libra.store.record_codec import pack, unpack
+from libra.store.record_codec import joined, pack, unpack_all
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
 _FRAME = struct.Struct("<HI")  # bytes of the record's name, bytes of the record
@@ -35,6 +36,8 @@ _IDENTITY_BYTES = 16
 LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
 """Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log from its beginning."""
+MOST_TOGETHER = 2
+"""Records that are appended together."""
 _READ_BYTES = 1 << 13
 """Bytes of a log that a reader takes first where it looks for a record."""
 KEPT_INDEXES = 256
@@ -86,10 +89,14 @@ class Journal:
         self._lookups = 0
         self._lock = threading.Lock()
 
-    def append(self, trajectory_id: str, quantum: int, record: Mapping[str, Any]) -> None:
-        """Create the record of one quantum (0-based).
+    def pack(self, trajectory_id: str, quantum: int, record: Mapping[str, Any]) -> bytes:
+        """A record as `append` takes it, to be appended later; Unstorable if it holds a value of another kind."""
+        return pack(record, source=self._path(trajectory_id, quantum))
 
-        Values are None, bool, int, float, str, bytes, lists, dicts and numeric numpy arrays.
+    def append(self, trajectory_id: str, quantum: int, *records: Mapping[str, Any] | bytes) -> None:
+        """Create the record of one quantum (0-based), or of some that follow each other, all or none of them.
+
+        Values are None, bool, int, float, str, bytes, lists, dicts and numeric numpy arrays; bytes are a record from `pack`.
 
         Raises
         ------
@@ -101,7 +108,12 @@ class Journal:
             It holds a value of another kind.
         """
         path = self._path(trajectory_id, quantum)
-        data, name = pack(record, source=path), os.path.basename(path).encode()
+        if not 1 <= len(records) <= MOST_TOGETHER:
+            raise StoreError(
+                f"{path}: got {len(records)} records to append together; one to {MOST_TOGETHER} are allowed"
+            )
+        packed = [record if isinstance(record, bytes) else pack(record, source=path) for record in records]
+        data, name = joined(packed), path[len(self.root) + 1 :].encode()
         with self._lock:
             try:
                 self._commit(path, name, _FRAME.pack(len(name), len(data)) + name + data)
@@ -172,15 +184,16 @@ class Journal:
         """
         records: list[dict[str, Any]] = []
         while (data := self._load(path := self._path(trajectory_id, start + len(records)))) is not None:
-            records.append(unpack(data, source=path))
+            records += unpack_all(data, source=path)
         return records
 
-    def read_one(self, trajectory_id: str, quantum: int) -> dict[str, Any]:
-        """One record; StoreError, naming the file, where it does not exist, or is torn or corrupt."""
+    def read_at(self, trajectory_id: str, quantum: int) -> list[dict[str, Any]]:
+        """The records that were appended together from one quantum on; StoreError, naming the file, where they do not exist, or
+        are torn or corrupt."""
         data = self._load(path := self._path(trajectory_id, quantum))
         if data is None:
             raise StoreError(f"{path}: there is no such record")
-        return unpack(data, source=path)
+        return unpack_all(data, source=path)
 
     def trajectories(self) -> set[str]:
         """Trajectories that have a record."""
@@ -192,16 +205,21 @@ class Journal:
 
     def remove(self, trajectory_id: str) -> None:
         """Remove the records of a trajectory, if there are any."""
-        quantum = 0
+        names: list[str] = []
+        quantum = missing = 0
+        while missing < MOST_TOGETHER:  # there are no other gaps
+            path = self._path(trajectory_id, quantum)
+            if os.access(path, os.F_OK):
+                names.append(path)
+                missing = 0
+            else:
+                missing += 1
+            quantum += 1
         try:
-            while True:  # no gaps; quantum 0 is removed last, so that a removal cut short is noticed and repeated
-                os.stat(self._path(trajectory_id, quantum))
-                quantum += 1
-        except FileNotFoundError:
-            pass
-        try:
-            for number in reversed(range(quantum)):
-                os.unlink(self._path(trajectory_id, number))
+            for path in reversed(
+                names
+            ):  # the first is removed last, so that a removal cut short is noticed and repeated
+                os.unlink(path)
         except FileNotFoundError:
             return  # another process removes it too
         except OSError as error:

@@ -4,7 +4,8 @@ Invariants
 ----------
 1. An engine loads the newest published version before each generation, and never generates for iteration ``k`` with weights
    older than version ``k - eta``; served versions have passed their check (`libra.worker.verified_engine`).
-2. A record is appended before it is applied or reported, so a lost worker costs at most the quantum in flight.
+2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight: a generation with the
+   actions that run inline after it is one. A state that is ahead of the journal when its quantum fails is dropped.
 3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
 4. What the model writes and what its tools do ends at most its own trajectory. It is made storable before it goes into a record
    (`libra.untrusted`); a record that cannot be stored all the same becomes a failure record, which a resume finds.
@@ -68,6 +69,9 @@ KEPT_PROMPTS = 1024
 KEPT_STATES = 4096
 """Trajectory states kept in memory per worker; a missing one is read from the journal. Of as many that have ended, it
 is kept that they have."""
+KEPT_BYTES, RECORD_BYTES, TOKEN_BYTES = 64 << 20, 2048, 20
+"""Memory for the records of trajectories that have ended, whose group may be built here: they need not be read from the journal.
+What a record takes about, and each of its tokens."""
 
 
 class QuantumRunner:
@@ -87,6 +91,10 @@ class QuantumRunner:
         self.context, self.engine, self._leaving = context, engine, leaving
         self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
         self._ended: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()  # without records and context
+        self._whole: OrderedDict[TrajectoryId, int] = (
+            OrderedDict()
+        )  # bytes of those that have ended, and are in `states`
+        self._whole_bytes = 0
         self.closing = False
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
@@ -171,20 +179,36 @@ class QuantumRunner:
         state.quanta = max(state.quanta, len(member.turns))
 
     def _release(self, state: TrajectoryState) -> None:
-        """Drop the records of a trajectory that has ended, for its group is built from the journal, often on another worker.
-
-        That it has ended is still known when its result is lost, and its journal is gone.
-        """
-        self.states.pop(state.tid, None)
+        """Keep that a trajectory has ended, also when its result is lost and its journal is gone; and keep its records for its
+        group, the newest `KEPT_BYTES`."""
         self._ended[state.tid] = replace(state, records=[], context=[], prompt=Prompt(state.prompt.prompt_id, ()))
         if len(self._ended) > KEPT_STATES:
             self._ended.popitem(last=False)
+        self.states.pop(state.tid, None)
+        self._whole_bytes -= self._whole.pop(state.tid, 0)
+        self.states[state.tid] = state
+        self._whole[state.tid] = RECORD_BYTES * len(state.records) + TOKEN_BYTES * state.num_context_tokens
+        self._whole_bytes += self._whole[state.tid]
+        while self._whole_bytes > KEPT_BYTES:
+            self.drop(next(iter(self._whole)))
+
+    def drop(self, tid: TrajectoryId) -> None:
+        """Keep no records of a trajectory; where they are wanted again, they are read from the journal."""
+        self.states.pop(tid, None)
+        self._whole_bytes -= self._whole.pop(tid, 0)
 
     async def _one_quantum(self, key: str, state: TrajectoryState, started_s: float) -> None:
         try:
+            await self._attempt(key, state, started_s)
+        except BaseException:
+            self.drop(state.tid)  # it may be ahead of the journal
+            raise
+
+    async def _attempt(self, key: str, state: TrajectoryState, started_s: float) -> None:
+        try:
             if state.phase is Phase.ROLLOUT:
                 await self._generate(key, state)
-                if (state.calls or state.answered) and self._inline(state):
+                if state.held is not None:
                     await self._act(state)
                     if state.end is not None:
                         self._forget(state)
@@ -245,12 +269,16 @@ class QuantumRunner:
             calls = self._parse(text) if script is None else script.calls
         record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
         try:
-            self._commit(state, record, started_s)
+            state.held = self._packed(state, record, started_s)
         except Unstorable as error:
             try:
-                self._commit(state, without_text(record, str(error)), started_s)
+                record = without_text(record, str(error))
+                state.held = self._packed(state, record, started_s)
             except Unstorable as second:  # not the text: what the engine gave
                 raise EngineError(f"{state.tid}: what the engine gave cannot be stored: {second}") from second
+        state.apply(record)
+        if not ((state.calls or state.answered) and self._inline(state)):  # else both are appended together
+            self._append(state)
         if state.phase is None:
             self._forget(state)
 
@@ -341,18 +369,29 @@ class QuantumRunner:
         return returns
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
-        """Append the record, then apply it. RecordExists or FencedOff: another worker was first, and this one stops."""
-        self.context.epoch.check()
-        if self.closing:  # requests of a closed engine are not failures
-            raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")
+        """Append the record, after one that is held, then apply it."""
+        self._append(state, self._packed(state, record, started_s))
+        state.apply(record)
+
+    def _packed(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> bytes:
+        """The record, completed, as the journal takes it; Unstorable."""
         record |= {
             "worker": self.context.name,
             "start_s": started_s,
             "stop_s": time.time(),
             "epoch": self.context.spec.epoch,
         }
-        self.context.journal.append(str(state.tid), state.quanta, record)
-        state.apply(record)
+        return self.context.journal.pack(str(state.tid), state.quanta, record)
+
+    def _append(self, state: TrajectoryState, *packed: bytes) -> None:
+        """Append the record that is held, which is applied already, and another one. RecordExists or FencedOff: another worker was
+        first, and this one stops."""
+        self.context.epoch.check()
+        if self.closing:  # requests of a closed engine are not failures
+            raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")
+        held = () if state.held is None else (state.held,)
+        self.context.journal.append(str(state.tid), state.quanta - len(held), *held, *packed)
+        state.held = None
 
     def _report(self, key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool) -> None:
         """Report the quantum; ``first`` is the index of the first record it wrote.

@@ -143,6 +143,8 @@ class TrajectoryState:
         Tokens of the parts of its present turn, if that parked before its end; `turns` does not count it yet.
     answered : bool
         Its last turn had no calls, and waits for the environment's answer.
+    held : bytes or None
+        The last record, packed, if it is applied and will be appended together with the next.
     """
 
     tid: TrajectoryId
@@ -167,6 +169,7 @@ class TrajectoryState:
     answered: bool = False
     state: bytes | None = None
     unfinished: list[NDArray[np.int32]] = field(default_factory=list)
+    held: bytes | None = None
 
     @property
     def phase(self) -> Phase | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from libra.errors import RecordExists, StoreError
 from libra.store import trajectory_journal as journal_module
+from libra.store.record_codec import joined, pack, unpack_all
 from libra.store.trajectory_journal import LOG_PREFIX, Journal, sweep_logs
 
 ID = "train-0-1-2"
@@ -39,6 +40,33 @@ def test_records_come_back_in_order_from_any_start(tmp_path):
     assert journal.read(ID, start=4) == []
     assert journal.read("train-9-9-9") == []
     assert journal.read(ID)[3]["token_ids"].tolist() == [0, 1, 2]
+
+
+def test_records_appended_together_are_read_and_removed_together(tmp_path):
+    journal = Journal(tmp_path)
+    records = [{"quantum": q, "token_ids": np.arange(q, dtype=np.int32), "text": "x" * 900 * q} for q in range(5)]
+    journal.append(ID, 0, records[0])
+    journal.append(ID, 1, journal.pack(ID, 1, records[1]), records[2])
+    journal.append(ID, 3, records[3], records[4])
+    assert sorted(names(tmp_path)) == [f"{ID}.{quantum:04d}.rec" for quantum in (0, 1, 3)]
+    assert [record["quantum"] for record in Journal(tmp_path).read(ID)] == [0, 1, 2, 3, 4]
+    assert [record["quantum"] for record in journal.read(ID, start=3)] == [3, 4]
+    assert [len(record["token_ids"]) for record in journal.read_at(ID, 1)] == [1, 2]
+    with pytest.raises(RecordExists):
+        journal.append(ID, 1, records[1])
+    journal.remove(ID)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("cut", [0, 1, 15, 16, 17, 25, -1])
+def test_of_records_appended_together_all_are_read_or_none(cut):
+    packed = [pack({"a": 1}, source="x"), pack({"b": 2}, source="x")]
+    whole = joined(packed)
+    assert unpack_all(whole, source="x") == [{"a": 1}, {"b": 2}]
+    with pytest.raises(StoreError, match="x: "):
+        unpack_all(whole[:cut], source="x")
+    with pytest.raises(StoreError, match="x: "):
+        unpack_all(whole + packed[0], source="x")
 
 
 def test_reading_ends_before_the_first_quantum_that_is_missing(tmp_path):

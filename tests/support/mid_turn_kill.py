@@ -10,6 +10,7 @@ from typing import Any
 
 from libra.config import load_config
 from libra.driver.session import Session
+from libra.store.record_codec import unpack
 
 AT = 2
 """Quantum whose record is the moment: the third part of a first turn."""
@@ -33,11 +34,11 @@ def kill_at_part(run: str, first: Path, driver: int | None, dask_worker: Any, *,
             if process is not None:
                 os.kill(process, signal.SIGKILL)
 
-    def watched(name: str, quantum: int, record: Any) -> None:
-        now = quantum == AT and record.get("stop_reason") == "parked"
+    def watched(name: str, quantum: int, *records: bytes) -> None:
+        now = quantum == AT and unpack(records[0], source=name).get("stop_reason") == "parked"
         if now and not after:
             kill(name)
-        append(name, quantum, record)
+        append(name, quantum, *records)
         if now:
             kill(name)
 

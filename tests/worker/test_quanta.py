@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from libra.config import config_from_dict
-from libra.errors import Unstorable
+from libra.errors import ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport
 from libra.rollout.chat_format import load_chat_format
 from libra.store.group_records import write_group
@@ -112,6 +112,67 @@ def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(
         assert (state.quanta, state.phase) == (quantum + 1, phase)
     assert (state.end, state.failure, state.retried) == (EndReason.FAILURE, FailureClass.TOOL, [FailureClass.TOOL])
     assert "cannot store a value of type complex" in state.detail
+
+
+def inline(monkeypatch: pytest.MonkeyPatch, runner: QuantumRunner) -> None:
+    """Its tools run within the generation quantum."""
+    monkeypatch.setattr(runner, "_inline", lambda state: True)
+
+
+def test_a_generation_and_its_inline_action_are_one_record_and_two_quanta(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner, _ = make_runner()
+    inline(monkeypatch, runner)
+    assert run(runner).quanta == 2
+    assert [path.name for path in (tmp_path / "journal").glob("*.rec")] == [f"{TID}.0000.rec"]
+    assert [record["kind"] for record in Journal(tmp_path / "journal").read(str(TID))] == ["generation", "action"]
+    assert run(make_runner()[0]).quanta == 3  # another worker goes on where both left off
+
+
+def test_an_inline_tool_that_fails_ends_the_attempt_after_its_generation(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> ToolReturn:
+        raise ToolFault("broken")
+
+    runner, _ = make_runner()
+    inline(monkeypatch, runner)
+    monkeypatch.setattr(quanta, "run_action", fail)
+    state = run(runner)
+    assert [record["kind"] for record in state.records] == ["generation", "failure"]
+    assert [record["kind"] for record in runner.context.journal.read(str(TID))] == ["generation", "failure"]
+
+
+def test_a_worker_that_is_cut_off_in_an_inline_action_begins_the_turn_again(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cut(*_: Any, **__: Any) -> ToolReturn:
+        raise asyncio.CancelledError
+
+    runner, _ = make_runner()
+    inline(monkeypatch, runner)
+    with monkeypatch.context() as during:
+        during.setattr(quanta, "run_action", cut)
+        with pytest.raises(asyncio.CancelledError):
+            run(runner)
+    assert runner.context.journal.read(str(TID)) == []
+    assert [record["kind"] for record in run(runner).records] == ["generation", "action"]
+
+
+def test_the_records_of_an_ended_trajectory_are_kept_for_its_group_within_a_bound(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = make_runner()
+    inline(monkeypatch, runner)
+    while (state := run(runner)).phase is not None:
+        pass
+    assert runner.states[TID] is state
+    monkeypatch.setattr(runner.context.journal, "_load", lambda path: None)  # nothing more can be read
+    assert len(runner.state(TID, state.prompt).records) == state.quanta
+    monkeypatch.setattr(quanta, "KEPT_BYTES", 0)
+    runner._release(state)
+    assert not runner.states
 
 
 def test_a_template_that_cannot_show_a_return_is_a_failure_of_the_tool(
