@@ -12,6 +12,11 @@ unless a system has its own order. Seconds of changes of roles, updates and merg
 * ``worst_cell``: the smallest of these ratios.
 * ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `libra.sim.tuning.lower_bound_s` over the seconds of ours.
 
+What is left out of the search (`libra.sim.against.race`): static systems are tuned in full; of the others only those that are
+within 5 % of the best so far at its setting; a setting is given up once its step must take longer than the best one's; on seeds
+that are not used for tuning only the best static system and the best of all are scored. A system that is left out could only have
+made a ratio larger. ``--whole`` tunes and scores every system, true lengths included, as `libra simulate --against all` does.
+
 ``python -m benchmarks.pipeline [--data DIR] [--sets ...] [--gpus 16 48 96] [--etas 0 1 2] [--out FILE] [--processes N] --json``.
 With ``--out`` every simulation is kept in FILE, and a later call runs it again only if the code has changed. Sets: the files of
 ``agent_turns``, and ``r2e``, made up: lognormal totals with a heavy tail (P99 over P50 about 4); nothing of R2E was seen.
@@ -24,7 +29,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -35,7 +40,7 @@ import numpy as np
 import libra
 from benchmarks.elastic_drift import cut
 from benchmarks.report import Figure, command_parser, emit
-from libra.sim.against import Comparison, compare
+from libra.sim.against import Comparison, compare, race
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.recorded_agents import load_traces
 from libra.sim.tuning import Cell, Setting, play, step_s
@@ -44,11 +49,13 @@ from libra.traces.agent_turns import agent_turn_files
 from libra.types import NO_TOOL, ToolStatus
 
 KINSHIP, LOAD = 0.55, 12
-TUNING_SEED, R2E_SEED = 101, 7
+R2E_SEED = 7
 GPUS, ETAS = (16, 48, 96), (0, 1, 2)
 GOALS = {0: 1.12, 1: 1.20, 2: 1.10}
 BOUND_GOALS = {0: 0.70, 1: 0.78}
 BOUND_SET = "mini_swe_gemini3"
+SAME_AS_PAPER = {0: "split", 1: "one_step_off", 2: "split"}
+"""Engines of one degree: there the paper's order is that of arrival, and its system this one."""
 
 
 class Job(NamedTuple):
@@ -99,7 +106,7 @@ def seconds(job: Job) -> float:
     """Seconds of a step."""
     gc.disable()  # a simulation allocates much and frees little: collected once, after it
     cell = cell_of(job)
-    found = step_s(cell, play(cell, DISCIPLINES[job.system], job.setting, job.seed, job.limit_s))
+    found = step_s(cell, play(cell, DISCIPLINES[job.system], job.setting, job.seed, job.limit_s, causes=False))
     gc.enable()
     gc.collect()
     return found
@@ -118,48 +125,58 @@ def fingerprint() -> str:
 class Simulations:
     """Finished simulations, in memory and, with ``path``, in a file of one JSON line each."""
 
-    def __init__(self, path: Path | None, processes: int) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path, self._done = path, dict[str, float]()
         self._over = dict[str, float]()  # of those that were given up: seconds that their step exceeds
-        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
         if path is not None and path.exists():
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             rows = [row for row in rows if row["code"] == fingerprint()]
             self._done = {row["job"]: row["step_s"] for row in rows if row["step_s"] is not None}
             self._over = {row["job"]: row["over_s"] for row in rows if row["step_s"] is None}
 
-    def of(self, jobs: Iterable[Job]) -> list[float]:
-        """Seconds of a step in each; infinite if given up."""
-        jobs = [
-            job._replace(system="split") if job.system == "paper" else job for job in jobs
-        ]  # the same on one degree
-        names = [json.dumps([Path(job.traces).stem, *job[1:-1]]) for job in jobs]
-        missing = {
-            name: job
-            for name, job in zip(names, jobs, strict=True)
-            if name not in self._done and self._over.get(name, -1.0) < job.limit_s
-        }
-        results = map(seconds, missing.values()) if self._pool is None else self._pool.map(seconds, missing.values())
-        for (name, job), found in zip(missing.items(), results, strict=True):
-            given_up = found == math.inf
-            (self._over if given_up else self._done)[name] = job.limit_s if given_up else found
-            if self._path is not None:
-                row = {"code": fingerprint(), "job": name, "step_s": None if given_up else found}
-                with self._path.open("a") as file:
-                    file.write(json.dumps(row | ({"over_s": job.limit_s} if given_up else {})) + "\n")
-        return [self._done.get(name, math.inf) for name in names]
+    def of(self, job: Job) -> float:
+        """Seconds of a step; infinite if given up."""
+        if job.system == "paper":
+            job = job._replace(system=SAME_AS_PAPER[job.eta])
+        name = json.dumps([Path(job.traces).stem, *job[1:-1]])
+        if name in self._done:
+            return self._done[name]
+        if self._over.get(name, -1.0) >= job.limit_s:
+            return math.inf
+        found = seconds(job)
+        given_up = found == math.inf
+        (self._over if given_up else self._done)[name] = job.limit_s if given_up else found
+        if self._path is not None:
+            row = {"code": fingerprint(), "job": name, "step_s": None if given_up else found}
+            with self._path.open("a") as file:
+                file.write(json.dumps(row | ({"over_s": job.limit_s} if given_up else {})) + "\n")
+        return found
 
 
-def compared(runs: Simulations, traces: str, gpus: int, eta: int, seeds: int, names: Sequence[str]) -> Comparison:
-    """All systems of a cell."""
-    any_job = Job(traces, gpus, eta, "", Setting(0, 0, 0.0), 0)
+class CellJob(NamedTuple):
+    """One cell, and how it is compared."""
+
+    traces: str
+    gpus: int
+    eta: int
+    seeds: int
+    systems: Sequence[str]
+    whole: bool
+    out: Path | None
+
+
+def compared(cell: CellJob) -> Comparison:
+    """The systems of a cell, each tuned on one seed; the best static one and the best of all, with ``whole`` all, scored on
+    others."""
+    runs, around = Simulations(cell.out), compare if cell.whole else race
+    any_job = Job(cell.traces, cell.gpus, cell.eta, "", Setting(0, 0, 0.0), 0)
 
     def seconds_of(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
-        return runs.of(
-            any_job._replace(system=system, setting=each, seed=seed, limit_s=limit_s) for each, seed in tried
-        )
+        return [
+            runs.of(any_job._replace(system=system, setting=each, seed=seed, limit_s=limit_s)) for each, seed in tried
+        ]
 
-    return compare(cell_of(any_job), list(disciplines(names, eta)), seeds, seconds_of)
+    return around(cell_of(any_job), list(disciplines(cell.systems, cell.eta)), cell.seeds, seconds_of)
 
 
 def figures_of(ratios: dict[int, list[float]], fractions: dict[int, list[float]]) -> dict[str, Figure]:
@@ -185,22 +202,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", nargs="*", type=int, default=list(GPUS))
     parser.add_argument("--etas", nargs="*", type=int, default=list(ETAS), choices=ETAS)
     parser.add_argument("--systems", nargs="*", default=[], choices=list(DISCIPLINES), help="default: all")
+    parser.add_argument("--whole", action="store_true", help="tune and score every system")
     parser.add_argument("--out", type=Path, help="file of results, which are not computed again")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="cells at once")
     options = parser.parse_args(arguments)
-    runs = Simulations(options.out, options.processes)
     sets = [str(path) for path in agent_turn_files(options.data)] + ["r2e"]
-    sets = [name for name in sets if not options.sets or Path(name).stem in options.sets]
+    cells = [
+        CellJob(traces, gpus, eta, options.seeds, tuple(options.systems), options.whole, options.out)
+        for gpus in options.gpus
+        for traces in sets
+        if not options.sets or Path(traces).stem in options.sets
+        for eta in options.etas
+    ]
     ratios: dict[int, list[float]] = {eta: [] for eta in options.etas}
     fractions: dict[int, list[float]] = {}
-    for gpus in options.gpus:
-        for traces in sets:
-            for eta in options.etas:
-                found = compared(runs, traces, gpus, eta, options.seeds, options.systems)
-                ratios[eta].append(found.ratio)
-                if Path(traces).stem == BOUND_SET and eta in BOUND_GOALS:
-                    fractions.setdefault(eta, []).append(found.bound_s / float(np.mean(found.ours.step_s)))
-                print(f"{Path(traces).stem}: " + "\n".join(found.lines()), flush=True)
+    with ProcessPoolExecutor(options.processes) as pool:
+        for cell, found in zip(cells, pool.map(compared, cells), strict=True):
+            ratios[cell.eta].append(found.ratio)
+            name = Path(cell.traces).stem
+            if name == BOUND_SET and cell.eta in BOUND_GOALS:
+                fractions.setdefault(cell.eta, []).append(found.bound_s / float(np.mean(found.ours.step_s)))
+            print(f"{name}: " + "\n".join(found.lines()), flush=True)
     emit("pipeline", figures_of(ratios, fractions), arguments=arguments, as_json=options.json)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
-from libra.sim.against import Comparison, compare
+from libra.sim.against import TUNING_SEED, Comparison, compare
 from libra.sim.cause_table import Share, lines, shares_of
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.from_config import Simulated, drawn_workload
@@ -103,7 +103,8 @@ def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison
 
     def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
         for setting, seed in tried:
-            played[system, setting, seed] = play(cell, DISCIPLINES[system], setting, seed, limit_s)
+            scored = seed != TUNING_SEED
+            played[system, setting, seed] = play(cell, DISCIPLINES[system], setting, seed, limit_s, causes=scored)
         return [step_s(cell, played[system, setting, seed]) for setting, seed in tried]
 
     found = compare(cell, systems, seeds, seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,17 @@ Seconds = Callable[[str, Sequence[tuple[Setting, int]], float], Sequence[float]]
 """Seconds of a step of a system with each of some (setting, seed); infinite where they must exceed the last argument."""
 
 
+FIRST = "turning_kv"
+"""In a race, the first of those that are not static: it was the best one in most cells, and others begin at its setting."""
+MARGIN = 1.05
+"""In a race, a system whose step takes so many times the best one's, at that one's setting, is not tuned."""
+
+
 class Scored(NamedTuple):
-    """A system in a cell: its setting, seconds of a step on the tuning seed and on each scored seed."""
+    """A system in a cell: its setting, seconds of a step on the tuning seed and on each scored seed.
+
+    In a race ``step_s`` is empty for all but two, and ``tuning_s`` infinite for one that was not tuned.
+    """
 
     system: str
     setting: Setting
@@ -64,9 +73,11 @@ class Comparison(NamedTuple):
         return float(each.mean()), float(1.96 * each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else 0.0
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per system, for JSON."""
+        """A row per scored system, for JSON."""
         found = []
         for one in self.scored:
+            if not one.step_s:
+                continue
             mean, half = self.interval(one)
             found.append({
                 "system": one.system, "text": one.discipline.text, "static": one.discipline.static,
@@ -77,34 +88,77 @@ class Comparison(NamedTuple):
 
     def lines(self) -> list[str]:
         """As text."""
+        rows = {row["system"]: row for row in self.rows()}
         found = [
             f"{self.cell.gpus} GPUs, eta {self.cell.eta}, {self.cell.groups} groups of {self.cell.group_size}: no system is faster "
             f"than {self.bound_s:.0f} s a step; best static {self.static.system}, best {self.ours.system}, "
             f"{self.ratio:.3f} times as fast"
         ]
-        for row, one in zip(self.rows(), self.scored, strict=True):
-            found.append(
-                f"  {one.system:21s}{np.mean(one.step_s):7.0f} s  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} "
-                f"times the best static  {row['of_bound']:.2f} of the bound  ({one.setting.core_gpus} train, TP {one.setting.tp}"
-                + (f", {one.setting.per_gpu:.0f} per GPU" if one.discipline.streaming else "")
-                + ")"
-            )
+        for one in self.scored:
+            row = rows.get(one.system)
+            if row is not None:
+                text = (
+                    f"{np.mean(one.step_s):7.0f} s  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} times the best "
+                    f"static  {row['of_bound']:.2f} of the bound"
+                )
+            elif one.tuning_s < math.inf:
+                text = f"{one.tuning_s:7.0f} s on the tuning seed"
+            else:
+                text = f"        left out: slower by more than {MARGIN - 1.0:.0%}"
+            per_gpu = f", {one.setting.per_gpu:.0f} per GPU" if one.discipline.streaming else ""
+            found.append(f"  {one.system:21s}{text}  ({one.setting.core_gpus} train, TP {one.setting.tp}{per_gpu})")
         return found
 
 
 def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
     """Tune each system on `TUNING_SEED`, then score it on ``seeds`` others; ConfigError if none of them is static."""
-    if not any(DISCIPLINES[system].static for system in systems):
+    _yardsticks(cell, systems)
+    return _scored(cell, [_tuned(cell, system, seconds) for system in systems], seeds, seconds, systems)
+
+
+def race(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
+    """`compare` in a fraction of the time: only the best static system and the best one of all are scored, systems with true
+    lengths are left out, and of the others that are not static only those are tuned that may be the best.
+
+    Static ones are tuned as `compare` does. `FIRST` too; the others begin at the best setting so far, and are left out if they are
+    slower there than the best so far by `MARGIN`. One that is left out could only have made the ratio larger.
+    """
+    static = _yardsticks(cell, systems)
+    others = [system for system in systems if not DISCIPLINES[system].static and DISCIPLINES[system].order != ORACLE]
+    tuned, best = [_tuned(cell, system, seconds) for system in static], None
+    for system in sorted(others, key=lambda system: system != FIRST):
+        one = _tuned(cell, system, seconds, best)
+        tuned.append(one)
+        best = one if best is None or one.tuning_s < best.tuning_s else best
+    found = Comparison(cell, tuple(tuned), math.nan)
+    return _scored(cell, tuned, seeds, seconds, {found.static.system, found.ours.system})
+
+
+def _tuned(cell: Cell, system: str, seconds: Seconds, best: Scored | None = None) -> Scored:
+    """A system with its best setting; with ``best`` beginning at that one's, and not beyond it if `MARGIN` says so."""
+
+    def tried(setting: Setting, limit_s: float) -> float:
+        return seconds(system, [(setting, TUNING_SEED)], limit_s)[0]
+
+    start, most_s = (None, math.inf) if best is None else (best.setting, MARGIN * best.tuning_s)
+    return Scored(system, *tune(cell, DISCIPLINES[system], tried, start, most_s), ())
+
+
+def _yardsticks(cell: Cell, systems: Sequence[str]) -> list[str]:
+    """The static ones of some systems; ConfigError if there is none."""
+    found = [system for system in systems if DISCIPLINES[system].static]
+    if not found:
         static = [name for name, each in DISCIPLINES.items() if each.static and cell.eta in each.etas]
         raise ConfigError(f"--against: got {', '.join(systems)}; a yardstick is missing: {' or '.join(static)}")
-    found = []
-    for system in systems:
+    return found
 
-        def tried(settings: Sequence[Setting], limit_s: float, system: str = system) -> Sequence[float]:
-            return seconds(system, [(setting, TUNING_SEED) for setting in settings], limit_s)
 
-        setting = tune(cell, DISCIPLINES[system], tried)
-        (tuning_s,) = tried([setting], math.inf)
-        scored = seconds(system, [(setting, seed) for seed in range(seeds)], math.inf)
-        found.append(Scored(system, setting, tuning_s, tuple(scored)))
+def _scored(cell: Cell, tuned: Sequence[Scored], seeds: int, seconds: Seconds, scored: Collection[str]) -> Comparison:
+    """With the seconds of those that are scored."""
+    found = [
+        one._replace(step_s=tuple(seconds(one.system, [(one.setting, seed) for seed in range(seeds)], math.inf)))
+        if one.system in scored
+        else one
+        for one in tuned
+    ]
     return Comparison(cell, tuple(found), float(np.mean([lower_bound_s(cell, seed) for seed in range(seeds)])))

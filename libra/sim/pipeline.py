@@ -82,6 +82,8 @@ class PipelineOptions:
     gives_up : (int, float) or None
         It stops earlier once the mean step without the first ``int`` ones must take longer than ``float`` seconds, with
         ``num_steps`` only. None: never.
+    causes : bool
+        Whether GPU-seconds are counted by cause, which is a good part of the work; False: `PipelineResult.gpu_s` is empty.
     """
 
     eta: int = 0
@@ -96,6 +98,7 @@ class PipelineOptions:
     host: HostPool | None = None
     num_steps: int | None = None
     gives_up: tuple[int, float] | None = None
+    causes: bool = True
 
 
 class TurnDone(NamedTuple):
@@ -166,6 +169,7 @@ class Pipeline(Simulator):
             to_training_s, to_rollout_s = discipline.changes_s
             rule = dataclasses.replace(options.rule, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
             options = dataclasses.replace(options, rule=rule)
+        self._keeps_dispatches = False
         self._discipline, self._pipeline, self._work = discipline, options, work
         self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)
         if not self._trainer.gpus and discipline.roles is Roles.SPLIT:
@@ -186,7 +190,13 @@ class Pipeline(Simulator):
 
     def train(self) -> PipelineResult:
         """Everything until the last step."""
-        self.run()
+        self.play()
+        published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
+        gave_up = self.agenda.now_s > self._no_later_s
+        return PipelineResult(published, self._by_cause() if self._pipeline.causes else {}, tuple(self._turns), gave_up)
+
+    def _by_cause(self) -> Mapping[Cause, float]:
+        """GPU-seconds by cause, at the end."""
         self._count()
         for engine in self.running_engines.values():
             engine.stop_clock(self.agenda.now_s)
@@ -194,9 +204,7 @@ class Pipeline(Simulator):
             gpus = self._specs[name].tp
             self._gpu_s.move(gpus * each.again_s, Cause.GENERATING, Cause.AGAIN)
             self._gpu_s.move(gpus * each.load_s, Cause.GENERATING, Cause.UPDATE)
-        published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
-        gave_up = self.agenda.now_s > self._no_later_s
-        return PipelineResult(published, dict(self._gpu_s.total), tuple(self._turns), gave_up)
+        return dict(self._gpu_s.total)
 
     @property
     def _core_gpus(self) -> int:
@@ -219,7 +227,8 @@ class Pipeline(Simulator):
             self._look = False
             self._turn()  # first: engines that return share what has just begun with those that stayed
         super()._dispatch()
-        self._count()
+        if self._pipeline.causes:
+            self._count()
 
     def _begin(self, iteration: int) -> None:
         super()._begin(iteration)

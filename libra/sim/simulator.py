@@ -14,10 +14,9 @@ Invariants
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -47,6 +46,7 @@ from libra.policy import (
     learns_after,
 )
 from libra.policy.move_price import PRIOR_BYTES_PER_S
+from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
 from libra.sim.simulation_options import Loss, SimulationOptions
 from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
@@ -55,30 +55,6 @@ from libra.types import NO_TOOL, Phase
 
 TOOLS = "tools"
 """Name of the one worker that runs all tools."""
-
-
-@dataclass(slots=True)
-class Agenda:
-    """The agenda: future events by their time, and the virtual time."""
-
-    now_s: float = 0.0
-    entries: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
-    added: int = 0
-
-    def at(self, at_s: float, happens: Callable[..., None], *what: object) -> None:
-        """Call ``happens`` at a time; in order of insertion if times are equal."""
-        self.added += 1
-        heapq.heappush(self.entries, (at_s, self.added, happens, what))
-
-    def advance(self) -> int:
-        """Call everything of the next instant; returns how many."""
-        entries, called = self.entries, 0
-        now_s = self.now_s = entries[0][0]
-        while entries and entries[0][0] == now_s:
-            _, _, happens, what = heapq.heappop(entries)
-            happens(*what)
-            called += 1
-        return called
 
 
 @dataclass(slots=True)
@@ -163,6 +139,7 @@ class Simulator:
         self._contended = False  # whether a trajectory waits for a slot of an engine, as of the last dispatch
         self._out_of_date = 0  # events of this instant that no longer hold
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
+        self._keeps_dispatches = True  # in its record; they are most of the memory of a long simulation
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -171,6 +148,13 @@ class Simulator:
 
     def run(self) -> SimulationResult:
         """Everything from the first gate to the last batch."""
+        self.play()
+        fetched = 0 if self._host is None else self._host.fetched_tokens
+        counters, num = self._all_counters(), len(self._specs)
+        return SimulationResult.of(self._workload, self.record, counters, num, self.agenda.now_s, fetched)
+
+    def play(self) -> None:
+        """Everything from the first gate to the last batch, without a result."""
         options, workload, iterations = self.options, self._workload, len(self._groups.plans)
         for spec in self._specs.values():
             self._join(spec)
@@ -196,9 +180,6 @@ class Simulator:
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
                 f"({len(self.running_engines)} are running), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
             )
-        fetched = 0 if self._host is None else self._host.fetched_tokens
-        counters = self._all_counters()
-        return SimulationResult.of(workload, record, counters, len(self._specs), self.agenda.now_s, fetched)
 
     def _all_counters(self) -> list[tuple[str, Counters]]:
         """Of all engines, also of those that stopped; one that came back has several."""
@@ -326,13 +307,17 @@ class Simulator:
         self.notify(TrajectoryParked(one.key, plan.iteration, one.phase, one.quanta, one.group, plan.family, context))
 
     def _dispatch(self) -> None:
+        if self.options.tool_slots is None and not self._dispatcher.num_waiting(Phase.ROLLOUT):
+            self._contended = False
+            return
         touched: dict[str, VirtualEngine] = {}
         for phase in Phase if self.options.tool_slots is not None else (Phase.ROLLOUT,):
             for place in self._dispatcher.dispatch(phase):
                 key, worker, one = place.key, place.worker, self._running[place.key]
-                self.record.dispatched.append(
-                    Dispatched(self.agenda.now_s, phase, key, one.quanta, worker, place.reason)
-                )
+                if self._keeps_dispatches:
+                    self.record.dispatched.append(
+                        Dispatched(self.agenda.now_s, phase, key, one.quanta, worker, place.reason)
+                    )
                 self._apply(QuantumStarted(key, phase, worker))
                 one.attempt += 1
                 if phase is Phase.TOOL:

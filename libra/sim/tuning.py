@@ -122,8 +122,13 @@ def _ordering(name: str, workload: Workload) -> Ordering:
     return make_ordering(name)
 
 
-def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int, limit_s: float = math.inf) -> PipelineResult:
-    """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``."""
+def play(
+    cell: Cell, discipline: Discipline, setting: Setting, seed: int, limit_s: float = math.inf, *, causes: bool = True
+) -> PipelineResult:
+    """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``.
+
+    ``causes``: see `libra.sim.pipeline.PipelineOptions`.
+    """
     workload = cell.workload(seed)
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // len(plans)
@@ -137,7 +142,7 @@ def play(cell: Cell, discipline: Discipline, setting: Setting, seed: int, limit_
     host = HostPool(int(HOST_BYTES_PER_GPU * cell.gpus / kv_bytes), FETCH_S, kv_bytes / FETCH_BYTES_PER_S)
     options = PipelineOptions(
         eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=STEPS[cell.eta][0],
-        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None,
+        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, causes=causes,
     )  # fmt: skip
     work = group_work(workload, *_sizes(cell.gpu, cell.model))
     return Pipeline(
@@ -163,31 +168,54 @@ def core_choices(cell: Cell, discipline: Discipline) -> list[int]:
     return sorted([*none, *(near or whole)], key=lambda gpus: abs(gpus - ideal))
 
 
-def tune(cell: Cell, discipline: Discipline, seconds: Callable[[Sequence[Setting], float], Sequence[float]]) -> Setting:
-    """The best setting found; ``seconds`` are those of a step with each of some settings, on the tuning seed.
-
-    Its second argument is the best so far: of a setting that takes longer, any more seconds will do, and the choice is the same.
+def tune(
+    cell: Cell,
+    discipline: Discipline,
+    seconds: Callable[[Setting, float], float],
+    start: Setting | None = None,
+    most_s: float = math.inf,
+) -> tuple[Setting, float]:
+    """The best setting found, and its seconds of a step.
 
     First the degree, then the core trainers, then the rule; and the degree again if one of the others changed.
+
+    Parameters
+    ----------
+    seconds : callable
+        Seconds of a step with a setting, on the tuning seed; infinite if they must exceed the second argument.
+    start : Setting or None
+        Where the search begins, as far as the discipline has such settings. None: the smallest degree, core trainers by training's
+        share of the work.
+    most_s : float
+        If a step takes longer at the start, the search ends there, with infinite seconds.
     """
-    cores = core_choices(cell, discipline)
     rules = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
     degrees = _degrees(cell.gpu, cell.model)
-    best, known = Setting(cores[0], degrees[0], rules[0]), dict[Setting, float]()
+    cores = [core for core in core_choices(cell, discipline) if cell.gpus - core >= degrees[0]]
+    best = Setting(cores[0], degrees[0], rules[0])
+    if start is not None:
+        core, tp, rule = start
+        core = core if core in cores else cores[0]
+        tp = tp if cell.gpus - core >= tp else degrees[0]
+        best = Setting(core, tp, rule if rule in rules else rules[0])
+    known = {best: seconds(best, most_s)}
+    if known[best] == math.inf:
+        return best, math.inf
 
     def improve(found: Setting, choices: Sequence[Setting]) -> Setting:
-        tried = [one for one in dict.fromkeys([found, *choices]) if (cell.gpus - one.core_gpus) // one.tp > 0]
-        if found in tried and found not in known:
-            (known[found],) = seconds([found], math.inf)
-        new = [one for one in tried if one not in known]
-        known.update(zip(new, seconds(new, known.get(found, math.inf)), strict=True))
-        return min(tried, key=lambda one: known[one])
+        for one in choices:
+            if one not in known and (cell.gpus - one.core_gpus) // one.tp > 0:
+                known[one] = seconds(one, known[found])
+            if known.get(one, math.inf) < known[found]:
+                found = one
+        return found
 
     best = improve(best, [best._replace(tp=tp) for tp in degrees])
     first = best
     best = improve(best, [best._replace(core_gpus=core) for core in cores])
     best = improve(best, [best._replace(per_gpu=rule) for rule in rules])
-    return best if best == first else improve(best, [best._replace(tp=tp) for tp in degrees])
+    best = best if best == first else improve(best, [best._replace(tp=tp) for tp in degrees])
+    return best, known[best]
 
 
 class BoundParts(NamedTuple):

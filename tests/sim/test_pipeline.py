@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from libra.hardware.host_kv import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import Turned, TurningRule
 from libra.sim import EngineSpec, Workload, synthetic
-from libra.sim.against import compare
+from libra.sim.against import compare, race
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.gpu_seconds import Cause
 from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult, WavePrices
@@ -164,11 +164,11 @@ TRACES = tuple(Trace(str(plan.sample), 1000, plan.turns) for plan in synthetic(3
 def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bound() -> None:
     cell, seen = Cell(TRACES, 4, 0.5, 6, 8, 0), dict[str, set[int]]()
 
-    def seconds(system: str, tried: list[tuple[Setting, int]], limit_s: float) -> list[float]:
+    def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
         seen.setdefault(system, set()).update(seed for _, seed in tried)
         return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed, limit_s)) for setting, seed in tried]
 
-    def whole(system: str, tried: list[tuple[Setting, int]], limit_s: float) -> list[float]:
+    def whole(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
         return seconds(system, tried, math.inf)
 
     found = compare(cell, list(disciplines(["colocated", "split", "turning"], 0)), 2, seconds)
@@ -185,11 +185,38 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
         compare(cell, ["turning"], 2, seconds)
 
 
+def test_a_race_tunes_what_may_be_best_and_scores_two_systems() -> None:
+    cell, run = Cell(TRACES, 4, 0.5, 3, 4, 1), set[tuple[str, int]]()
+
+    def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
+        run.update((system, seed) for _, seed in tried)
+        return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed, limit_s)) for setting, seed in tried]
+
+    names = ["one_step_off", "bounded", "partial", "turning_kv", "turning_oracle"]
+    found = race(cell, names, 2, seconds)
+    tuned = {one.system: one for one in found.scored}
+    assert list(tuned) == ["one_step_off", "bounded", "turning_kv", "partial"], "no true lengths"
+    assert tuned["partial"].tuning_s == math.inf and "left out: slower by more than 5%" in found.lines()[4]
+    assert {(name, seed) for name, seed in run if seed != 101} == {
+        (one.system, seed) for one in (found.static, found.ours) for seed in (0, 1)
+    }
+    assert len(found.lines()) == 5 and [row["system"] for row in found.rows()] == [
+        name for name, one in tuned.items() if one.step_s
+    ]
+    whole = compare(cell, names, 2, seconds)
+    assert (found.static, found.ours, found.ratio) == (whole.static, whole.ours, whole.ratio)
+    with pytest.raises(ConfigError, match="a yardstick is missing: one_step_off or bounded"):
+        race(cell, ["turning_kv"], 2, seconds)
+
+
 def test_a_simulation_is_given_up_once_its_step_must_take_longer() -> None:
     cell, split, setting = Cell(TRACES, 4, 0.5, 6, 8, 0), DISCIPLINES["split"], Setting(2, 2, 4.0)
     whole = play(cell, split, setting, 0)
     limit_s = step_s(cell, whole)
     assert play(cell, split, setting, 0, limit_s) == whole
+    assert play(cell, split, setting, 0, causes=False) == whole._replace(gpu_s={}), (
+        "nothing else depends on what is counted"
+    )
     early = play(cell, split, setting, 0, 0.5 * limit_s)
     assert early.gave_up and step_s(cell, early) == math.inf
     assert early.published_s == whole.published_s[: len(early.published_s)] and len(early.published_s) < len(
