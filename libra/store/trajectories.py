@@ -226,6 +226,14 @@ class TrajectoryStore:
             self._cache[level] = self._slice(level, 0, self._committed[level])
         return self._cache[level]
 
+    def tokens(self, first: int, last: int, names: Sequence[str]) -> list[NDArray[Any]]:
+        """Some columns of the tokens of trajectories ``first`` to ``last`` - 1, not cached."""
+        columns = self.columns()
+        if first >= last:
+            return [np.zeros(0, array.dtype) for array in (self._arrays["token"][name] for name in names)]
+        start, stop = int(columns["offset"][first]), int(columns["offset"][last - 1] + columns["length"][last - 1])
+        return _run(_get(self._arrays["token"][name], start, stop) for name in names)
+
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
         """Whether a store opened for appending has a trajectory."""
         return trajectory_id in self._seen

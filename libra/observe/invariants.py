@@ -1,0 +1,239 @@
+"""`libra inspect RUN --invariants`: what a run promises of its data, counted in its store, with a verdict for each promise.
+
+Only trajectories of training count, and of a run that still goes on only what is stored. ``benchmarks/plain_zarr_invariants.py``
+has the same numbers without Libra.
+
+What a batch masked is taken for left out, for the store has no masks: ``batches/`` has them (``from_version``).
+
+DORA's conditions (arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is dropped; C3, the version that trains
+minus the oldest of a trajectory is within the bound. A run that is configured otherwise breaks nothing where one does not hold.
+
+Lengths of what was trained on are compared with those of all that was generated, by a two-sample Kolmogorov-Smirnov test: what is
+left out by age or failure may be longer than the rest. The one sample is part of the other, so the test errs towards "holds".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import ConfigError
+from libra.observe.run_directory import check_run_directory, read_config, setting, whole_number
+from libra.store.trajectories import TrajectoryStore
+from libra.types import FailureClass
+
+SIGNIFICANCE = 0.01
+"""Probability below which lengths count as different."""
+READ_TOKENS = 4_000_000
+"""Tokens read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """One promise: ``broken`` of ``of`` ``what`` break it.
+
+    ``required``: the configuration promises it. ``detail``: further numbers, in words.
+    """
+
+    name: str
+    broken: int
+    of: int
+    what: str
+    required: bool = True
+    detail: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """In one or two words: whether it holds, and if not, whether it was promised."""
+        if not self.broken:
+            return "holds"
+        return "BROKEN" if self.required else "not promised"
+
+    def __str__(self) -> str:
+        counted = f"{self.broken} of {self.of} {self.what}"
+        return f"{self.verdict:12}  {self.name}: {counted}{self.detail and f'; {self.detail}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersions:
+    """Trajectories of training, a row each.
+
+    Attributes
+    ----------
+    columns : mapping
+        Columns of the store's trajectory level.
+    generated, fresh : int arrays
+        Tokens generated, and those of them within the bound at the batch that took it.
+    spread : int array
+        Newest minus oldest version of its tokens; 0 without tokens.
+    """
+
+    columns: Mapping[str, NDArray[Any]]
+    generated: NDArray[np.int64]
+    fresh: NDArray[np.int64]
+    spread: NDArray[np.int64]
+
+
+def check_invariants(run_dir: Path) -> list[Promise]:
+    """Every promise of a run, in the order of the module's text.
+
+    Raises
+    ------
+    ConfigError, RunDirectoryError, StoreError
+        There is no run in ``run_dir``, or its configuration or store cannot be read.
+    """
+    directory = check_run_directory(run_dir, "inspect")
+    config = read_config(directory)
+    eta, over_age = whole_number(config, "run", "eta", 0), setting(config, "staleness", "over_age", "wait")
+    rows = read_versions(TrajectoryStore.open(directory / "trajectories.zarr"), eta)
+    size, prompts = (whole_number(config, "trainer", name, 0) for name in ("group_size", "prompts"))
+    if not size or not prompts:
+        raise ConfigError(
+            f"{directory}: its configuration does not say how large groups and batches are; type libra doctor RUN"
+        )
+    one = setting(config, "staleness", "versions", "many") == "one"
+    window = setting(config, "staleness", "window")
+    iterations = whole_number(config, "run", "iterations", 0)
+    return [
+        *_bounded(rows, eta, str(over_age)),
+        *_once(rows, size),
+        *_dora(rows, eta, str(over_age), one, prompts, iterations),
+        *([] if window is None else [_within(rows, int(window))]),
+        _lengths(rows, eta, str(over_age)),
+    ]
+
+
+def as_rows(promises: list[Promise]) -> list[dict[str, Any]]:
+    """Promises as JSON-able rows, with their verdicts."""
+    return [asdict(promise) | {"verdict": promise.verdict} for promise in promises]
+
+
+def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
+    """Trajectories of training in a store, with the versions of their tokens."""
+    columns = store.columns()
+    batch, length = columns["batch"], columns["length"].astype(np.int64)
+    generated, fresh, spread = (np.zeros(len(length), np.int64) for _ in range(3))
+    for first, last in _pieces(length):
+        action, version = store.tokens(first, last, ("is_action", "weight_version"))
+        owner = np.repeat(np.arange(first, last), length[first:last])[action]
+        version = version[action].astype(np.int64)
+        generated += np.bincount(owner, minlength=len(length))
+        fresh += np.bincount(owner[batch[owner] - version <= eta], minlength=len(length))
+        starts = np.flatnonzero(np.diff(owner, prepend=-1))
+        if len(starts):
+            spread[owner[starts]] = np.maximum.reduceat(version, starts) - np.minimum.reduceat(version, starts)
+    train = np.flatnonzero(columns["split"] == "train")
+    return StoredVersions(
+        {name: values[train] for name, values in columns.items()}, generated[train], fresh[train], spread[train]
+    )
+
+
+def _pieces(length: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of trajectories of about `READ_TOKENS` tokens each."""
+    ends, first = np.cumsum(length), 0
+    while first < len(length):
+        begun = ends[first] - length[first]
+        last = max(first + 1, int(np.searchsorted(ends, begun + READ_TOKENS, side="right")))
+        yield first, last
+        first = last
+
+
+def _sound(rows: StoredVersions) -> NDArray[np.bool_]:
+    """Whether a trajectory was taken by a batch, and its failure class trains."""
+    trains = np.zeros(len(rows.generated), np.bool_)
+    for failure in FailureClass:
+        if failure.trains:
+            trains |= rows.columns["failure"] == str(failure)
+    return trains & (rows.columns["batch"] >= 0)
+
+
+def _lag(rows: StoredVersions) -> NDArray[np.int64]:
+    """Lag of the oldest token; 0 of what has none, or was taken by no batch."""
+    oldest, batch = (rows.columns[name].astype(np.int64) for name in ("oldest_version", "batch"))
+    return np.where((oldest >= 0) & (batch >= 0), batch - oldest, 0)
+
+
+def _groups(rows: StoredVersions) -> NDArray[np.int64]:
+    """The number of each row's group, counted from 0 in order."""
+    places = np.stack([rows.columns["iteration"], rows.columns["group"]])
+    return np.asarray(np.unique(places, axis=1, return_inverse=True)[1], np.int64).reshape(-1)
+
+
+def _trained(rows: StoredVersions, eta: int, over_age: str) -> NDArray[np.int64]:
+    """Tokens of each trajectory that its step could train on."""
+    sound, group = _sound(rows), _groups(rows)
+    late = np.zeros(group.max(initial=-1) + 1, np.bool_)
+    late[group[sound & (_lag(rows) > eta)]] = True
+    tokens = np.where(sound, rows.generated, 0)
+    if over_age == "drop":  # what was dropped entered the loss without an advantage
+        return np.where(late[group] & (rows.columns["advantage"] == 0), 0, tokens)
+    return np.where(late[group] & sound, rows.fresh, tokens) if over_age == "mask" else tokens
+
+
+def _bounded(rows: StoredVersions, eta: int, over_age: str) -> Iterator[Promise]:
+    tokens = _trained(rows, eta, over_age)
+    stale = np.maximum(tokens - rows.fresh, 0)
+    largest = int(_lag(rows)[tokens > 0].max(initial=0))
+    yield Promise(
+        "lag <= eta", int(stale.sum()), int(tokens.sum()), "tokens that train are older", over_age != "correct",
+        f"largest lag of a trajectory that trains {largest}, run.eta={eta}, staleness.over_age={over_age}",
+    )  # fmt: skip
+
+
+def _once(rows: StoredVersions, size: int) -> Iterator[Promise]:
+    columns = rows.columns
+    ids = np.stack([columns[name] for name in ("iteration", "group", "sample")])
+    times = np.unique(ids, axis=1, return_counts=True)[1]
+    yield Promise("consumed once", int((times > 1).sum()), len(times), "trajectories are there more than once")
+    group = _groups(rows)
+    num = int(group.max(initial=-1)) + 1
+    members = np.bincount(group, minlength=num)
+    first, last = np.full(num, 2**31), np.full(num, -2)
+    np.minimum.at(first, group, columns["batch"])
+    np.maximum.at(last, group, columns["batch"])
+    yield Promise(
+        "whole groups", int(((members != size) | (first != last)).sum()), num,
+        f"groups have not {size} members in one batch",
+    )  # fmt: skip
+
+
+def _dora(rows: StoredVersions, eta: int, over_age: str, one: bool, prompts: int, iterations: int) -> Iterator[Promise]:
+    num = len(rows.spread)
+    yield Promise("C1, one version each", int((rows.spread > 0).sum()), num, "trajectories have more", one)
+    lag, sound, group = _lag(rows), _sound(rows), _groups(rows)
+    batches = int(rows.columns["batch"].max(initial=-1)) + 1
+    ended = batches >= iterations
+    missing = batches * prompts - int(group.max(initial=-1)) - 1 if ended else 0
+    dropped = len(set(group[sound & (lag > eta)])) if over_age == "drop" else 0
+    so_far = "" if ended else f"{batches} of {iterations} batches so far; what is on its way is not counted"
+    yield Promise(
+        "C2, no started prompt is dropped", missing + dropped, batches * prompts, "prompts were left out",
+        missing > 0 or over_age != "drop", so_far,
+    )  # fmt: skip
+    yield Promise("C3, trajectories within the bound", int((lag > eta).sum()), num, "are beyond it", over_age == "wait")
+
+
+def _within(rows: StoredVersions, window: int) -> Promise:
+    wide = int((rows.spread >= window).sum())
+    return Promise(f"window of {window} versions", wide, len(rows.spread), "trajectories have tokens of more")
+
+
+def _lengths(rows: StoredVersions, eta: int, over_age: str) -> Promise:
+    from scipy.stats import ks_2samp  # here: it takes most of a second to import
+
+    trained = _trained(rows, eta, over_age)
+    consumed, generated = trained[trained > 0], rows.generated[rows.generated > 0]
+    if not len(consumed):
+        return Promise("lengths", 0, len(generated), "trajectories were trained on: nothing to compare")
+    found = ks_2samp(consumed, generated, method="asymp")
+    detail = (
+        f"KS distance {found.statistic:.6f}, p {found.pvalue:.6g}; mean {consumed.mean():.3f} tokens trained on, "
+        f"{generated.mean():.3f} generated"
+    )
+    differs = int(found.pvalue < SIGNIFICANCE)
+    return Promise("lengths as generated", differs, 1, "tests finds that what was trained on differs", True, detail)

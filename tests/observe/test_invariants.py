@@ -1,0 +1,172 @@
+"""`libra inspect RUN --invariants`: each promise is seen to be broken, and plain zarr counts the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import plain_zarr_invariants
+from libra.cli.main import main
+from libra.config import config_from_dict, dump_config
+from libra.errors import RunDirectoryError
+from libra.observe import invariants
+from libra.observe.invariants import check_invariants
+from libra.store.trajectories import TrajectoryStore
+from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+
+Change = Callable[[TrajectoryId, dict[str, Any]], None]
+ETA, SIZE, PROMPTS, BATCHES = 1, 2, 2, 5
+
+
+def trajectory(tid: TrajectoryId, versions: Iterable[int], **changes: Any) -> Trajectory:
+    made = np.array([-1, -1, *versions], np.int32)
+    values = {
+        "trajectory_id": tid, "prompt": Prompt("p", ()), "token_ids": np.arange(len(made), dtype=np.int32),
+        "is_action": made >= 0, "behaviour_logprob": np.zeros(len(made), np.float32), "weight_version": made,
+        "kv_version": made.copy(), "turns": [], "end_reason": EndReason.ANSWERED, "reward": 1.0, "advantage": 0.5,
+    }  # fmt: skip
+    return Trajectory(**(values | changes))
+
+
+def a_run(directory: Path, change: Change = lambda tid, made: None, sections: dict[str, Any] | None = None) -> Path:
+    """Five batches of two groups of two; ``change`` may change the versions and fields of each trajectory."""
+    run, rng = directory / "demo", np.random.default_rng(0)
+    values = {"run": {"iterations": BATCHES, "eta": ETA}, "trainer": {"prompts": PROMPTS, "group_size": SIZE}}
+    for section, keys in (sections or {}).items():
+        values[section] = values.get(section, {}) | keys
+    with TrajectoryStore.create(run / "trajectories.zarr") as store:
+        for batch in range(BATCHES):
+            members = []
+            for group in range(values["trainer"]["prompts"]):
+                for sample in range(SIZE):
+                    tid = TrajectoryId(batch, group, sample)
+                    begun = max(0, batch - group % 2)
+                    made: dict[str, Any] = {"versions": [begun] * int(rng.integers(3, 40))}
+                    change(tid, made)
+                    if not made.pop("missing", False):
+                        members.append(trajectory(tid, made.pop("versions"), **made))
+            store.append(members, batch=batch)
+        store.append([trajectory(TrajectoryId(0, 0, 0, "eval"), [9])])
+    (run / "config.resolved.yaml").write_text(dump_config(config_from_dict(values)))
+    return run
+
+
+def first_group_is_late(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    if tid[:2] == (4, 0):
+        made["versions"] = [1] * 10 + [4] * 5
+
+
+def dropped(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    first_group_is_late(tid, made)
+    made["advantage"] = 0.0 if tid[:2] == (4, 0) else 0.5
+
+
+def a_sample_is_missing(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    made["missing"] = tid == (2, 1, 1, "train")
+
+
+def a_group_is_missing(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    made["missing"] = tid[:2] == (2, 1)
+
+
+def versions_are_mixed(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    if tid[:2] == (3, 0):
+        made["versions"] = [2, 2, 3]
+
+
+def the_long_fail(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    if tid.sample:
+        made |= {"versions": [tid.iteration] * 200, "failure": FailureClass.TIMEOUT, "end_reason": EndReason.FAILURE}
+
+
+CASES: dict[str, tuple[Change, dict[str, Any], dict[str, str]]] = {
+    "sound": (lambda tid, made: None, {}, {}),
+    "late": (first_group_is_late, {}, {"lag <= eta": "BROKEN", "C1": "not promised", "C3": "BROKEN"}),
+    "dropped": (
+        dropped, {"staleness": {"over_age": "drop"}},
+        {"C1": "not promised", "C2": "not promised", "C3": "not promised"},
+    ),
+    "not dropped": (
+        first_group_is_late, {"staleness": {"over_age": "drop"}},
+        {"lag <= eta": "BROKEN", "C1": "not promised", "C2": "not promised", "C3": "not promised"},
+    ),
+    "masked": (first_group_is_late, {"staleness": {"over_age": "mask"}}, {"C1": "not promised", "C3": "not promised"}),
+    "corrected": (
+        first_group_is_late, {"staleness": {"over_age": "correct"}},
+        {"lag <= eta": "not promised", "C1": "not promised", "C3": "not promised"},
+    ),
+    "torn": (a_sample_is_missing, {}, {"whole groups": "BROKEN"}),
+    "lost": (a_group_is_missing, {}, {"C2": "BROKEN"}),
+    "unfinished": (a_group_is_missing, {"run": {"iterations": 9}}, {}),
+    "mixed": (versions_are_mixed, {}, {"C1": "not promised"}),
+    "wide": (
+        first_group_is_late, {"staleness": {"over_age": "mask", "window": 2}},
+        {"C1": "not promised", "C3": "not promised", "window": "BROKEN"},
+    ),
+    "biased": (the_long_fail, {"trainer": {"prompts": 6}}, {"lengths": "BROKEN"}),
+}  # fmt: skip
+
+
+def printed(act: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tuple[object, list[dict[str, Any]]]:
+    """Exit code and lines of a command."""
+    code: object = 0
+    try:
+        act()
+    except SystemExit as end:
+        code = end.code
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_broken_is_seen_and_plain_zarr_counts_the_same(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, sections, expected = CASES[name]
+    run = a_run(tmp_path, change, sections)
+    promises = check_invariants(run)
+    verdicts = {promise.name: promise.verdict for promise in promises if promise.verdict != "holds"}
+    assert [*verdicts.values()] == [*expected.values()]
+    assert all(full.startswith(short) for full, short in zip(verdicts, expected, strict=True))
+    code, rows = printed(lambda: main(["inspect", str(run), "--invariants", "--json"]), capsys)
+    assert code == int("BROKEN" in verdicts.values())
+    _, plain = printed(lambda: plain_zarr_invariants.main(run), capsys)
+    assert [(row["name"], row["broken"], row["of"]) for row in plain] == [
+        (row["name"], row["broken"], row["of"]) for row in rows
+    ]
+    assert f"KS distance {plain[-1]['distance']:.6f}, p {plain[-1]['p']:.6g};" in rows[-1]["detail"]
+
+
+def test_a_trajectory_that_is_there_twice_is_consumed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store refuses that; the count must not trust it."""
+    run = a_run(tmp_path)
+    monkeypatch.setattr(TrajectoryStore, "_check_new", lambda store, ids: None)
+    with TrajectoryStore.open(run / "trajectories.zarr", "a") as store:
+        store.append([trajectory(TrajectoryId(1, 0, 0), [1] * 4)], batch=4)
+    broken = {promise.name: promise.broken for promise in check_invariants(run) if promise.verdict == "BROKEN"}
+    assert (broken["consumed once"], broken["whole groups"]) == (1, 1)
+
+
+def test_pieces_of_a_store_give_the_numbers_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path, versions_are_mixed)
+    whole = check_invariants(run)
+    monkeypatch.setattr(invariants, "READ_TOKENS", 50)
+    assert check_invariants(run) == whole
+
+
+def test_it_says_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunDirectoryError, match="so it is not a run directory; type libra inspect"):
+        check_invariants(tmp_path / "nothing")
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", str(a_run(tmp_path)), "--invariants", "--tokens"])
+    assert end.value.code == 2
+    assert "leave out --tokens" in capsys.readouterr().err
+
+
+def test_the_plain_script_knows_nothing_of_libra() -> None:
+    source = Path(plain_zarr_invariants.__file__).read_text()
+    assert not [line for line in source.splitlines() if line.lstrip().startswith(("import libra", "from libra"))]
