@@ -1,7 +1,8 @@
 """Soak cases: small runs on real processes, struck at seeded moments, resumed until they are done, and looked at from outside.
 
 ``python tests/soak/case.py SEED [SEED ...]`` runs a case for each seed, which is struck once; with ``--together N`` the moments of
-N seeds come in one run, one after another. A moment is a stage (before it or after it, the nth time) and what happens then:
+N seeds come in one run, one after another. With ``--turning`` steps are streamed, an engine turns in every tail, and SIGKILL comes
+in mid-turn and in mid-wave. A moment is a stage (before it or after it, the nth time) and what happens then:
 
 * SIGKILL of the driver, of the scheduler, of a training, rollout or tool worker, or of a nanny that is a process of its own;
 * ``disk``: the run's file system is full; there is space again when `libra` has ended;
@@ -10,7 +11,8 @@ N seeds come in one run, one after another. A moment is a stage (before it or af
 Every start has another PYTHONHASHSEED. A driver that ended before the run did is followed by ``libra resume``; everything else has
 to go on by itself. Then each (iteration, group, sample) is stored once and consumed by one batch, each quantum was reported once,
 no file is damaged, and (even seeds, and ``--together``) undisturbed replicas that replay the committed batches come to the same
-gradient norms and versions.
+gradient norms and versions. Of runs whose engines turn each batch has the groups of its own iteration, the log explains every
+decision, and an undisturbed replica comes to the same weights up to the rounding of sums.
 
 Clusters serve case after case, as a shared one does; one that a case killed, or failed on, is replaced.
 """
@@ -36,12 +38,20 @@ import zarr
 from processes import Cluster, may_mount, place_of_a_run, why_no_small_disk
 from replaying import Replayer, check_published
 
-from faults import STAGES, STRUCK, WORKERS
+from faults import STAGES, STRUCK, TURNS, WORKERS
+from libra.config import RunConfig, load_config, resolve_model
 from libra.driver import damage
+from libra.policy import replayed_objects
 from libra.store.event_log import read_events
 from libra.store.trajectory_journal import Journal
 
-ITERATIONS, PROMPTS, GROUP_SIZE, TURNS = 4, 2, 2, 3
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+import streamed_runs
+
+ITERATIONS, PROMPTS, GROUP_SIZE, MAX_TURNS = 4, 2, 2, 3
+WIDE = 6
+"""Prompts of a batch where engines turn."""
+TURNING_KINDS = ("driver", "train-0", "rollout-0", "rollout-1")
 KINDS = ("driver", "scheduler", "train-0", "rollout-0", "tool-0", "nanny", "disk", "stop")
 STOP_S = 6
 """At most so many seconds is a process stopped."""
@@ -73,6 +83,12 @@ class Moment:
             victim, stop_s = rng.choice(("driver", "scheduler", *WORKERS)), rng.randint(1, STOP_S)
         return cls(stage, moment, nth, victim, stop_s)
 
+    @classmethod
+    def in_a_turn(cls, seed: int, rng: random.Random) -> Moment:
+        """24 seeds have every pair; all are killed."""
+        stage, victim = TURNS[seed % len(TURNS)], TURNING_KINDS[seed // len(TURNS) % len(TURNING_KINDS)]
+        return cls(stage, rng.choice(("before", "after")), 1, victim, 0)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -85,23 +101,34 @@ class Case:
     """Workers whose nannies are processes of their own."""
     iterations: int = ITERATIONS
     replayed: bool = True
+    turning: bool = False
 
     @classmethod
-    def of_seed(cls, seed: int) -> Case:
+    def of_seed(cls, seed: int, *, turning: bool = False) -> Case:
         """Struck once."""
         rng = random.Random(seed)
+        if turning:
+            return cls(seed, (Moment.in_a_turn(seed, rng),), 0, (), turning=True)
         moment = Moment.of(seed, rng)
         return cls(seed, (moment,), rng.randint(0, 1), _apart([moment]), replayed=seed % 2 == 0)
 
     @classmethod
-    def together(cls, seeds: list[int]) -> Case:
+    def together(cls, seeds: list[int], *, turning: bool = False) -> Case:
         """One run with the moments of all ``seeds``; each of several comes within about one iteration, so that it is short."""
         if len(seeds) == 1:
-            return cls.of_seed(seeds[0])
-        cases = [cls.of_seed(seed) for seed in seeds]
-        moments = [replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN[m.stage] // 4)) for c in cases for m in c.moments]
-        eta = (seeds[0] // len(seeds) + 1) % 2
-        return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations=4 + 3 * len(moments) // 2)
+            return cls.of_seed(seeds[0], turning=turning)
+        cases = [cls.of_seed(seed, turning=turning) for seed in seeds]
+        moments = [
+            replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN.get(m.stage, 1) // 4)) for c in cases for m in c.moments
+        ]
+        eta = 0 if turning else (seeds[0] // len(seeds) + 1) % 2
+        iterations = 4 + 3 * len(moments) // 2
+        return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations, turning=turning)
+
+    @property
+    def prompts(self) -> int:
+        """Of a batch."""
+        return WIDE if self.turning else PROMPTS
 
     @property
     def small_disk(self) -> bool:
@@ -125,7 +152,9 @@ def write_config(case: Case, directory: Path) -> Path:
     path = directory / "soak.yaml"
     path.write_text(
         yaml.safe_dump(
-            {
+            _turning_config(case, directory)
+            if case.turning
+            else {
                 "run": {
                     "dir": str(directory),
                     "name": "run",
@@ -134,7 +163,7 @@ def write_config(case: Case, directory: Path) -> Path:
                     "seed": case.seed,
                 },
                 "environment": {"name": "libra.testing:FixedTurns"},
-                "rollout": {"max_new_tokens": 4, "max_turns": TURNS, "ignore_eos": True, "slots": 8},
+                "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8},
                 "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3},
                 "checkpoint": {"every": 2, "keep": 1},
                 "cluster": {"threads": 1, "dashboard_port": 0},
@@ -143,6 +172,26 @@ def write_config(case: Case, directory: Path) -> Path:
         )
     )
     return path
+
+
+def _turning_config(case: Case, directory: Path) -> dict[str, Any]:
+    """Every second seed with parts of turns and a pool of KV. A pass takes as long for eight as for one: two fit on one engine."""
+    parts: dict[str, Any] = {"chunk_tokens": 3, "kv_host_gib": 0.1} if case.seed % 2 else {}
+    return {
+        "run": {"dir": str(directory), "name": "run", "iterations": case.iterations, "eta": 0, "seed": case.seed},
+        "environment": {"name": "tails:SlowTail", "args": {"groups": WIDE, "seconds": 1.5}},
+        "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8, **parts},
+        "trainer": {"prompts": WIDE, "group_size": GROUP_SIZE, "lr": 1e-5, "streaming": "on", "turning": "on"},
+        "planner": {"change_cost_s": 0.0},
+        "checkpoint": {"every": 2, "keep": 1},
+        "cluster": {
+            "engines": [{"count": 2, "threads": 1, "min_pass_s": 0.05}],
+            "hybrid_workers": 1,
+            "threads": 1,
+            "dashboard_port": 0,
+        },
+        "observe": {"progress": False, "tensorboard": False},
+    }
 
 
 class Soak:
@@ -155,7 +204,7 @@ class Soak:
     """
 
     def __init__(self, keep: Path | None = None) -> None:
-        self._clusters: dict[tuple[str, ...], Cluster] = {}
+        self._clusters: dict[tuple[Any, ...], Cluster] = {}
         self._replayer: Replayer | None = None
         self._keep = keep
 
@@ -172,9 +221,10 @@ class Soak:
         """Run, strike, resume until done; what the checks found. AssertionError where something went wrong."""
         with place_of_a_run(case.small_disk) as directory:
             config = write_config(case, directory)
-            cluster = self._clusters.get(case.apart)
+            which = (case.turning, *case.apart)
+            cluster = self._clusters.get(which)
             if cluster is None:
-                cluster = self._clusters[case.apart] = Cluster(config, case.apart, random.Random(case.seed))
+                cluster = self._clusters[which] = Cluster(config, case.apart, random.Random(case.seed))
             try:
                 return self._run(case, cluster, directory, config)
             except BaseException:
@@ -183,7 +233,7 @@ class Soak:
                     kept = tempfile.mkdtemp(prefix=f"case-{case.seed}-", dir=self._keep)
                     shutil.copytree(directory, kept, symlinks=True, dirs_exist_ok=True)
                     shutil.copy(cluster.log, kept)
-                self._clusters.pop(case.apart).stop()
+                self._clusters.pop(which).stop()
                 raise
 
     def _run(self, case: Case, cluster: Cluster, directory: Path, config: Path) -> dict[str, Any]:
@@ -202,7 +252,9 @@ class Soak:
         struck = len(list((directory / STRUCK).iterdir()))
         assert struck == len(case.moments), f"moments from {case.moments[struck]} on never came"
         found = {"starts": len(codes), **check_run(case, directory / "run")}
-        if case.replayed:
+        if case.turning:
+            found |= check_turned(case, directory / "run")
+        elif case.replayed:
             self._replayer = self._replayer or Replayer(1)
             found |= check_published(directory / "run", self._replayer.steps(directory / "run"))
         return found
@@ -214,20 +266,20 @@ def check_run(case: Case, directory: Path) -> dict[str, Any]:
     committed = group.attrs["committed"]["trajectories"]
     columns = {name: array[:committed] for name, array in group["trajectory"].arrays()}
     ids = list(zip(columns["iteration"].tolist(), columns["group"].tolist(), columns["sample"].tolist(), strict=True))
-    expected = {(k, g, s) for k in range(case.iterations) for g in range(PROMPTS) for s in range(GROUP_SIZE)}
+    expected = {(k, g, s) for k in range(case.iterations) for g in range(case.prompts) for s in range(GROUP_SIZE)}
     assert len(ids) == len(set(ids)), f"stored twice: {[i for i, n in Counter(ids).items() if n > 1]}"
     consumed = {i for i, batch in zip(ids, columns["batch"].tolist(), strict=True) if batch >= 0}
     assert consumed == expected, f"lost: {sorted(expected - consumed)}, unknown: {sorted(consumed - expected)}"
-    assert Counter(columns["batch"].tolist()) == dict.fromkeys(range(case.iterations), PROMPTS * GROUP_SIZE)
+    assert Counter(columns["batch"].tolist()) == dict.fromkeys(range(case.iterations), case.prompts * GROUP_SIZE)
     assert (columns["length"] > 0).all() and np.isfinite(columns["reward"]).all()
-    assert (columns["num_turns"] == TURNS).all()
+    assert (columns["num_turns"] == MAX_TURNS).all()
 
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "reward" in row]
     assert steps == list(range(case.iterations)), f"the reward curve has steps {steps}"
     quanta = Counter(
         (event["key"].split("-e")[0], event["quantum"])
-        for event in read_events(directory / "events.jsonl").events
+        for event in _events(directory)
         if event["name"] == "quantum_finished"
     )
     twice = [quantum for quantum, count in quanta.items() if count > 1]
@@ -241,6 +293,24 @@ def check_run(case: Case, directory: Path) -> dict[str, Any]:
     return {"epochs": len(list((directory / "epochs").iterdir())), "trajectories": len(ids)}
 
 
+def check_turned(case: Case, directory: Path) -> dict[str, Any]:
+    """What only a run whose engines turn has to show; AssertionError where it does not."""
+    config: RunConfig = load_config(str(directory / "config.resolved.yaml"))
+    model = config.model.model_copy(update={"path": str(resolve_model(config.model.path))})
+    config = config.model_copy(update={"model": model})
+    replayed_objects.price_s = lambda stage_s: 0.0  # type: ignore[assignment]
+    streamed_runs.check_whole(directory, case.iterations, config)
+    streamed_runs.check_taken_again(directory, config, case.iterations, alone=False)
+    turns = Counter(event["to"] for event in _events(directory) if event["name"] == "engine_turned")
+    hybrids = sum(event["hybrids"] for event in _events(directory) if event["name"] == "wave_trained")
+    assert turns["training"] and turns["rollout"], f"turns: {turns}"
+    return {"turns": dict(turns), "slices": hybrids}
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
+    return list(read_events(directory / "events.jsonl").events)
+
+
 def _tail(cluster: Cluster) -> str:
     return cluster.log.read_text()[-4000:]
 
@@ -250,9 +320,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--together", type=int, default=1, metavar="N", help="the moments of so many seeds in one run")
+    parser.add_argument("--turning", action="store_true", help="streamed steps, and an engine that turns in every tail")
     parser.add_argument("--keep", type=Path, help="where the directories of cases that fail are copied to")
     asked = parser.parse_args()
-    cases = [Case.together(asked.seeds[i : i + asked.together]) for i in range(0, len(asked.seeds), asked.together)]
+    parts = [asked.seeds[i : i + asked.together] for i in range(0, len(asked.seeds), asked.together)]
+    cases = [Case.together(part, turning=asked.turning) for part in parts]
     lacking = ""
     if any(case.small_disk for case in cases):
         may_mount()

@@ -8,6 +8,7 @@ armed when the one before it has come and a batch has been committed since. ``di
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 STAGES = ("generation", "action", "group", "batch", "step", "checkpoint", "publish")
+TURNS = ("draining", "turning", "slice", "wave", "leaving", "returning")
+"""Stages of an engine that turns and returns; ``slice`` is its part of a wave, ``wave`` the part of the trainer."""
 WORKERS = ("train-0", "rollout-0", "tool-0")
 STRUCK, FILLER = "struck", "filler"
 
@@ -108,7 +111,15 @@ class Plan:
             self.reached(what, "after")
             return result
 
-        setattr(owner, name, wrapped)
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            what = stage(*args) if callable(stage) else stage
+            self.reached(what, "before")
+            result = await function(*args, **kwargs)
+            self.reached(what, "after")
+            return result
+
+        setattr(owner, name, awaited if inspect.iscoroutinefunction(function) else wrapped)
 
 
 def _batches(run: Path) -> int:
@@ -124,10 +135,13 @@ def dask_setup(worker: Any) -> None:
     plan = Plan(Path(text))
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
     from libra.graph import batch_nodes, rollout_nodes
+    from libra.policy.role_messages import Role
     from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint
     from libra.train.replica import Replica
+    from libra.train.slice_gradient import SliceGradient
     from libra.weights import WeightStore
+    from libra.worker.role_member import RoleMember
 
     plan.around(Journal, "append", lambda journal, name, quantum, record: record["kind"])
     plan.around(rollout_nodes, "write_group", "group")
@@ -135,3 +149,6 @@ def dask_setup(worker: Any) -> None:
     plan.around(Replica, "step", "step")
     plan.around(checkpoint, "_sync", "checkpoint")  # a checkpoint is half written then
     plan.around(WeightStore, "publish", "publish")
+    plan.around(RoleMember, "_drain", lambda member, number: "leaving" if member.training.in_pool else "draining")
+    plan.around(RoleMember, "_take_up", lambda _, to, *more: "turning" if to.role is Role.TRAIN else "returning")
+    plan.around(SliceGradient, "accumulate", "wave" if worker.name == "train-0" else "slice")

@@ -50,7 +50,7 @@ class Cluster:
         """Of a process, with another hash seed each time."""
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")]),
             "PYTHONHASHSEED": str(self.hash_seeds.randint(1, 1 << 31)),
             "LIBRA_SOAK": str(self.directory),
             "OMP_NUM_THREADS": "1",

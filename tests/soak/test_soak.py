@@ -43,3 +43,11 @@ def test_the_seeds_have_every_stage_with_every_victim() -> None:
     assert {m["stage"] for m in of_the_test} == stages
     assert {"driver", "scheduler", "disk", *workers} <= {m["victim"] for m in of_the_test}
     assert any(m["stop_s"] for m in of_the_test) and any(m["victim"].startswith("nanny") for m in of_the_test)
+
+
+@pytest.mark.timeout(900)
+def test_engines_that_turn_lose_nothing_where_driver_and_trainer_are_killed_in_a_wave_and_in_a_return() -> None:
+    command = [sys.executable, str(CASE), "--turning", "--together", "2", "2", "11"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "driver before slice" in done.stdout and "train-0" in done.stdout
