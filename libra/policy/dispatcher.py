@@ -19,7 +19,8 @@ Invariants
    (`Loads.fits`: who begins fits with all under way until they end, by what they hold and by what they are believed to hold), and
    no move pays off.
 6. A trajectory whose KV does not fit any more has no home, and begins anew where it fits: contexts do not push each other out in
-   turn, however wrong the forecasts are.
+   turn, however wrong the forecasts are. Its last engine may have its KV in host memory, as one that was put to sleep has: the
+   placement says so.
 7. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 8. A `dispatch` that places nothing changes no later answer. The log has placements only, so that a replay asks less often.
 """
@@ -77,6 +78,9 @@ class Dispatcher:
         self._buckets: dict[str, tuple[str, ...]] = {}
         self._begins_tp: dict[str, int] = {}  # of trajectories with a planned degree
         self._loads = Loads(self._fleet, SURE if sure else UNSURE)
+        self._last_home: dict[
+            str, WorkerJoined
+        ] = {}  # of trajectories that have none now: an engine that may have their KV
         self._serial = 0
         self._quantum_s: dict[str, float] = {}
 
@@ -105,6 +109,7 @@ class Dispatcher:
             self._loads.transfers.add(event.num_bytes, event.seconds)
         elif type(event) is HomeForgotten:
             self._tool_home.pop(event.key, None)
+            self._last_home.pop(event.key, None)
         elif type(event) is TrajectoryEnded:
             self._ended(event.key)
         elif type(event) is WorkerJoined:
@@ -149,6 +154,7 @@ class Dispatcher:
         for key in self._loads.pushed_out(worker, queue.running.__contains__):
             self._loads.settle(key, None)
             self._fleet.handle(HomeForgotten(key))
+            self._last_home[key] = host.spec
             if key in queue.waiting:
                 self._push(key, queue.waiting[key])
 
@@ -172,7 +178,7 @@ class Dispatcher:
             queue.leave(key)
         self._loads.end(key)
         self._unplaced.discard(key)
-        for table in (self._phase_of, self._buckets, self._begins_tp, self._tool_home):
+        for table in (self._phase_of, self._buckets, self._begins_tp, self._tool_home, self._last_home):
             table.pop(key, None)
 
     def _worker_left(self, event: WorkerLeft) -> None:
@@ -180,6 +186,9 @@ class Dispatcher:
             phase.lose(event.worker)
         self._quantum_s.pop(event.worker, None)
         self._loads.lose(event.worker)
+        if (host := self._fleet.hosts.get(event.worker)) is not None:
+            at_home = (key for key, home in self._fleet.home.items() if home == event.worker)
+            self._last_home |= dict.fromkeys(at_home, host.spec)
         self._fleet.handle(event)
         queue = self._phases[Phase.ROLLOUT]
         for key in [key for key, home in queue.home_of.items() if home == event.worker]:
@@ -280,7 +289,7 @@ class Dispatcher:
             if phase is Phase.TOOL:
                 self._tool_home[place.key] = place.worker
             else:
-                place = self._loads.placed(place)
+                place = self._loads.placed(place, self._last_home.pop(place.key, None))
             self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
             places.append(place)
         return tuple(places)

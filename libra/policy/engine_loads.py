@@ -26,7 +26,7 @@ import msgspec
 
 from libra.policy.fleet import Fleet
 from libra.policy.kv_profile import Demand, peak_tokens
-from libra.policy.messages import Move, Place
+from libra.policy.messages import Move, Place, WorkerJoined
 from libra.policy.move_price import TransferPace, priced
 
 UNSURE, SURE = 3.0, 64.0
@@ -428,17 +428,19 @@ class Loads:
             return 0.0
         return here_s - after_s
 
-    def price(self, key: str, worker: str) -> Move | None:
-        """The price of ``worker`` as the new home of ``key``; None if it has no home, or this is it."""
+    def price(self, key: str, worker: str, last_home: WorkerJoined | None = None) -> Move | None:
+        """The price of ``worker`` as the new home of ``key``, whose KV is at its home or ``last_home``; None if that is nowhere or
+        here."""
         hosts, home = self._fleet.hosts, self._fleet.home.get(key)
-        if home is None or home == worker:
+        spec = last_home if home is None else hosts[home].spec
+        if spec is None or spec.worker == worker:
             return None
-        return priced(self._fleet.context_tokens.get(key, 0), hosts[home].spec, hosts[worker].spec, self.transfers)
+        return priced(self._fleet.context_tokens.get(key, 0), spec, hosts[worker].spec, self.transfers)
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: Place, last_home: WorkerJoined | None = None) -> Place:
         """The placement, with its price if it is a move between engines that exchange KV; its worker is the trajectory's home
         from now on."""
-        move = self.price(place.key, place.worker)
+        move = self.price(place.key, place.worker, last_home)
         self.settle(place.key, place.worker)
         return place if move is None or move.transfer_s is None else msgspec.structs.replace(place, move=move)
 

@@ -48,10 +48,11 @@ def send_contention(scheduler: Scheduler, address: str, contended: bool) -> None
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> bool:
     """Announce to ``worker``, before the task ``key`` is sent there, that it changes its home; False if it has not told that it
-    exchanges KV."""
+    exchanges KV. A home that has left the cluster is not asked."""
     if worker not in state.workers.kv:
         return False
-    home = state.workers.kv.get(move.home) if move.sends else None
+    present = state.workers.engines.get(move.home) in scheduler.workers
+    home = state.workers.kv.get(move.home) if move.sends and present else None
     tell_worker(scheduler, state.workers.engines.get(worker, ""), {
         "op": "libra-kv", "run": state.run, "epoch": state.epoch, "key": key, "home": home,
     })  # fmt: skip

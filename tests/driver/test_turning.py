@@ -183,6 +183,8 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns(more: Any, he
     (started, *_) = run.found(events.RoleChangeStarted)
     assert started.reason == f"the engine turns to training: {turned[0].reason}"
     assert run.found(events.WaveTrained, batch=0)[-1].hybrids == 1
+    moved = [(event.home, event.worker) for event in run.found(events.HomeChanged) if event.t_s > turned[0].t_s]
+    assert (("rollout-0", "rollout-1") in moved) == ("rollout" in more)  # from the pool of the engine that has turned
     check_turned(run, 3)
     facts, problem = log_facts(run.session.directory / "events.jsonl", ("train-0",))
     assert not problem

@@ -202,6 +202,45 @@ def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nob
     assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("x", "first home")]
 
 
+KEEPS = TOLD | {"kv_tokens": 1000, "kv_token_bytes": 100, "prefill_s_per_token": 1.0}
+"""Of an engine that exchanges KV, and on which it is quicker to send KV than to compute it."""
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_where_the_kv_of_those_is_whose_engine_dropped_it_or_was_put_to_sleep_is_not_forgotten(asleep: bool) -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(WorkerJoined("a", rollout_slots=4, **KEEPS))
+    assert at_home(dispatcher, "x", 400) == at_home(dispatcher, "y", 400) == "a"
+    if asleep:
+        dispatcher.handle(WorkerLeft("a"))
+    else:
+        dispatcher.handle(QuantumFinished("x", ROLLOUT, 1, "", "", 1.0))
+        dispatcher.handle(QuantumFinished("y", ROLLOUT, 300, "", "", 1.0))
+    park(dispatcher, "x", 0, context=400)
+    dispatcher.handle(WorkerJoined("b", rollout_slots=1, **KEEPS))
+    (place,) = dispatcher.dispatch(ROLLOUT)
+    assert (place.key, place.worker, place.reason) == ("x", "b", "first home")
+    assert place.move is not None and place.move.sends
+    assert (place.move.home, place.move.tokens) == ("a", 400)
+
+
+def test_one_that_returns_to_its_last_engine_or_whose_home_was_to_be_forgotten_brings_no_kv() -> None:
+    dispatcher = Dispatcher()
+    for name in ("a", "b"):
+        dispatcher.handle(WorkerJoined(name, rollout_slots=1, **KEEPS))
+    homes = {key: at_home(dispatcher, key, 400) for key in ("x", "y")}
+    assert set(homes.values()) == {"a", "b"}
+    dispatcher.handle(WorkerLeft(homes["x"]))
+    park(dispatcher, "x", 0, context=400)
+    dispatcher.handle(WorkerJoined(homes["x"], rollout_slots=1, **KEEPS))
+    assert [(place.worker, place.move) for place in dispatcher.dispatch(ROLLOUT)] == [(homes["x"], None)]
+    dispatcher.handle(WorkerLeft(homes["y"]))
+    park(dispatcher, "y", 0, context=400)
+    dispatcher.handle(HomeForgotten("y"))
+    dispatcher.handle(TrajectoryEnded("x"))
+    assert [(place.key, place.move) for place in dispatcher.dispatch(ROLLOUT)] == [("y", None)]
+
+
 def test_a_lost_home_is_no_home() -> None:
     dispatcher = two_workers(prefill_s_per_token=1e9)
     home = at_home(dispatcher, "x", 100)
