@@ -12,7 +12,8 @@ Channels are those of batches and weights: authenticated by the run's secret, me
 Invariants
 ----------
 1. Whatever goes wrong (the old home is gone, silent, or has other weights; bytes are missing or changed), the context is
-   computed again, and the report says why. No trajectory waits longer than `GIVE_UP_S` for its KV.
+   computed again, and the report says why. No trajectory waits longer than `GIVE_UP_S` for its KV, and none for that of a home
+   which did not answer within the last `SILENT_S`.
 2. The old home frees its KV only when the new one has it.
 3. An engine that was put to sleep leaves its KV in host memory until it is woken: its trajectories take it from there.
 """
@@ -25,7 +26,8 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -33,7 +35,7 @@ import numpy as np
 
 from libra.dispatch import recv_views, send_views
 from libra.dispatch.process_memory_copy import machine
-from libra.errors import KVRefused, LibraError
+from libra.errors import KVRefused, LibraError, TransportError
 from libra.events.reports import HomeChangedReport
 from libra.rollout.engine import MovesKV
 from libra.rollout.kv_object import KVObject
@@ -47,6 +49,10 @@ logger = logging.getLogger(__name__)
 PURPOSE = "kv"
 GIVE_UP_S = 10.0
 """Seconds after which a transfer is abandoned; its bytes no longer count when they arrive."""
+SILENT_S = 30.0
+"""Seconds for which a home that did not answer is not asked again; the connections to it have ended by then."""
+ASKED_AT_ONCE, ASKED_OF_ONE = 8, 2
+"""Most requests at once to all homes and to one: a home that is stopped keeps its share of threads, and no more."""
 KEPT_NOTICES = 4096
 """Announced changes of home whose task has not come yet; older ones were cancelled."""
 
@@ -95,6 +101,14 @@ class _Brought:
     refused: str = ""
 
 
+@dataclass(slots=True)
+class _Home:
+    """Where KV is asked for: the turns of its requests, and until when (monotonic seconds) none is made."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ASKED_OF_ONE))
+    silent_until_s: float = 0.0
+
+
 class KVTransfers:
     """Gives and takes the KV of one worker's engine; ``limit_bytes`` is the size of its pool."""
 
@@ -102,13 +116,16 @@ class KVTransfers:
         self._context, self._serving, self._limit_bytes = context, serving, limit_bytes
         self._loop = asyncio.get_running_loop()
         self._announced: OrderedDict[str, Address | None] = OrderedDict()
+        self._homes: dict[Address, _Home] = {}
+        self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="libra-kv")
         host = urlsplit(context.address).hostname or "127.0.0.1"
         self._server = Server(self._serve, secret=context.spec.secret, purpose=PURPOSE, host=host)
         self.address = self._server.address
 
     def close(self) -> None:
-        """Stop giving KV."""
+        """Stop giving and taking KV."""
         self._server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def announced(self, key: str, home: Sequence[Any] | None, **extra: Any) -> None:
         """The next generation of task ``key`` changes its home; ``home``: where its KV is, None: it is to be computed again."""
@@ -132,11 +149,8 @@ class KVTransfers:
 
     async def _bring(self, trajectory_id: str, home: Address) -> _Brought:
         started_s, engine = time.perf_counter(), cast("MovesKV", self._serving.engine)
-        version, secret = self._serving.engine.version, self._context.spec.secret
         try:
-            kv = await asyncio.wait_for(
-                asyncio.to_thread(ask, home, secret, trajectory_id, version, self._limit_bytes), GIVE_UP_S
-            )
+            kv = await asyncio.wait_for(self._asked(trajectory_id, home), GIVE_UP_S)
             if not await engine.import_kv(kv):
                 raise KVRefused(f"KV of {trajectory_id}: no room for its {kv.num_bytes} bytes")
         except (LibraError, OSError, ValueError, LookupError, TypeError) as error:  # and answers that are malformed
@@ -144,6 +158,22 @@ class KVTransfers:
             logger.info("%s computes its context again: %s", trajectory_id, refused)
             return _Brought(refused=refused)
         return _Brought(time.perf_counter() - started_s, kv.num_bytes, kv.num_tokens)
+
+    async def _asked(self, trajectory_id: str, home: Address) -> KVObject:
+        known, version = self._homes.setdefault(home, _Home()), self._serving.engine.version
+        async with known.turns:
+            if time.monotonic() < known.silent_until_s:
+                raise KVRefused(
+                    f"KV of {trajectory_id}: {home[0]}:{home[1]} did not answer within the last {SILENT_S:g} s"
+                )
+            secret = self._context.spec.secret
+            asked = self._threads.submit(ask, home, secret, trajectory_id, version, self._limit_bytes)
+            try:
+                return await asyncio.wrap_future(asked)
+            except (TransportError, OSError, asyncio.CancelledError):
+                if not asked.cancel():  # it had begun
+                    known.silent_until_s = time.monotonic() + SILENT_S
+                raise
 
     def _serve(self, channel: Channel, client: str) -> None:
         """Answer one request, in the thread of its connection."""

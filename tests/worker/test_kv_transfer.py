@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,7 @@ from libra.errors import EngineError, KVRefused, TransportError
 from libra.rollout import TransformersEngine
 from libra.transport import new_secret
 from libra.types import TurnOutput, TurnRequest
+from libra.worker import kv_transfer
 from libra.worker.kv_transfer import KVTransfers, ask
 
 SECRET = new_secret()
@@ -196,3 +200,60 @@ def test_a_sender_that_is_killed_in_mid_transfer_costs_a_prefill_and_nothing_els
     assert output.token_ids.tolist() == anew.token_ids.tolist()
     assert output.logprobs.tobytes() == anew.logprobs.tobytes()
     assert kept == 1, "the real home keeps its own"
+
+
+class Accepting:
+    """A home that is stopped: its kernel accepts connections, and nobody answers; ``connections`` to it."""
+
+    def __init__(self) -> None:
+        self.connections: list[socket.socket] = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self._socket.getsockname()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                self.connections.append(self._socket.accept()[0])
+
+    def close(self) -> None:
+        for each in (self._socket, *self.connections):
+            each.close()
+
+
+def test_a_home_that_is_stopped_is_given_up_once_and_holds_up_nobody_else(sender, monkeypatch):
+    """Six trajectories have their KV there at once; those that come later do not wait, and another home's arrives."""
+    reports: list[Any] = []
+
+    async def generate(request: TurnRequest) -> Any:
+        return SimpleNamespace(cached_tokens=kv_sender.KV.num_tokens, prefill_s=0.0)
+
+    async def import_kv(kv: Any) -> bool:
+        return True
+
+    async def run(stopped: Accepting) -> None:
+        context = SimpleNamespace(
+            address="tcp://127.0.0.1:1", name="w", spec=SimpleNamespace(secret=SECRET), report=reports.append
+        )
+        engine = SimpleNamespace(version=0, import_kv=import_kv)
+        transfers = KVTransfers(context, SimpleNamespace(engine=engine, generate=generate), LIMIT)
+        try:
+            monkeypatch.setattr(kv_transfer, "GIVE_UP_S", 1.0)
+            for number in range(6):
+                transfers.announced(f"early {number}", stopped.address)
+            await asyncio.gather(*(transfers.generate(f"early {n}", request(1, [0])) for n in range(6)))
+            monkeypatch.setattr(kv_transfer, "GIVE_UP_S", 100.0)
+            transfers.announced("late", stopped.address)
+            await transfers.generate("late", request(1, [0]))
+            transfers.announced("good", sender("good")[1])
+            await transfers.generate("good", request(1, [0]))
+        finally:
+            transfers.close()
+
+    with contextlib.closing(Accepting()) as stopped:
+        asyncio.run(asyncio.wait_for(run(stopped), 90))
+        assert len(stopped.connections) == kv_transfer.ASKED_OF_ONE
+    *early, late, good = reports
+    assert len(early) == 6 and all("answer within" in report.refused and not report.num_bytes for report in early)
+    assert late.refused.endswith("did not answer within the last 30 s")
+    assert (good.key, good.refused, good.num_bytes) == ("good", "", kv_sender.KV.num_bytes)
