@@ -8,21 +8,25 @@ import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Environment", "RunSummary", "Session", "__version__", "errors", "tool", "train"]
+__all__ = ["Environment", "Late", "RunSummary", "Session", "__version__", "deliver", "errors", "tool", "train"]
 
 if TYPE_CHECKING:
     from libra import errors
     from libra.api import train
+    from libra.driver.late_delivery import deliver
     from libra.driver.run_summary import RunSummary
     from libra.driver.session import Session
     from libra.envs.environment import Environment
     from libra.envs.tool import tool
+    from libra.types import Late
 
 
 _HOMES = {
     "Environment": "libra.envs.environment",
+    "Late": "libra.types",
     "RunSummary": "libra.driver.run_summary",
     "Session": "libra.driver.session",
+    "deliver": "libra.driver.late_delivery",
     "errors": "libra.errors",
     "tool": "libra.envs.tool",
 }

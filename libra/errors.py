@@ -16,6 +16,7 @@
     |   |   +-- RewardTimeout              the reward did not return in time
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
+    +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
     +-- CallbackError(RuntimeError)        a callback of the user raised
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
     |   +-- Unstorable                     a value has no form in a record; nothing is wrong with the disk
@@ -72,6 +73,10 @@ class ClusterError(LibraError, RuntimeError):
 
 class CallbackError(LibraError, RuntimeError):
     """A callback of the user raised; what is committed stays, and the run can be resumed."""
+
+
+class LateRefused(LibraError, ValueError):
+    """A late reward is not taken: one was delivered before, nothing waits for it, or it is not one finite number."""
 
 
 class EngineError(LibraError, RuntimeError):

@@ -367,6 +367,46 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """What a reward function returns in place of a number that comes later, by `libra.deliver`.
+
+    A weighted sum with at most one late term is late too; ``trainer.late`` says what a run makes of it.
+
+    Attributes
+    ----------
+    fast : float or None
+        A provisional value at once. None: there is none.
+    offset, factor : float
+        The reward is ``offset + factor x value`` of the value that is provisional, or delivered.
+    """
+
+    fast: float | None = None
+    offset: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def provisional(self) -> float | None:
+        """The reward until the value is delivered; None: there is none."""
+        return None if self.fast is None else self.offset + self.factor * self.fast
+
+    def __add__(self, other: object) -> Late:
+        if isinstance(other, Late):
+            raise TypeError("two rewards of a sum are libra.Late; one may be, because one value is delivered")
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return Late(self.fast, self.offset + float(other), self.factor)
+
+    __radd__ = __add__
+
+    def __mul__(self, weight: object) -> Late:
+        if not isinstance(weight, int | float):
+            return NotImplemented
+        return Late(self.fast, self.offset * weight, self.factor * weight)
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True, slots=True)
 class Episode:
     """A finished trajectory as the grader sees it."""
 
@@ -403,6 +443,11 @@ class Trajectory:
         NaN for failure classes that do not train.
     retried : str
         Failure classes of earlier attempts, in order, joined by commas; empty: this is the first attempt.
+    late : list of two floats, or None
+        ``offset`` and ``factor`` of a reward that comes late (`Late`); ``reward`` then is provisional, or missing (class
+        ``reward``).
+    counted : bool
+        Whether it counts in the denominators of its step. A late correction of one that was trained before does not.
     """
 
     trajectory_id: TrajectoryId
@@ -420,6 +465,14 @@ class Trajectory:
     advantage: float = 0.0
     epoch: int = 0
     retried: str = ""
+    late: list[float] | None = None
+    counted: bool = True
+
+    def take_late(self, value: float) -> None:
+        """The ``value`` delivered for a late reward counts from now on."""
+        assert self.late is not None, f"{self.trajectory_id} has its reward"
+        offset, factor = self.late
+        self.reward, self.failure, self.failure_detail = offset + factor * value, FailureClass.NONE, ""
 
     @property
     def num_action_tokens(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from libra.cli.cluster_commands import cluster
+from libra.cli.deliver import deliver
 from libra.cli.inspect import inspect
 from libra.cli.new_project import init
 from libra.cli.page import page
@@ -46,7 +47,7 @@ def cli() -> None:
     """
 
 
-for _command in (inspect, page, report, runs, trace):
+for _command in (deliver, inspect, page, report, runs, trace):
     cli.add_command(_command)
 
 _CONFIG = click.argument("config", metavar="CONFIG")

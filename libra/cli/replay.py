@@ -259,6 +259,7 @@ _ABOUT_GATES = (
     events.WaveParked,
     events.WaveOpened,
     events.WaveTrained,
+    events.LateRewardsTaken,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from libra import events
+from libra.observe.decision_words import late_words
 from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority, Turn
 from libra.untrusted import shown_line
 
@@ -57,6 +58,8 @@ def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, in
         case events.BatchParked(batch=batch) | events.BatchOpened(batch=batch):
             return kind == "batch" and batch == which
         case events.WaveParked(batch=batch) | events.WaveOpened(batch=batch) | events.WaveTrained(batch=batch):
+            return kind == "batch" and batch == which
+        case events.LateRewardsTaken(batch=batch):
             return kind == "batch" and batch == which
         case events.VersionPublished():
             return kind in ("gate", "batch") and event.version <= int(which)
@@ -122,6 +125,16 @@ def _wave_text(event: events.WaveParked | events.WaveOpened | events.WaveTrained
             return f"{wave}: {event.groups} groups trained in {event.train_s:.3g} s{helped}{missing}"
 
 
+def _batch_text(event: events.BatchParked | events.BatchOpened | events.LateRewardsTaken) -> str:
+    match event:
+        case events.BatchParked():
+            return f"batch {event.batch} waits for its groups"
+        case events.BatchOpened():
+            return f"batch {event.batch} opens with {len(event.members)} groups: {event.reason}"
+        case events.LateRewardsTaken():
+            return ": ".join(late_words(event))
+
+
 def _other_text(event: events.Event) -> str:
     match event:
         case events.QuantumLost():
@@ -133,12 +146,10 @@ def _other_text(event: events.Event) -> str:
         case events.GroupCommitted():
             which = f"group {event.group} of iteration {event.iteration} ({event.split})"
             return f"{which} is committed, oldest version {event.oldest_version}"
-        case events.BatchParked():
-            return f"batch {event.batch} waits for its groups"
+        case events.BatchParked() | events.BatchOpened() | events.LateRewardsTaken():
+            return _batch_text(event)
         case events.WaveParked() | events.WaveOpened() | events.WaveTrained():
             return _wave_text(event)
-        case events.BatchOpened():
-            return f"batch {event.batch} opens with {len(event.members)} groups: {event.reason}"
         case events.VersionPublished():
             return f"version {event.version} is published"
         case events.StallDetected():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from libra.config.models import RunSections
-from libra.config.streaming import most_waves, streaming_obstacle, turning_obstacle
+from libra.config.streaming import GROUP_ADVANTAGES, most_waves, streaming_obstacle, turning_obstacle
 
 _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
@@ -21,7 +21,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _loss, _masks,
-        _mismatch, _token_rewards, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
+        _mismatch, _token_rewards, _late, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -285,6 +285,38 @@ def _mismatch(config: RunSections) -> Iterator[str]:
         yield (
             f"trainer.mismatch_action: {trainer.mismatch_action} needs an alarm, and trainer.mismatch_alarm=null; type "
             "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn"
+        )
+
+
+def _late(config: RunSections) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.late != "correct":
+        return
+    if trainer.advantage not in GROUP_ADVANTAGES:
+        yield (
+            f"trainer.late: correct, and trainer.advantage={trainer.advantage} may look at other groups, whose batch is over; type "
+            f"trainer.advantage={GROUP_ADVANTAGES[0]} (or {', '.join(GROUP_ADVANTAGES[1:])}), or trainer.late=wait"
+        )
+    if trainer.minibatches > 1:
+        yield (
+            f"trainer.late: correct, and of trainer.minibatches={trainer.minibatches} one might have corrections alone, which "
+            "count in no denominator; type trainer.minibatches=1, or trainer.late=wait"
+        )
+    if trainer.kl_in_reward:
+        yield (
+            "trainer.late: correct, and with trainer.kl_in_reward=true the trainer computes advantages of a batch's rewards alone; "
+            "type trainer.kl_in_reward=false, or trainer.late=wait"
+        )
+    if trainer.loss == "reinforce" or ":" in trainer.loss or (trainer.loss == "dppo" and trainer.log_ratio_coef > 0):
+        why = "has no ratio" if trainer.loss == "reinforce" else "may have a term without the advantage"
+        yield (
+            f"trainer.late: correct needs a clipped ratio, and trainer.loss={trainer.loss} {why}; type trainer.loss=ppo, or "
+            "trainer.late=wait"
+        )
+    if trainer.old_logp not in ("behaviour", "exact") and trainer.correction == "none":
+        yield (
+            f"trainer.late: correct needs the ratio to the policy that sampled, and trainer.old_logp={trainer.old_logp} is another "
+            "one; type trainer.correction=truncate, or trainer.old_logp=behaviour"
         )
 
 

@@ -83,7 +83,9 @@ _REJECTS = is_not("trainer.reject", "none")
 _REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
+_LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
+    is_("trainer.late", "off"),
     is_("trainer.epochs", 1),
     is_("trainer.minibatches", 1),
     is_("trainer.advantage", *GROUP_ADVANTAGES),
@@ -200,6 +202,9 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "gamma", _run(is_("trainer.advantage", "reinforce_pp"))),
     ("trainer", "mismatch_action", _run(given("trainer.mismatch_alarm"))),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
+    ("trainer", "late", _of("run", "plan")),
+    ("trainer", "late_tau late_versions", _run(_LATE_CORRECTS)),
+    ("trainer", "late_wait_s", _run(is_("trainer.late", "wait"))),
     ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
     (
         "trainer",

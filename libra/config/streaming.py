@@ -30,6 +30,8 @@ def streaming_obstacle(config: RunSections) -> str | None:
             f"trainer.m2po_threshold={trainer.m2po_threshold:g} chooses among all tokens of the batch; type "
             "trainer.m2po_threshold=null"
         )
+    if trainer.late != "off":
+        return f"trainer.late={trainer.late} looks for rewards when a batch is complete; type trainer.late=off"
     if trainer.advantage not in GROUP_ADVANTAGES:
         own = "may look at" if ":" in trainer.advantage else "needs"
         return (

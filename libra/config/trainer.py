@@ -204,6 +204,19 @@ class TrainerSection(Section):
     layout: LayoutName = "ddp"
     """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
     shards (fsdp2), which needs 1 / replicas of the memory and more network. No effect with one replica."""
+    late: Literal["off", "correct", "wait", "drop"] = "off"
+    """What becomes of a reward that comes later (`libra.Late`, docs/late_rewards.md). One that is there when the batch of its
+    trajectory is made counts in it; else the provisional value counts, or the trajectory is left out where it has none. Then
+    correct: the reward counts in the next batch after it came, as the difference that it makes to the advantages of its group,
+    times e^(-delay / `late_tau`) and the clipped ratio of the loss (RAC). wait: batches wait for it, up to `late_wait_s`. drop: it
+    is dropped. off: such a reward is a failure of class reward."""
+    late_tau: Annotated[float, Field(gt=0)] = 50.0
+    """For `late` correct: versions after which a late reward counts for 1/e of its difference."""
+    late_versions: AtLeastOne = 16
+    """For `late` correct: versions for which a trained group waits for its rewards; later ones are dropped. Group records are kept
+    as long."""
+    late_wait_s: Annotated[float, Field(gt=0)] = 600.0
+    """For `late` wait: seconds that a batch waits for late rewards of its members; then the provisional values count."""
     dispatch: Literal["storage", "peer"] = "storage"
     """How a step gets its trajectories. "storage": every replica reads the whole batch from the run directory. "peer":
     each replica fetches its slice over the network from the workers that graded it, and reads rows that those workers

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from libra.store.store_check import column_rows, committed_rows, store_faults
 from libra.store.trajectory_journal import Journal
 from libra.tensor_files import checkpoint_fault, version_fault
 from libra.types import TrajectoryId
+from libra.worker.late_waiting import group_names
 from libra.worker.run_spec import RunDirectory
 
 LIMIT_BYTES = 256 * 2**20
@@ -285,7 +286,7 @@ def _check_batches(check: RunCheck) -> None:
             check.add(f"batches/{path.name}", "it is gone")
             continue
         try:
-            check.groups[number] = _group_names(read_batch_facts(check.files.batches_dir, number))
+            check.groups[number] = group_names(read_batch_facts(check.files.batches_dir, number))
         except StoreError as error:
             check.add(f"batches/{path.name}", _what(error).partition("; type")[0])
 
@@ -417,13 +418,9 @@ def _check_groups(check: RunCheck) -> None:
 def batch_groups(files: RunDirectory, number: int) -> list[str]:
     """Names of the group records of a batch; none if its file cannot be read."""
     try:
-        return _group_names(read_batch_facts(files.batches_dir, number))
+        return group_names(read_batch_facts(files.batches_dir, number))
     except StoreError:
         return []
-
-
-def _group_names(facts: Mapping[str, Any]) -> list[str]:
-    return [Path(row["path"]).name for row in facts.get("groups", ())]
 
 
 def _check_lost(check: RunCheck) -> None:

@@ -109,7 +109,9 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
     async def grade_all() -> None:
         await environment.setup()
         try:
-            await asyncio.gather(*(grade(environment, config.trainer.resample, *pair) for pair in pairs))
+            await asyncio.gather(
+                *(grade(environment, config.trainer.resample, *pair, late=config.trainer.late) for pair in pairs)
+            )
         finally:
             await environment.close()
 
@@ -119,9 +121,12 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
 
 def repair_batch(check: RunCheck, repairs: Repairs, name: str) -> None:
     """Rebuild the file of a batch: its members from the store or the event log, its advantages from their rewards."""
-    from libra.graph.batch_nodes import member_rows  # brings torch
+    from libra.graph.member_rows import member_rows  # brings torch
 
     number, config, files = int(Path(name).stem.split("-")[1]), config_of(check), check.files
+    if config.trainer.late != "off":
+        repairs.cannot(name, "which late rewards its batch took is recorded in no other file")
+        return
     members = [each.trajectory for each in stored(check, "train") or [] if each.batch == number]
     how = "the store"
     groups: dict[tuple[int, int], list[Trajectory]] = {}

@@ -37,6 +37,7 @@ from libra.store.store_check import LEVEL, column_rows, committed_rows, metadata
 from libra.store.trajectories import COUNTS, HAS_DIGESTS, TrajectoryStore
 from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path, rows_of
 from libra.types import Trajectory
+from libra.worker.batch_rows import take_late
 from libra.worker.run_spec import RunDirectory
 
 _NEW = ".repaired"
@@ -75,7 +76,7 @@ def trajectories_of(files: RunDirectory, append: AppendedRows) -> list[Trajector
     else:
         found = []
         for row in read_batch_facts(files.batches_dir, append.batch)["groups"]:
-            members = read_group(files.groups_dir / Path(row["path"]).name)
+            members = take_late(read_group(files.groups_dir / Path(row["path"]).name), row)
             for member, advantage in zip(members, row["advantages"], strict=True):
                 member.advantage = advantage
             found += members

@@ -26,8 +26,10 @@ from libra.policy.log_replay import learned
 from libra.policy.waves import GroupId
 from libra.store.batch_membership import batch_path, read_batch, read_batch_facts
 from libra.store.event_log import from_last_snapshot
+from libra.store.group_records import group_path
 from libra.store.trajectory_journal import Journal
 from libra.store.wave_records import groups_of, read_waves
+from libra.worker.late_waiting import waiting_after
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -71,10 +73,18 @@ def prune_groups(spec: RunSpec, first: int, before: int) -> int:
     """Remove the group records of batches ``first`` to ``before - 1``, which no kept checkpoint needs; returns ``before``.
 
     Those of evaluations at older versions and of waves go with them. All are in the store by then; a missing one is no error.
+    Records of groups that wait for late rewards are kept until they wait no more.
     """
-    for batch in range(first, before):
-        for row in read_batch_facts(spec.batches_dir, batch)["groups"]:
-            (spec.groups_dir / Path(row["path"]).name).unlink(missing_ok=True)
+    done = {
+        (row["iteration"], row["group"])
+        for batch in range(first, before)
+        for row in read_batch_facts(spec.batches_dir, batch)["groups"]
+    }
+    if first < before and spec.config.trainer.late == "correct":
+        done |= {(group.iteration, group.group) for group in waiting_after(spec, first - 1)}
+        done -= {(group.iteration, group.group) for group in waiting_after(spec, before - 1)}
+    for group in done:
+        group_path(spec.groups_dir, *group).unlink(missing_ok=True)
     for path in spec.waves_dir.glob("wave-*.json"):
         if int(path.name.split("-")[1]) < before:
             path.unlink(missing_ok=True)

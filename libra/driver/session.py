@@ -46,6 +46,7 @@ from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
 from libra.observe.trackers import Trackers
 from libra.store.batch_membership import read_batch_facts
+from libra.store.late_rewards import run_here
 from libra.worker.batch_rows import members_of
 from libra.worker.step_records import step_numbers
 
@@ -159,6 +160,7 @@ class Session:
         self._interruption.of(self.directory, resume_words(self.directory, given))
         self._interruption.starts()
         logs = exits.enter_context(RunLogs(self.directory))
+        exits.enter_context(run_here(self.directory))
         self._stages.begin("model")
         self._start = start = prepare(request, exits, new)
         self.config = start.config

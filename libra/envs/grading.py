@@ -1,4 +1,7 @@
-"""Grades one finished trajectory: a finite number, or a `RewardFault` that names environment, trajectory and value."""
+"""Grades one finished trajectory: a finite number, or a `RewardFault` that names environment, trajectory and value.
+
+A number that comes later is a `libra.types.Late`, whose provisional value is checked alike.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ import numpy as np
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
 from libra.errors import RewardFault, RewardTimeout
-from libra.types import Episode
+from libra.types import Episode, Late
 from libra.untrusted import error_text, repr_text
 
 MAX_REWARD = 1e9
 """Largest reward in magnitude: advantages and gradients are computed in float32."""
 
 
-async def run_grader(environment: Environment, episode: Episode, timeout_s: float = 60.0) -> float:
+async def run_grader(environment: Environment, episode: Episode, timeout_s: float = 60.0) -> float | Late:
     """``environment.grade(episode)``, bounded by ``timeout_s`` wall seconds.
 
     Raises
@@ -40,6 +43,10 @@ async def run_grader(environment: Environment, episode: Episode, timeout_s: floa
     value, error = outcome
     if error is not None:
         raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
+    if isinstance(value, Late):
+        if value.provisional is not None:
+            bounded_reward(float(value.provisional), f"{where}, provisionally")
+        return value
     if not isinstance(value, numbers.Real | np.bool_):
         raise RewardFault(
             f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); it must be one finite number"

@@ -242,6 +242,20 @@ class WaveReport(Report, frozen=True, tag="wave"):
     hybrids: int = 0
 
 
+class LateReport(Report, frozen=True, tag="late"):
+    """What a batch does about late rewards; fields as in `libra.events.LateRewardsTaken`."""
+
+    batch: int
+    versions: int = 0
+    waited: tuple[tuple[int, ...], ...] = ()
+    came: tuple[tuple[int, int, int], ...] = ()
+    arrived: tuple[tuple[int, ...], ...] = ()
+    dropped: tuple[tuple[int, int, int], ...] = ()
+    on_time: int = 0
+    waiting: int = 0
+    awaited: int = 0
+
+
 class IterationReport(Report, frozen=True, tag="iteration"):
     """An iteration ended; ``reward`` None: no trajectory had one."""
 

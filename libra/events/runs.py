@@ -120,6 +120,27 @@ class StepFinished(Event, frozen=True):
     train_s: float
 
 
+class LateRewardsTaken(Event, frozen=True):
+    """What a batch does about rewards that come later than their trajectory (`libra.policy.late`).
+
+    Input: groups that ``waited``, each (iteration, group, batch that trained it, samples ...), for at most ``versions``, and the
+    trajectories among them whose reward ``came``, each (iteration, group, sample). Output: those that count now, with their age in
+    versions (``arrived``), and those that are ``dropped``. Beside them: ``on_time``, late rewards of the batch's own members that
+    were there; ``waiting``, groups that wait for the next batch. ``awaited``: the batch still waits for so many rewards, and
+    has decided nothing.
+    """
+
+    batch: int
+    versions: int
+    waited: tuple[tuple[int, ...], ...]
+    came: tuple[tuple[int, int, int], ...]
+    arrived: tuple[tuple[int, ...], ...]
+    dropped: tuple[tuple[int, int, int], ...]
+    on_time: int
+    waiting: int
+    awaited: int
+
+
 class IterationFinished(Event, frozen=True):
     """The summary of an iteration returned; ``reward`` is None if no trajectory had one."""
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from libra.config.trainer import TrainerSection
-from libra.errors import RecordExists, TrainError
-from libra.policy import StalenessPolicy, Verdict, judge, staleness_of
+from libra.errors import RecordExists
+from libra.graph.late_groups import late_facts, late_numbers, take_delivered
+from libra.graph.member_rows import member_rows
+from libra.policy import Verdict, staleness_of
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
 from libra.store.group_records import group_path, read_group
 from libra.store.wave_records import read_waves
-from libra.train import GroupRewards, batch_advantages
-from libra.train.own_parts import estimator_of
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
-from libra.worker.batch_rows import lengths, members_of, without_stale
+from libra.worker.batch_rows import late_rows, lengths, members_of, take_late, without_stale
 from libra.worker.failure_classes import failure_counts
 from libra.worker.host import LibraHost, host_here
 from libra.worker.learning_signal import signal_numbers
@@ -51,19 +49,30 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
     paths = [group_path(host.spec.groups_dir, *member) for member in members]
     groups = [read_group(path) for path in paths]
     trajectories = [trajectory for group in groups for trajectory in group]
+    came = await take_delivered(host.context, batch, groups) if trainer.late != "off" else {}
     streamed = [row for wave in read_waves(host.spec.waves_dir, batch) for row in wave] if waves else []
     staleness = staleness_of(host.spec.config)
     rows = streamed if len(streamed) == len(groups) else member_rows(trainer, groups, paths, batch, staleness)
+    facts = {"groups": rows} | late_facts(host.context, batch, groups, rows, came)
     try:
-        commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], groups=rows)
+        commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], **facts)
     except RecordExists:
-        rows = read_batch_facts(host.spec.batches_dir, batch)["groups"]
+        facts = read_batch_facts(host.spec.batches_dir, batch)
+        rows = facts["groups"]
+        for row, group in zip(rows, groups, strict=True):
+            take_late(group, row)
+    late = late_rows(facts)
     if trainer.dispatch == "peer" and not waves:
         await with_blocks(host, members, groups, rows)
+        for row in late:
+            path = group_path(host.spec.groups_dir, row["iteration"], row["group"])
+            corrected = [without_stale(t, row) for t in take_late(read_group(path), row)]
+            row |= {"rows": [str(t.trajectory_id) for t in corrected], "lengths": lengths(corrected), "block": None}
     return {
         "batch": batch,
         "members": rows,
-        "stats": batch_stats(groups, rows, batch) | generated_for(groups, rows),
+        "late": late,
+        "stats": batch_stats(groups, rows, batch) | late_numbers(facts) | generated_for(groups, rows),
     }
 
 
@@ -75,61 +84,6 @@ async def with_blocks(
     for row, group, block in zip(rows, groups, blocks, strict=True):
         row |= {"rows": [str(t.trajectory_id) for t in group], "block": block}
         row["lengths"] = lengths([without_stale(t, row) for t in group])
-
-
-def member_rows(
-    trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
-) -> list[dict[str, Any]]:
-    """What the file of a batch says of each group: where its record is, its advantages, who takes part in the step, and the verdict
-    on one that is over age; TrainError if such a group should have been waited for."""
-    verdicts = [judge(oldest_version(group, batch), batch, staleness) for group in groups]
-    for group, verdict in zip(groups, verdicts, strict=True):
-        if verdict is Verdict.WAIT:
-            lag = batch - oldest_version(group, batch)
-            raise TrainError(
-                f"batch {batch}: a token has lag {lag}, above run.eta={staleness.eta}; no step was taken on it"
-            )
-    advantages, trains = batch_advantages(
-        [group_rewards(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)],
-        estimator_of(trainer),
-        normalize_std=trainer.normalize_std,
-        eps=trainer.std_eps,
-        drop_uniform_groups=trainer.drop_uniform_groups,
-        drop_truncated=trainer.drop_truncated,
-    )
-    rows = []
-    for group, path, verdict, advantage, part in zip(groups, paths, verdicts, advantages, trains, strict=True):
-        row: dict[str, Any] = {
-            "iteration": group[0].trajectory_id.iteration,
-            "group": group[0].trajectory_id.group,
-            "path": str(path),
-            "advantages": advantage.tolist(),
-            "trains": part.tolist(),
-        }
-        if verdict is not Verdict.ACCEPT:
-            row["over_age"] = str(verdict)
-        if verdict is Verdict.MASK:
-            row["from_version"] = batch - staleness.eta
-            fresh = [without_stale(member, row).num_action_tokens > 0 for member in group]
-            row["trains"] = [trains and some for trains, some in zip(row["trains"], fresh, strict=True)]
-        rows.append(row)
-    return rows
-
-
-def oldest_version(group: list[Trajectory], batch: int) -> int:
-    """Version of the oldest token of a group that may train; that of the step, ``batch``, if there is none."""
-    return min((t.oldest_version for t in group if t.failure.trains and t.num_action_tokens), default=batch)
-
-
-def group_rewards(group: list[Trajectory], verdict: Verdict = Verdict.ACCEPT) -> GroupRewards:
-    """The input of the advantages; a group that is dropped has no valid member."""
-    return GroupRewards(
-        reward=np.array([t.reward for t in group]),
-        valid=np.array([t.failure.trains and verdict is not Verdict.DROP for t in group]),
-        num_tokens=np.array([t.num_action_tokens for t in group]),
-        finished=np.array([t.end_reason is not EndReason.LENGTH for t in group]),
-        greedy=np.array([t.trajectory_id.sample == 0 for t in group]),
-    )
 
 
 def lags(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int) -> np.ndarray:
@@ -171,9 +125,10 @@ def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag
 def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     """Metrics of a committed batch that need no step."""
     spec = host_here(run).spec
-    rows = read_batch_facts(spec.batches_dir, batch)["groups"]
+    facts = read_batch_facts(spec.batches_dir, batch)
+    rows = facts["groups"]
     groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
-    return {"iteration": batch, **batch_stats(groups, rows, batch)}
+    return {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts)}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

@@ -110,8 +110,10 @@ async def group(
         members = [trajectory for trajectory, _ in pairs]
         if extra is not None and (fault := score_fault(extra, len(pairs))):
             raise ConfigError(f"{fault}; return a list with one number for each episode")
-        environment, resample = host.context.environment, host.spec.config.trainer.resample
-        await asyncio.gather(*(grade(environment, resample, t, e, extra, i) for i, (t, e) in enumerate(pairs)))
+        environment, trainer = host.context.environment, host.spec.config.trainer
+        await asyncio.gather(
+            *(grade(environment, trainer.resample, t, e, extra, i, late=trainer.late) for i, (t, e) in enumerate(pairs))
+        )
         try:
             write_group(host.spec.groups_dir, iteration, group, members)
         except RecordExists:

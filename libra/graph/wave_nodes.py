@@ -18,7 +18,8 @@ from typing import Any
 
 from libra.errors import MismatchAlarm, RecordExists, StoreError, TrainError
 from libra.events.reports import WaveReport
-from libra.graph.batch_nodes import member_rows, with_blocks
+from libra.graph.batch_nodes import with_blocks
+from libra.graph.member_rows import member_rows
 from libra.graph.training_nodes import finished_step
 from libra.policy import StalenessPolicy
 from libra.store.group_records import group_path, read_group

@@ -13,6 +13,7 @@ DECISIONS: Final = (
     events.RoleChangeStarted, events.RoleChanged, events.RoleRestored, events.RoleChangeFailed, events.RoleChangeCancelled,
     events.SlotsSet, events.BoundariesSet,
 )  # fmt: skip
+LATE: Final = (events.LateRewardsTaken,)
 TURNS: Final = (events.EngineTurned, events.TurnRefused)
 TROUBLES: Final = (
     events.WorkerLost, events.WorkerSetupFailed, events.EngineQuarantined, events.StallDetected,
@@ -29,6 +30,17 @@ def turn_words(event: events.EngineTurned | events.TurnRefused) -> tuple[str, st
     if isinstance(event, events.TurnRefused):
         return f"{event.worker} stays as it is until the next version", event.detail
     return f"{event.worker} {'turns to training' if event.to == 'training' else 'generates again'}", event.reason
+
+
+def late_words(event: events.LateRewardsTaken) -> tuple[str, str]:
+    """What a batch does about late rewards, and why."""
+    if event.awaited:
+        return f"step {event.batch} waits", f"{event.awaited} rewards of its members are late"
+    dropped = f", {len(event.dropped)} are dropped after {event.versions} versions" if event.dropped else ""
+    ages = [age for *_, age in event.arrived]
+    old = f"{min(ages)} to {max(ages)} versions old; " if ages else ""
+    why = f"{old}{event.on_time} more came before their own step, {event.waiting} groups wait"
+    return f"step {event.batch} corrects for {len(ages)} late rewards{dropped}", why
 
 
 def decision_words(event: events.Event) -> tuple[str, str]:
@@ -62,6 +74,8 @@ def decision_words(event: events.Event) -> tuple[str, str]:
             return f"change {event.generation} was cancelled", "on request"
         case events.SlotsSet():
             return f"{event.worker}: at most {event.slots} trajectories at once", event.reason
+        case events.LateRewardsTaken():
+            return late_words(event)
         case events.BoundariesSet():
             return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}", event.reason
     return event.name, ""

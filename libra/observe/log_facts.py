@@ -15,7 +15,7 @@ from libra import events, keys
 from libra.errors import StoreError
 from libra.events import Event
 from libra.observe.decision_outcomes import DecisionOutcomes
-from libra.observe.decision_words import DECISIONS, TROUBLES
+from libra.observe.decision_words import DECISIONS, LATE, TROUBLES
 from libra.observe.run_directory import setting, whole_number
 from libra.observe.run_facts import RunFacts
 from libra.store.event_log import EventReader
@@ -131,7 +131,7 @@ class LogFacts:
         outcome = self.outcomes.add(event)
         if isinstance(event, TROUBLES):
             self.troubles.append(Logged(now_s, event))
-        elif isinstance(event, DECISIONS):
+        elif isinstance(event, (*DECISIONS, *LATE)):
             self.decisions.append(Logged(now_s, event, outcome))
 
     def read_on(self, path: Path) -> str:

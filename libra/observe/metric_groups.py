@@ -1,4 +1,5 @@
-"""Names of metrics for trackers, by group: ``reward/``, ``train/``, ``time/``, ``lag/``, ``failures/``, ``forecast/``, ``plan/``.
+"""Names of metrics for trackers, by group: ``reward/``, ``train/``, ``time/``, ``lag/``, ``failures/``, ``forecast/``, ``plan/``,
+``late/``.
 
 ``metrics.jsonl`` keeps the names without groups.
 """
@@ -16,7 +17,7 @@ _RENAMED: Final = {
 _PREFIXES: Final = (
     ("evaluation/reward/", "reward/held_out_by/"), ("evaluation/", "reward/held_out_"), ("reward_", "reward/"), ("lag_", "lag/"),
     ("mismatch_", "lag/mismatch_"), ("failures/", "failures/"), ("resampled/", "failures/tried_again_"), ("forecast_", "forecast/"),
-    ("plan/", "plan/"),
+    ("plan/", "plan/"), ("late_", "late/"),
 )  # fmt: skip
 
 

@@ -291,6 +291,7 @@ _HANDLERS: Final[Mapping[type[Event], Callable[[RunFacts, Any], None]]] = {
     events.GroupCommitted: RunFacts._group_committed,
     events.GateOpened: RunFacts._gate_opened,
     events.BatchOpened: lambda self, event: self._opened.append((self.times.now_s, event)),
+    events.LateRewardsTaken: lambda self, event: self._opened.append((self.times.now_s, event)),
     events.VersionPublished: RunFacts._version_published,
     events.IterationFinished: RunFacts._iteration_finished,
     events.EvaluationFinished: RunFacts._evaluated,

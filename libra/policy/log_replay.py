@@ -9,7 +9,8 @@ Promises
 4. A dispatch is compared with the priority that was last logged for its trajectory, and each needs a parking of its own. If the
    log has the run from its start and no other run shared the scheduler, the dispatcher's choices of trajectory and worker are
    repeated and compared too.
-5. After a difference the replay continues; later differences may follow from the first.
+5. What a batch did about late rewards is compared with what it would do about the same ones.
+6. After a difference the replay continues; later differences may follow from the first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from libra import events
 from libra.errors import StoreError
 from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
+from libra.policy.late import WaitingGroup, settle
 from libra.policy.messages import (
     Command,
     OpenBatch,
@@ -190,6 +192,8 @@ def _answers(line: int, event: events.Event, objects: ReplayedObjects) -> _Answe
     """Pass an event to the objects; None if they do not receive this kind."""
     places = objects.places
     difference = ""
+    if isinstance(event, events.LateRewardsTaken):
+        return None if event.awaited else _Answers(line, event, (), places, _late_difference(event))
     if isinstance(event, events.QuantumDispatched):
         difference = _misplaced(event, objects) or objects.placed(line, event)
     now = objects.tell(line, event)
@@ -248,6 +252,23 @@ def _misplaced(event: events.QuantumDispatched, objects: ReplayedObjects) -> str
     if place is None or tuple(place) == event.priority:
         return ""
     return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
+
+
+def _late_difference(event: events.LateRewardsTaken) -> str:
+    """How what a batch did about late rewards differs from what it would do now."""
+    groups = (WaitingGroup(group[0], group[1], group[2], group[3:]) for group in event.waited)
+    now = settle(groups, event.batch, dict.fromkeys(event.came, 0.0), versions=event.versions)
+    arrived = tuple(
+        (arrival.group.iteration, arrival.group.group, s, arrival.delay)
+        for arrival in now.arrivals
+        for s in arrival.rewards
+    )
+    if (arrived, now.dropped) == (event.arrived, event.dropped):
+        return ""
+    return (
+        f"batch {event.batch} took late rewards {list(event.arrived)} and dropped {list(event.dropped)}; now it takes "
+        f"{list(arrived)} and drops {list(now.dropped)}"
+    )
 
 
 def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:

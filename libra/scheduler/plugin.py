@@ -40,6 +40,7 @@ from libra.events.reports import (
     GroupReport,
     IterationReport,
     JoinedReport,
+    LateReport,
     NotReadyReport,
     PlanReport,
     PromptsReport,
@@ -469,6 +470,8 @@ class LibraPlugin(SchedulerPlugin):
                 state.log.emit(events.WaveTrained, **structs.asdict(report))
                 state.tail.handle(WaveDone(batch, wave, report.train_s, report.hybrids))
                 self._apply(state, state.admission.wave_trained(batch, wave))
+            case LateReport():
+                state.log.emit(events.LateRewardsTaken, **structs.asdict(report))
             case IterationReport(iteration=iteration, reward=reward, lag=lag):
                 state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
             case EvaluationReport(version=version, reward=reward, prompts=prompts):

@@ -19,7 +19,8 @@ from libra.store.exclusive_files import create_exclusive
 from libra.store.record_codec import pack, unpack
 from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
 
-_FIELDS = tuple(field.name for field in fields(Trajectory))
+_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in ("late", "counted"))
+"""Of every record; one of a late reward also has ``late``, and ``counted`` is of a step."""
 
 
 def prompt_to_json(prompt: Prompt) -> str:
@@ -100,6 +101,8 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
     record["trajectory_id"] = list(trajectory.trajectory_id)
     record["prompt"] = [trajectory.prompt.prompt_id, prompt_to_json(trajectory.prompt)]
     record["end_reason"], record["failure"] = str(trajectory.end_reason), str(trajectory.failure)
+    if trajectory.late is not None:
+        record["late"] = trajectory.late
     return record
 
 

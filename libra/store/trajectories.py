@@ -210,6 +210,8 @@ class TrajectoryStore:
             advantage=row["advantage"],
             epoch=row["epoch"],
             retried=row["retried"],
+            late=None,
+            counted=True,
             **tokens,
         )
 

@@ -51,7 +51,7 @@ from libra.train.own_parts import (
     own_losses,
 )
 from libra.train.sequences import Packed
-from libra.types import EndReason, Episode, Prompt, ToolReturn, ToolStatus, Turn
+from libra.types import EndReason, Episode, Late, Prompt, ToolReturn, ToolStatus, Turn
 
 TOLERANCE = 1e-6
 """Largest difference of the loss of a token between two ways of packing its sequence."""
@@ -305,7 +305,7 @@ class EnvironmentContract:
         for prompt in self.given():
             assert asyncio.run(self.reward(prompt)) == asyncio.run(self.reward(prompt))
 
-    async def reward(self, prompt: Prompt) -> float:
+    async def reward(self, prompt: Prompt) -> float | Late:
         """Reward of `turns`, each taken by a new object."""
         where, played = prompt.prompt_id, list[Turn]()
         data, ended = await begin_state(self.make_environment(), prompt, where), False

@@ -27,12 +27,13 @@ _NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """The row of a trajectory that trains, and the lengths and advantage of its `Sample`."""
+    """The row of a trajectory that trains, the lengths and advantage of its `Sample`, and whether it is counted."""
 
     row: str
     num_tokens: int
     num_actions: int
     advantage: float
+    counted: bool = True
 
 
 class LazyBatch:
@@ -65,7 +66,7 @@ class LazyBatch:
         missing = [sample for sample in absent if sample.fact.row not in self.fetched]
         for sample, trajectory in zip(missing, self._fetch([sample.fact.row for sample in missing]), strict=True):
             fact = sample.fact
-            trajectory.advantage = fact.advantage
+            trajectory.advantage, trajectory.counted = fact.advantage, fact.counted
             arrived = sample_of(trajectory, sample.step)
             if (arrived.num_tokens, arrived.num_actions) != (fact.num_tokens, fact.num_actions):
                 raise TrainError(
@@ -86,7 +87,8 @@ class _Absent(Sample):
     @classmethod
     def of(cls, fact: RowFacts, batch: LazyBatch, step: int) -> _Absent:
         """For one row of ``batch``."""
-        return cls(_NONE, _NONE, _NONE, _NO_LOGP, _NO_FLAGS, fact.advantage, fact=fact, batch=batch, step=step)
+        arrays = (_NONE, _NONE, _NONE, _NO_LOGP, _NO_FLAGS)
+        return cls(*arrays, fact.advantage, counted=fact.counted, fact=fact, batch=batch, step=step)
 
     @property
     def num_tokens(self) -> int:

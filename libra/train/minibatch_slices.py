@@ -32,11 +32,13 @@ def split(samples: Sequence[Sample], num_slices: int) -> list[list[Sample]]:
 def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """A slice as flat tensors: tokens and actions of all samples one after the other, and how many of each."""
     counts = [
-        (s.num_tokens, s.num_actions, s.proximal_logp is not None, s.kept is not None, s.token_advantage is not None)
+        (
+            s.num_tokens, s.num_actions, s.proximal_logp is not None, s.kept is not None, s.token_advantage is not None, s.counted,
+        )
         for s in samples
-    ]
+    ]  # fmt: skip
     tensors = {
-        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 5),
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 6),
         "advantage": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
         "token_ids": _joined([s.token_ids for s in samples], np.int64),
         "action_at": _joined([s.action_at for s in samples], np.int64),
@@ -56,7 +58,8 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The slice that `to_tensors` made."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     samples, tokens, actions, proximal, kept, rewarded = [], 0, 0, 0, 0, 0
-    for number, (num_tokens, num_actions, has_proximal, has_kept, has_rewards) in enumerate(arrays["counts"].tolist()):
+    for number, (num_tokens, num_actions, *has, counted) in enumerate(arrays["counts"].tolist()):
+        has_proximal, has_kept, has_rewards = has
         here = slice(actions, actions + num_actions)
         samples.append(
             Sample(
@@ -69,6 +72,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
                 proximal_logp=arrays["proximal_logp"][proximal : proximal + num_actions] if has_proximal else None,
                 token_advantage=arrays["token_advantage"][rewarded : rewarded + num_actions] if has_rewards else None,
                 kept=arrays["kept"][kept : kept + num_actions] if has_kept else None,
+                counted=bool(counted),
             )
         )
         tokens, actions, proximal = tokens + num_tokens, actions + num_actions, proximal + num_actions * has_proximal

@@ -22,6 +22,8 @@ old_logp       p_old                                       weight (where ``corre
 ``ewma``       that of a moving average of the weights     p_old / p_engine: mismatch and staleness
 =============  ==========================================  =======================================================
 
+A late correction (`Sample.counted` False) has the policy loss alone: its trajectory had the other terms when it was trained.
+
 Shape legend: N action tokens of a micro-batch.
 """
 
@@ -107,10 +109,10 @@ class Objective:
                 bound=settings.kl_bound,
                 log_ratio_bound=None if settings.kl_bound is None else 2 * settings.kl_bound,
             )
-            loss_N = loss_N + settings.kl_coef * kl_N
+            loss_N = loss_N + settings.kl_coef * _once(kl_N, batch)
             sums["kl_reference"] = float(kl_N.detach().sum())
         if settings.entropy_coef:
-            loss_N = loss_N - settings.entropy_coef * entropy_N
+            loss_N = loss_N - settings.entropy_coef * _once(entropy_N, batch)
         sums |= {
             "weight_sum": float((keep_N * weight_N).sum()),
             "weight_square_sum": float((keep_N * weight_N).double().square().sum()),
@@ -257,3 +259,8 @@ class Objective:
                 "clipped_high": float((out_N & (advantage_N > 0)).sum()),
             }
         return sums
+
+
+def _once(term_N: Tensor, batch: MicroBatch) -> Tensor:
+    """A term that each trajectory has in one step: 0 in corrections of those that were trained before."""
+    return term_N if batch.counted_N is None else term_N * batch.counted_N

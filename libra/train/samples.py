@@ -43,6 +43,9 @@ class Sample:
         In place of ``advantage``, where tokens have rewards of their own.
     turn_at : int64 array
         Positions of inputs whose next token is the first of a generation.
+    counted : bool
+        False for a late correction of a trajectory that was trained before: it adds to the gradient of the policy loss alone,
+        and counts in no denominator.
     """
 
     token_ids: NDArray[np.int64]
@@ -58,6 +61,7 @@ class Sample:
     reward: float = 0.0
     group: tuple[int, int] = (0, 0)
     token_advantage: NDArray[np.float64] | None = None
+    counted: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -124,5 +128,6 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         advantage=float(trajectory.advantage),
         reward=float(trajectory.reward),
         group=(trajectory.trajectory_id.iteration, trajectory.trajectory_id.group),
+        counted=trajectory.counted,
         turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
     )

@@ -36,8 +36,8 @@ class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
     ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
-    counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are None if a sample has none. ``mask_R1WW``
-    is the attention mask if prompts are shared; None: positions separate sequences.
+    counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are None if a sample has none; ``counted_N``, as of `Sample`,
+    if all are. ``mask_R1WW`` is the attention mask if prompts are shared; None: positions separate sequences.
     """
 
     token_ids_RW: Tensor
@@ -52,6 +52,7 @@ class MicroBatch:
     num_tokens: int
     mask_R1WW: Tensor | None = None
     kept_N: Tensor | None = None
+    counted_N: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -166,10 +167,18 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
         current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
         proximal_logp_N=None if proximal_N is None else proximal_N.to(logp_dtype),
         kept_N=_known([sample.kept for sample in flat]),
+        counted_N=_counted(flat),
         samples=tuple(flat),
         num_tokens=num_tokens,
         mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
     )
+
+
+def _counted(samples: Sequence[Sample]) -> Tensor | None:
+    """Whether each action's sample is counted; None if all are."""
+    if all(sample.counted for sample in samples):
+        return None
+    return torch.from_numpy(np.repeat([sample.counted for sample in samples], [s.num_actions for s in samples]))
 
 
 def _known(arrays: Sequence[NDArray[Any] | None]) -> Tensor | None:

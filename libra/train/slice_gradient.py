@@ -89,12 +89,14 @@ class SliceGradient:
 
     def useful(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with a gradient. The others need no forward pass, but count in the sum of weights."""
-        return [sample for sample in samples if sample.has_advantage or self.objective.needs_every_sequence]
+        every = self.objective.needs_every_sequence
+        return [sample for sample in samples if sample.has_advantage or (every and sample.counted)]
 
     def weight_of(self, samples: Sequence[Sample]) -> float:
         """Sum of the weights of ``samples``, as the aggregation mode has it."""
+        counted = [sample for sample in samples if sample.counted]
         return self.objective.aggregation.weight_sum(
-            num_tokens=sum(sample.num_actions for sample in samples), num_sequences=len(samples)
+            num_tokens=sum(sample.num_actions for sample in counted), num_sequences=len(counted)
         )
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:

@@ -51,19 +51,26 @@ def num_kept(config: RunConfig) -> int:
 
 
 def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
-    """All trajectories of a committed batch, with their advantages; ``of_the_step`` leaves out filtered trajectories.
+    """All trajectories of a committed batch, with their advantages and what late rewards gave them.
 
+    ``of_the_step`` leaves out filtered trajectories, and adds those of earlier batches that late rewards correct (``late``).
     ``groups_dir`` is where the run keeps its group records now; a batch records their old path, and a run may be moved.
     Failures that do not train are included: the replica counts them itself. Tokens that are left out of the step for their age are
     no actions in it.
     """
     trajectories = []
     for row in batch["members"]:
-        members = read_group(groups_dir / Path(row["path"]).name)
+        members = take_late(read_group(groups_dir / Path(row["path"]).name), row)
         for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
             member.advantage = advantage
             if trains or not (of_the_step and member.failure.trains):
                 trajectories.append(without_stale(member, row) if of_the_step else member)
+    for row in batch.get("late", ()) if of_the_step else ():
+        members = take_late(read_group(groups_dir / Path(row["path"]).name), row)
+        for number, member in enumerate(members):
+            if row["trains"][number]:
+                member.advantage, member.counted = row["advantages"][number], row["counts"][number]
+                trajectories.append(without_stale(member, row))
     return trajectories
 
 
@@ -72,6 +79,19 @@ def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
     if (least := row.get("from_version")) is None:
         return member
     return replace(member, is_action=member.is_action & (member.weight_version >= least))
+
+
+def take_late(members: list[Trajectory], row: Mapping[str, Any]) -> list[Trajectory]:
+    """``members`` of a group with the late rewards that its ``row`` in the file of a batch has (``delivered``)."""
+    for sample, value in row.get("delivered", {}).items():
+        members[int(sample)].take_late(value)
+    return members
+
+
+def late_rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of groups of earlier batches that the late rewards of a batch correct, by its facts."""
+    rows: list[dict[str, Any]] = facts.get("late", {}).get("rows", [])
+    return rows
 
 
 class RowKeeper:
@@ -132,9 +152,9 @@ class SliceFetcher:
         self._blocks: list[Block] = []
         self._addresses: dict[str, tuple[str, int]] = {}
         self._paths: dict[str, tuple[Path, int]] = {}
-        self._row_of = {name: row for row in batch["members"] for name in row["rows"]}
+        self._row_of = {name: row for row in (*batch["members"], *batch.get("late", ())) for name in row["rows"]}
         self.numbers = dict.fromkeys(FETCHED, 0)
-        for row in batch["members"]:
+        for row in (*batch["members"], *batch.get("late", ())):
             path = spec.groups_dir / Path(row["path"]).name
             self._paths |= {name: (path, index) for index, name in enumerate(row["rows"])}
             if (held := row["block"]) is not None:
@@ -182,4 +202,10 @@ def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
             num_trajectories += 1
             if sound and num_actions:
                 facts.append(RowFacts(name, num_tokens, num_actions, advantage))
+    for row in batch.get("late", ()):
+        late = zip(row["rows"], row["lengths"], row["advantages"], row["trains"], row["counts"], strict=True)
+        for name, (_, num_tokens, num_actions), advantage, trains, counts in late:
+            num_trajectories += trains
+            if trains and num_actions:
+                facts.append(RowFacts(name, num_tokens, num_actions, advantage, counts))
     return LazyBatch(facts, num_trajectories, fetcher)

@@ -8,7 +8,7 @@ from typing import Any
 from libra.envs import Environment, run_grader
 from libra.envs.grading import bounded_reward
 from libra.errors import RewardFault
-from libra.types import Episode, Trajectory
+from libra.types import Episode, FailureClass, Late, Trajectory
 from libra.untrusted import repr_text
 from libra.worker.failure_classes import failure_of
 
@@ -33,11 +33,13 @@ async def grade(
     episode: Episode,
     extra: Sequence[float] | None = None,
     index: int = 0,
+    *,
+    late: str = "off",
 ) -> None:
     """Give ``member`` its reward, or its failure class.
 
     A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory would bias the sample.
-    ``extra[index]`` is added to the environment's reward.
+    ``extra[index]`` is added to the environment's reward. ``late`` is ``trainer.late``, "off" for a held-out question.
     """
     if not member.failure.trains:
         return
@@ -45,7 +47,11 @@ async def grade(
     for left in reversed(range(resample + 1)):
         try:
             reward = await run_grader(environment, episode, GRADE_TIMEOUT_S)
-            member.reward = reward if extra is None else _with_extra(reward, extra[index], member)
+            reward = reward if extra is None else _with_extra(reward, extra[index], member)
+            if isinstance(reward, Late):
+                _take_provisional(reward, member, late)
+            else:
+                member.reward = reward
             break
         except RewardFault as error:
             failure = failure_of(error)
@@ -56,11 +62,38 @@ async def grade(
     member.retried = ",".join(failed)
 
 
-def _with_extra(reward: float, more: float, member: Trajectory) -> float:
+NOT_YET = "its reward is late, without a provisional value (libra.Late(fast=None)), and has not been delivered"
+"""Detail of the failure of a trajectory that has no reward until one is delivered."""
+
+
+def _take_provisional(reward: Late, member: Trajectory, late: str) -> None:
+    """RewardFault where a late reward is not taken."""
+    provisional = reward.provisional
+    if member.trajectory_id.split == "eval":
+        if provisional is None:
+            raise RewardFault(
+                f"{member.trajectory_id}: an evaluation waits for no late reward; return libra.Late(fast=NUMBER)"
+            )
+        member.reward = provisional
+        return
+    if late == "off":
+        raise RewardFault(
+            f"{member.trajectory_id}: the reward is libra.Late, and trainer.late=off; type trainer.late=correct, wait or drop"
+        )
+    member.late = [float(reward.offset), float(reward.factor)]
+    if provisional is not None:
+        member.reward = provisional
+    else:
+        member.failure, member.failure_detail, member.reward = FailureClass.REWARD, NOT_YET, float("nan")
+
+
+def _with_extra(reward: float | Late, more: float, member: Trajectory) -> float | Late:
     try:
         total = reward + float(more)
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFault(
             f"{member.trajectory_id}: the reward node returned {repr_text(more)}; it must be a finite number"
         ) from error
+    if isinstance(total, Late):
+        return total
     return bounded_reward(total, f"{member.trajectory_id}, with what the reward node returned")

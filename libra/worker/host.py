@@ -27,6 +27,7 @@ from libra.errors import EnvironmentFault, StoreError
 from libra.events.reports import NotReadyReport, ReadyReport
 from libra.keys import host_name
 from libra.store.epochs import Epoch
+from libra.store.late_rewards import run_here
 from libra.store.trajectory_journal import Journal
 from libra.worker.batch_rows import RowKeeper, keeper_of
 from libra.worker.context import WorkerContext, send
@@ -153,6 +154,7 @@ class LibraHost(WorkerPlugin):
         self.rows = keeper_of(worker, spec)
         if self.rows is not None:
             parts.push_async_callback(asyncio.to_thread, self.rows.close)
+        parts.enter_context(run_here(spec.directory))
         self.context = WorkerContext(worker, spec, model_dir, epoch, environment, journal, weights)
         parts.callback(self.context.stop_listening)
 

@@ -39,6 +39,11 @@ class RunFiles:
         return self.directory / "waves"
 
     @property
+    def late_dir(self) -> Path:
+        """Late rewards that were delivered."""
+        return self.directory / "late"
+
+    @property
     def epochs_dir(self) -> Path:
         """One file for each start of the run."""
         return self.directory / "epochs"

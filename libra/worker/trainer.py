@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.wave_records import Rows, in_waves, read_waves
 from libra.tensors import digest as tensors_digest
 from libra.weights import WeightStore
-from libra.worker.batch_rows import members_of
+from libra.worker.batch_rows import late_rows, members_of
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.context import WorkerContext
 from libra.worker.replica_factory import make_replica
@@ -164,8 +165,7 @@ def recover(
                 checkpoints.load(Path(path))
         while replica.steps_done < steps:
             batch = replica.steps_done
-            rows = read_batch_facts(spec.batches_dir, batch)["groups"]
-            result = _retaken(checkpoints, spec, rows, batch)
+            result = _retaken(checkpoints, spec, read_batch_facts(spec.batches_dir, batch), batch)
             logger.info("batch %d was committed before: its step is repeated", batch)
             replayed.append(result.as_dict())
             _load_published(checkpoints, spec, store, batch + 1, result.digest)
@@ -179,11 +179,13 @@ def committed_waves(spec: RunSpec, batch: int) -> list[Rows]:
     return read_waves(spec.waves_dir, batch)
 
 
-def _retaken(checkpoints: CheckpointWriter, spec: RunSpec, rows: Rows, batch: int) -> StepReport:
+def _retaken(checkpoints: CheckpointWriter, spec: RunSpec, facts: Mapping[str, Any], batch: int) -> StepReport:
     """The step on a committed batch, taken again as it was: whole, or in the same waves."""
+    rows: Rows = facts["groups"]
     waves = in_waves(rows)
     if not waves:
-        return checkpoints.step(members_of({"members": rows}, spec.groups_dir, of_the_step=True), batch)
+        members = members_of({"members": rows, "late": late_rows(facts)}, spec.groups_dir, of_the_step=True)
+        return checkpoints.step(members, batch)
     checkpoints.replica.abandon()
     for wave in waves:
         checkpoints.accumulate(members_of({"members": wave}, spec.groups_dir, of_the_step=True), batch)

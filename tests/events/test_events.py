@@ -41,6 +41,7 @@ _BY_TYPE = {
     "int | None": st.none() | _INTS,
     "float | None": st.none() | _FLOATS,
     "tuple[int, ...]": st.lists(_INTS).map(tuple),
+    "tuple[tuple[int, ...], ...]": st.lists(st.lists(_INTS).map(tuple)).map(tuple),
     "tuple[str, ...]": st.lists(st.text()).map(tuple),
     "tuple[float, ...]": st.lists(_FLOATS).map(tuple),
     "tuple[tuple[int, int, int], ...]": st.lists(st.tuples(*[_INTS] * 3)).map(tuple),

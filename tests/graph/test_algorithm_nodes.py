@@ -10,7 +10,7 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
-from libra.graph.batch_nodes import group_rewards
+from libra.graph.member_rows import group_rewards
 from libra.train import TrainSettings, batch_advantages
 from libra.types import EndReason, FailureClass
 from libra.worker import batch_rows

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from libra.config import config_from_dict
 from libra.errors import TrainError
-from libra.graph.batch_nodes import batch_stats, member_rows
+from libra.graph.batch_nodes import batch_stats
+from libra.graph.member_rows import member_rows
 from libra.policy import StalenessPolicy, Verdict
 from libra.train.samples import sample_of
 from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId

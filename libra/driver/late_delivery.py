@@ -1,0 +1,148 @@
+"""`libra.deliver`: a reward that comes after its reward function returned `libra.Late`.
+
+Anybody who sees the run directory may call it: the script that trains, a worker's reward function or a thread that it started,
+another process or machine, or `libra deliver` on a command line; also while the run stands still. What it delivers is flushed to
+the device before it returns, and the next batch takes it (`libra.policy.late`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from numbers import Real
+from pathlib import Path
+
+from libra.config.load import load_config
+from libra.config.resume_changes import RESOLVED_FILE
+from libra.config.run_config import RunConfig
+from libra.envs.grading import MAX_REWARD
+from libra.errors import LateRefused, RecordExists, RunDirectoryError
+from libra.store.batch_membership import batch_path, read_batch
+from libra.store.group_records import group_path, read_group
+from libra.store.late_rewards import read_late, runs_here, write_late
+from libra.types import TrajectoryId
+from libra.worker.late_waiting import waiting_after
+from libra.worker.run_spec import RunDirectory
+
+_ID = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,9})-(\d{1,9})")
+
+
+def deliver(trajectory_id: str | TrajectoryId, value: float, *, run: str | Path | None = None) -> str:
+    """Deliver the reward of a trajectory whose reward function returned `libra.Late`.
+
+    Parameters
+    ----------
+    trajectory_id : str
+        ``episode.trajectory_id``, such as "train-3-0-7" (iteration, group, sample).
+    value : float
+        What the reward function would have returned.
+    run : path, optional
+        The run directory. None: that of the run which this process drives or works for.
+
+    Returns
+    -------
+    str
+        When it counts, in words.
+
+    Raises
+    ------
+    LateRefused
+        A reward was delivered before (the first one counts); no batch would take it; it is not one finite number.
+    RunDirectoryError
+        There is no run in ``run``, or None was given where there is not one run.
+    StoreError
+        It cannot be written.
+    """
+    files, config = _run(run)
+    trajectory = _trajectory(trajectory_id, config)
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or abs(value) > MAX_REWARD:
+        raise LateRefused(
+            f"{trajectory}: got the reward {value!r}; it must be one finite number, at most {MAX_REWARD:g}"
+        )
+    when = _when(files, config, trajectory)
+    try:
+        write_late(files.late_dir, trajectory, float(value))
+    except RecordExists as error:
+        first = read_late(files.late_dir, trajectory)
+        raise LateRefused(
+            f"{trajectory}: got {value:g}, and {first:g} was delivered before; the first one counts"
+        ) from error
+    return f"{trajectory}: {value:g} counts {when}"
+
+
+def _run(run: str | Path | None) -> tuple[RunDirectory, RunConfig]:
+    if run is None:
+        here = runs_here()
+        if len(here) != 1:
+            found = f"this process has {', '.join(map(str, here))}" if here else "this process drives none"
+            raise RunDirectoryError(f"deliver: run is missing, and {found}; give run=DIRECTORY, the directory of a run")
+        run = here[0]
+    directory = Path(run).expanduser().absolute()
+    if not (directory / RESOLVED_FILE).is_file():
+        raise RunDirectoryError(
+            f"{run}: no run here, it has no {RESOLVED_FILE}; give the directory of a run, such as runs/NAME"
+        )
+    config = _config(directory)
+    if config.trainer.late == "off":
+        raise LateRefused(
+            f"{directory}: this run takes no late rewards (trainer.late=off); type trainer.late=correct for a new one"
+        )
+    return RunDirectory(directory), config
+
+
+@lru_cache(maxsize=16)
+def _config(directory: Path) -> RunConfig:
+    """What a delivery needs of it, a resumed run does not change."""
+    return load_config(directory / RESOLVED_FILE)
+
+
+def _trajectory(given: str | TrajectoryId, config: RunConfig) -> TrajectoryId:
+    match = _ID.fullmatch(str(given))
+    if match is None:
+        raise LateRefused(
+            f"trajectory {str(given)[:80]!r}: give it as episode.trajectory_id is, train-ITERATION-GROUP-SAMPLE, e.g. train-3-0-7"
+        )
+    split = match[1]
+    trajectory = TrajectoryId(int(match[2]), int(match[3]), int(match[4]), split)
+    if split == "eval":
+        raise LateRefused(f"{trajectory}: an evaluation waits for no late reward; it counts the provisional value")
+    trainer = config.trainer
+    for name, number, most in (
+        ("group", trajectory.group, trainer.prompts),
+        ("sample", trajectory.sample, trainer.group_size),
+    ):
+        if number >= most:
+            raise LateRefused(f"{trajectory}: there is no {name} {number}; this run has {name}s 0 to {most - 1}")
+    return trajectory
+
+
+def _when(files: RunDirectory, config: RunConfig, trajectory: TrajectoryId) -> str:
+    """When a reward delivered now counts, in words; LateRefused if never."""
+    record = group_path(files.groups_dir, trajectory.iteration, trajectory.group)
+    member = read_group(record)[trajectory.sample] if record.exists() else None
+    if member is not None and member.late is None:
+        what = (
+            f"its reward {member.reward:g} did not come late"
+            if member.failure.trains
+            else f"it failed: {member.failure}"
+        )
+        raise LateRefused(f"{trajectory}: no reward is to come; {what}")
+    eta = config.run.eta
+    for batch in range(max(0, trajectory.iteration - eta), trajectory.iteration + eta + 1):
+        if batch_path(files.batches_dir, batch).exists() and trajectory in read_batch(files.batches_dir, batch):
+            break
+    else:
+        return "in the batch of its group"
+    newest = batch
+    while batch_path(files.batches_dir, newest + 1).exists():
+        newest += 1
+    waiting = waiting_after(files, newest)
+    if any(trajectory[:3] in group.places() for group in waiting):
+        return f"in batch {newest + 1}, as a correction of batch {batch}"
+    if (first := read_late(files.late_dir, trajectory)) is not None:
+        raise LateRefused(f"{trajectory}: {first:g} was delivered before, and the first one counts")
+    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {config.trainer.late_wait_s:g} s"}.get(
+        config.trainer.late, f"a group waits for trainer.late_versions={config.trainer.late_versions} versions"
+    )
+    raise LateRefused(f"{trajectory}: too late; batch {batch} trained it, and no batch takes its reward ({why})")

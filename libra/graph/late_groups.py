@@ -1,0 +1,217 @@
+"""Late rewards in batches: rewards that came before their batch is made, and corrections of groups that were trained before.
+
+Where ``trainer.late`` is not off, the facts of a batch have the values that came for its members (``delivered`` of a group's row),
+and ``late``: the rows of corrected groups, the groups that still wait, and what was dropped. All of that is committed at once with
+the file of the batch, and the next batch begins from it: a reward counts once, however often tasks run again (`libra.policy.late`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.events.reports import LateReport
+from libra.graph.member_rows import member_rows
+from libra.policy import Verdict, staleness_of
+from libra.policy.late import Arrival, Place, Settled, WaitingGroup, correction, settle
+from libra.store.batch_membership import batch_path
+from libra.store.group_records import group_path, read_group
+from libra.store.late_rewards import came
+from libra.types import Trajectory, TrajectoryId
+from libra.worker.batch_rows import take_late
+from libra.worker.context import WorkerContext
+from libra.worker.late_waiting import waiting_after, waiting_row
+from libra.worker.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""Seconds between two looks for late rewards that a batch waits for."""
+SIGN_S = 5.0
+"""Seconds between two reports of a batch that waits: signs of life for the watchdog."""
+
+Delivered = Mapping[TrajectoryId, float]
+
+
+async def take_delivered(
+    context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]
+) -> dict[TrajectoryId, float]:
+    """Give members of a batch the late rewards that came, after waiting for them with ``trainer.late=wait``; returns the values."""
+    late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
+    found = came(context.spec.late_dir, late)
+    if context.spec.config.trainer.late == "wait" and len(found) < len(late):
+        await _wait(context, batch, list(late), found)
+    for trajectory, value in found.items():
+        late[trajectory].take_late(value)
+    return found
+
+
+async def _wait(
+    context: WorkerContext, batch: int, late: Sequence[TrajectoryId], found: dict[TrajectoryId, float]
+) -> None:
+    """Add to ``found`` what comes for ``late`` until the batch has waited for its time, or was made before."""
+    spec, began_s = context.spec, time.monotonic()
+    limit_s = spec.config.trainer.late_wait_s
+    logger.info("run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late))
+    signed_s = -SIGN_S
+    while len(found) < len(late) and not batch_path(spec.batches_dir, batch).exists():
+        waited_s = time.monotonic() - began_s
+        if waited_s >= limit_s:
+            missing = next(trajectory for trajectory in late if trajectory not in found)
+            logger.warning(
+                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first that of %s: "
+                "provisional values count, and trajectories without one are left out",
+                spec.run, batch, len(late) - len(found), len(late), limit_s, missing,
+            )  # fmt: skip
+            return
+        if waited_s - signed_s >= SIGN_S:
+            context.report(LateReport(batch=batch, awaited=len(late) - len(found)))
+            signed_s = waited_s
+        await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
+        found |= came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found])
+
+
+def late_facts(
+    context: WorkerContext,
+    batch: int,
+    groups: Sequence[Sequence[Trajectory]],
+    rows: Sequence[dict[str, Any]],
+    found: Delivered,
+) -> dict[str, Any]:
+    """The fact ``late`` of a batch, by its name; none where ``trainer.late`` is off. ``found`` is noted in ``rows``.
+
+    ``rows``: as those of the batch, of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
+    ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its age in
+    versions. ``dropped``: those whose reward counts no more.
+    """
+    spec, mode = context.spec, context.spec.config.trainer.late
+    if mode == "off":
+        return {}
+    begins: list[WaitingGroup] = []
+    dropped: list[Place] = []
+    for group, row in zip(groups, rows, strict=True):
+        given = {sample: found[m.trajectory_id] for sample, m in enumerate(group) if m.trajectory_id in found}
+        if given:
+            row["delivered"] = {str(sample): value for sample, value in given.items()}
+        missing = tuple(s for s, m in enumerate(group) if m.late is not None and s not in given)
+        if missing:
+            waits = WaitingGroup(row["iteration"], row["group"], batch, missing, given)
+            if mode == "correct" and row.get("over_age") != Verdict.DROP:
+                begins.append(waits)
+            else:
+                dropped += waits.places()
+    waited = waiting_after(spec, batch - 1)
+    values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
+    here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
+    settled = settle(waited, batch, here, versions=spec.config.trainer.late_versions)
+    arrived = [
+        (each.group.iteration, each.group.group, s, each.delay) for each in settled.arrivals for s in each.rewards
+    ]
+    _tell(
+        context,
+        batch,
+        waited,
+        here,
+        settled,
+        arrived,
+        on_time=len(found),
+        begin=len(begins),
+    )
+    corrected = [row for row in (corrected_row(spec, each) for each in settled.arrivals) if row is not None]
+    if not any(any(row["trains"]) for row in rows):
+        for late in corrected:  # else nothing would be in the denominators
+            late["counts"] = late["trains"]
+    return {
+        "late": {
+            "rows": corrected,
+            "waiting": [waiting_row(group) for group in (*settled.waiting, *begins)],
+            "came": [*([*trajectory[:3], 0] for trajectory in found), *map(list, arrived)],
+            "dropped": [list(place) for place in (*settled.dropped, *dropped)],
+        }
+    }
+
+
+def _tell(
+    context: WorkerContext,
+    batch: int,
+    waited: Sequence[WaitingGroup],
+    came_now: Mapping[Place, float],
+    settled: Settled,
+    arrived: Sequence[tuple[int, int, int, int]],
+    *,
+    on_time: int,
+    begin: int,
+) -> None:
+    """Log what a batch does about late rewards, and report it for the event log."""
+    spec, versions = context.spec, context.spec.config.trainer.late_versions
+    if settled.dropped:
+        logger.warning(
+            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first that of %s; they "
+            "are dropped",
+            spec.run, batch, len(settled.dropped), versions, TrajectoryId(*settled.dropped[0]),
+        )  # fmt: skip
+    if arrived:
+        logger.info("run %s: batch %d corrects for %d late rewards", spec.run, batch, len(arrived))
+    context.report(
+        LateReport(
+            batch=batch,
+            versions=versions,
+            waited=tuple((group.iteration, group.group, group.batch, *group.missing) for group in waited),
+            came=tuple(sorted(came_now)),
+            arrived=tuple(arrived),
+            dropped=settled.dropped,
+            on_time=on_time,
+            waiting=len(settled.waiting) + begin,
+        )
+    )
+
+
+def corrected_row(spec: RunSpec, arrival: Arrival) -> dict[str, Any] | None:
+    """The row of a group whose late rewards came; None if they change nothing."""
+    waited, trainer = arrival.group, spec.config.trainer
+    path = group_path(spec.groups_dir, waited.iteration, waited.group)
+    now = {**waited.given, **arrival.rewards}
+    row, before, trained = _advantages(spec, waited, path, waited.given)
+    row, after, trains = _advantages(spec, waited, path, now)
+    advantages = correction(before, after, delay=arrival.delay, tau=trainer.late_tau)
+    first = trains & ~trained
+    takes_part = first | (advantages != 0)
+    if not takes_part.any():
+        return None
+    return row | {
+        "advantages": advantages.tolist(),
+        "trains": takes_part.tolist(),
+        "counts": first.tolist(),
+        "delivered": {str(sample): value for sample, value in now.items()},
+        "delay": arrival.delay,
+    }
+
+
+def _advantages(
+    spec: RunSpec, waited: WaitingGroup, path: Path, given: Mapping[int, float]
+) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
+    """The row of a group in its own batch with the late rewards ``given``, its advantages (0: of no part in it), and who trains."""
+    members = take_late(read_group(path), {"delivered": given})
+    (row,) = member_rows(spec.config.trainer, [members], [path], waited.batch, staleness_of(spec.config))
+    trains = np.array(row["trains"], np.bool_)
+    return row, np.where(trains, row["advantages"], 0.0), trains
+
+
+def late_numbers(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a batch's fact ``late``; none without it."""
+    if (late := facts.get("late")) is None:
+        return {}
+    ages = [age for *_, age in late["came"]]
+    return {
+        "late_came": len(ages),
+        "late_delay": float(np.mean(ages)) if ages else 0.0,
+        "late_waiting": sum(len(missing) for _, _, _, missing, _ in late["waiting"]),
+        "late_dropped": len(late["dropped"]),
+    }

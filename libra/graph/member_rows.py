@@ -1,0 +1,71 @@
+"""The rows of groups in the file of a batch or wave: where their records are, their advantages, and who trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from libra.config.trainer import TrainerSection
+from libra.errors import TrainError
+from libra.policy import StalenessPolicy, Verdict, judge
+from libra.train import GroupRewards, batch_advantages
+from libra.train.own_parts import estimator_of
+from libra.types import EndReason, Trajectory
+from libra.worker.batch_rows import without_stale
+
+
+def member_rows(
+    trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
+) -> list[dict[str, Any]]:
+    """What the file of a batch says of each group: where its record is, its advantages, who takes part in the step, and the verdict
+    on one that is over age; TrainError if such a group should have been waited for."""
+    verdicts = [judge(oldest_version(group, batch), batch, staleness) for group in groups]
+    for group, verdict in zip(groups, verdicts, strict=True):
+        if verdict is Verdict.WAIT:
+            lag = batch - oldest_version(group, batch)
+            raise TrainError(
+                f"batch {batch}: a token has lag {lag}, above run.eta={staleness.eta}; no step was taken on it"
+            )
+    advantages, trains = batch_advantages(
+        [group_rewards(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)],
+        estimator_of(trainer),
+        normalize_std=trainer.normalize_std,
+        eps=trainer.std_eps,
+        drop_uniform_groups=trainer.drop_uniform_groups,
+        drop_truncated=trainer.drop_truncated,
+    )
+    rows = []
+    for group, path, verdict, advantage, part in zip(groups, paths, verdicts, advantages, trains, strict=True):
+        row: dict[str, Any] = {
+            "iteration": group[0].trajectory_id.iteration,
+            "group": group[0].trajectory_id.group,
+            "path": str(path),
+            "advantages": advantage.tolist(),
+            "trains": part.tolist(),
+        }
+        if verdict is not Verdict.ACCEPT:
+            row["over_age"] = str(verdict)
+        if verdict is Verdict.MASK:
+            row["from_version"] = batch - staleness.eta
+            fresh = [without_stale(member, row).num_action_tokens > 0 for member in group]
+            row["trains"] = [trains and some for trains, some in zip(row["trains"], fresh, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def oldest_version(group: list[Trajectory], batch: int) -> int:
+    """Version of the oldest token of a group that may train; that of the step, ``batch``, if there is none."""
+    return min((t.oldest_version for t in group if t.failure.trains and t.num_action_tokens), default=batch)
+
+
+def group_rewards(group: list[Trajectory], verdict: Verdict = Verdict.ACCEPT) -> GroupRewards:
+    """The input of the advantages; a group that is dropped has no valid member."""
+    return GroupRewards(
+        reward=np.array([t.reward for t in group]),
+        valid=np.array([t.failure.trains and verdict is not Verdict.DROP for t in group]),
+        num_tokens=np.array([t.num_action_tokens for t in group]),
+        finished=np.array([t.end_reason is not EndReason.LENGTH for t in group]),
+        greedy=np.array([t.trajectory_id.sample == 0 for t in group]),
+    )
