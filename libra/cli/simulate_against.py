@@ -13,12 +13,12 @@ import numpy as np
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim.against import TUNING_SEED, Comparison, compare
-from libra.sim.cause_table import Share, lines, shares_of
+from libra.sim.cause_table import Went, lines
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.from_config import Simulated, drawn_workload
 from libra.sim.from_run import run_setting
 from libra.sim.gpu_seconds import Cause
-from libra.sim.pipeline import PipelineResult
+from libra.sim.pipeline_result import PipelineResult
 from libra.sim.recorded_agents import load_traces
 from libra.sim.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.sim.workload import Trace, Workload
@@ -71,8 +71,8 @@ def simulate_against(
     for count in gpu_counts(gpus, base.gpus):
         found.append(compared(replace(base, gpus=count), list(chosen), seeds))
         if not as_json:
-            comparison, shares = found[-1]
-            click.echo("\n".join([*comparison.lines(), *lines(shares)]))
+            comparison, went = found[-1]
+            click.echo("\n".join([*comparison.lines(), *lines(went)]))
     if plot is not None:
         draw_bars(found, plot)
     about = (
@@ -84,20 +84,16 @@ def simulate_against(
         rows = [
             {
                 "gpus": each.cell.gpus, "eta": each.cell.eta, "bound_s": each.bound_s,
-                "systems": [row | cause_fields(shares[row["system"]]) for row in each.rows()],
+                "systems": [row | went[row["system"]].fields() for row in each.rows()],
             }
-            for each, shares in found
+            for each, went in found
         ]  # fmt: skip
         click.echo(json.dumps({"about": about, "seeds": seeds, "comparisons": rows}))
         return
     click.echo(about)
 
 
-Shares = Mapping[str, Mapping[Cause, Share]]
-"""By system, where its GPU-seconds go."""
-
-
-def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison, Shares]:
+def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison, Mapping[str, Went]]:
     """The systems of one cell, and where the GPU-seconds of the scored simulations go."""
     played = dict[tuple[str, Setting, int], PipelineResult]()
 
@@ -108,19 +104,12 @@ def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison
         return [step_s(cell, played[system, setting, seed]) for setting, seed in tried]
 
     found = compare(cell, systems, seeds, seconds)
-    shares = {
-        one.system: shares_of([played[one.system, one.setting, seed].gpu_frac() for seed in range(len(one.step_s))])
+    went = {
+        one.system: Went.of([played[one.system, one.setting, seed] for seed in range(len(one.step_s))])
         for one in found.scored
+        if one.step_s
     }
-    return found, shares
-
-
-def cause_fields(shares: Mapping[Cause, Share]) -> dict[str, dict[str, float]]:
-    """Shares of GPU-seconds by cause and half the widths of their 95 % intervals, for JSON."""
-    return {
-        "gpu_frac": {cause: share.mean for cause, share in shares.items()},
-        "gpu_frac_95": {cause: share.half for cause, share in shares.items()},
-    }
+    return found, went
 
 
 def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
@@ -179,7 +168,7 @@ COLORS = {
 }
 
 
-def draw_bars(found: Sequence[tuple[Comparison, Shares]], path: Path) -> None:
+def draw_bars(found: Sequence[tuple[Comparison, Mapping[str, Went]]], path: Path) -> None:
     """An HTML file without requests: a bar per system with the seconds of its step, divided by where GPU-seconds go, and the
     spread over seeds; the bound is a line."""
     from bokeh.embed import file_html
@@ -190,7 +179,7 @@ def draw_bars(found: Sequence[tuple[Comparison, Shares]], path: Path) -> None:
     from bokeh.resources import INLINE
 
     plots = []
-    for each, shares in found:
+    for each, went in found:
         scored = [one for one in each.scored if one.step_s]
         names = [one.system for one in scored]
         mean = [float(np.mean(one.step_s)) for one in scored]
@@ -199,7 +188,7 @@ def draw_bars(found: Sequence[tuple[Comparison, Shares]], path: Path) -> None:
             "low": [min(one.step_s) for one in scored], "high": [max(one.step_s) for one in scored],
         }  # fmt: skip
         data |= {
-            cause: [step_s * shares[name][cause].mean for name, step_s in zip(names, mean, strict=True)]
+            cause: [step_s * went[name].gpu_frac[cause].mean for name, step_s in zip(names, mean, strict=True)]
             for cause in Cause
         }
         source = ColumnDataSource(data)

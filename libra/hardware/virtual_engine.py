@@ -33,12 +33,8 @@ from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256
 """Step seconds are tabulated per this many tokens of context."""
-
-
 WATERMARK = 0.01
 """Share of the KV memory that stays free when a request starts on an engine that preempts: or it would be preempted at once."""
-
-
 FRONT = 1 << 48
 """Subtracted from the serial of a request that was preempted, so that it is before all that have not begun."""
 
@@ -139,6 +135,12 @@ class VirtualEngine:
 
     ``preempts``: see invariant 3. ``host``: KV that any engine computed, fetched where that is sooner than computing it again; a
     request whose KV is being fetched holds its memory, and the others go on.
+
+    Attributes
+    ----------
+    own_gpu_s : dict or None
+        By trajectory, GPU-seconds that went into it, of requests that are over: those that decode share each second, and who needs
+        a context for the first time has its seconds. None (default): not counted.
     """
 
     def __init__(
@@ -169,11 +171,12 @@ class VirtualEngine:
         self._busy_s = self._again_s = self._load_s = 0.0
         self._loading = (0.0, 0.0)  # from when until when it loads, or loaded last
         self._preempts, self._host = preempts, host
-        self._fetching: list[
-            tuple[float, int, str, int]
-        ] = []  # heap of (second, serial, key, tokens that are then cached)
+        self._fetching: list[tuple[float, int, str, int]] = []  # heap of (second, serial, key, tokens then cached)
         self._before: dict[str, int] = {}  # tokens that preempted requests had generated
         self._num_preempted = 0
+        self.own_gpu_s: dict[str, float] | None = None
+        self._shared_s = 0.0  # seconds of decoding per running request
+        self._shared_before: dict[str, float] = {}  # of each running request, when it started
 
     # ---------------------------------------------------------------- requests
 
@@ -200,6 +203,7 @@ class VirtualEngine:
         while self._running and self._running[0][0] <= self._steps + 1e-6:
             _, _, key = heapq.heappop(self._running)
             request = self._requests.pop(key)
+            self._stops(key)
             tokens = request.context_tokens + request.new_tokens
             self._reserved -= request.room_tokens
             self._context -= tokens
@@ -239,13 +243,31 @@ class VirtualEngine:
                 finish = next(entry[0] for entry in self._running if entry[2] == key)
                 self._running = [entry for entry in self._running if entry[2] != key]
                 heapq.heapify(self._running)
+                self._generated += self._done_of(request, finish)
+                self._stops(key)
                 self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
             self._prompts[request.group] -= 1
             if not self._prompts[request.group]:
                 del self._prompts[request.group]
             had = True
+            if not self._running:
+                self._give_up(now_s, key)
         self._admit()
         return had
+
+    def _give_up(self, now_s: float, key: str) -> None:
+        """Nothing runs any more: the rest of what was being computed for ``key`` is not."""
+        left_s = max(0.0, self._ready - max(now_s, min(self._ready, self._loading[1])))
+        self._context, self._ready = 0.0, self._ready - left_s
+        self._again_s = max(0.0, self._again_s - left_s)
+        if self.own_gpu_s is not None:
+            self.own_gpu_s[key] = max(0.0, self.own_gpu_s.get(key, 0.0) - left_s * self._tables.seconds.tp)
+
+    def _stops(self, key: str) -> None:
+        """A request does not run any more."""
+        if self.own_gpu_s is not None:
+            shared_s = self._shared_s - self._shared_before.pop(key)
+            self.own_gpu_s[key] = self.own_gpu_s.get(key, 0.0) + shared_s * self._tables.seconds.tp
 
     @property
     def load_now(self) -> tuple[int, int, int]:
@@ -298,6 +320,7 @@ class VirtualEngine:
         self._fetching = []
         for finish, _, key in sorted(self._running, key=lambda entry: entry[1]):
             request = self._requests.pop(key)
+            self._stops(key)
             left[key] = self._done_of(request, finish)
             self._generated += left[key]
         for key, tokens in self._before.items():
@@ -324,6 +347,7 @@ class VirtualEngine:
             heapq.heapify(self._running)
             finish, serial, key = last
             request = self._requests.pop(key)
+            self._stops(key)
             done = self._done_of(request, finish)
             context = request.context_tokens + done
             self._generated += done
@@ -375,6 +399,7 @@ class VirtualEngine:
             begun = max(self._now, self._ready)
             if now_s > begun and self._step_s > 0.0:
                 steps = (now_s - begun) / self._step_s
+                self._shared_s += (now_s - begun) / len(self._running)
                 self._steps += steps
                 self._context += steps * len(self._running)
             self._busy_s += now_s - self._now
@@ -431,19 +456,25 @@ class VirtualEngine:
         self._cached += cached
         again = max(0, min(request.computed_tokens, request.context_tokens) - cached)
         self._recomputed += again
-        self._compute(request.context_tokens - cached, cached, again)
+        seconds = self._compute(request.context_tokens - cached, cached, again)
+        if self.own_gpu_s is not None:
+            self._shared_before[request.key] = self._shared_s
+            self.own_gpu_s[request.key] = self.own_gpu_s.get(request.key, 0.0) + seconds * self._tables.seconds.tp
         self._context += request.context_tokens
         self._serial += 1
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))
 
-    def _compute(self, new_tokens: int, past_tokens: int, again: int) -> None:
-        """Compute context, ``again`` of whose tokens some engine had computed before."""
-        if new_tokens > 0:
-            self._prefilled += new_tokens
-            factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
-            seconds = factor * self._tables.prefill_s(new_tokens, past_tokens)
-            self._ready = max(self._ready, self._now) + seconds
-            self._again_s += seconds * again / new_tokens
+    def _compute(self, new_tokens: int, past_tokens: int, again: int) -> float:
+        """Compute context, ``again`` of whose tokens some engine had computed before; returns the seconds of the others."""
+        if new_tokens <= 0:
+            return 0.0
+        self._prefilled += new_tokens
+        factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
+        seconds = factor * self._tables.prefill_s(new_tokens, past_tokens)
+        self._ready = max(self._ready, self._now) + seconds
+        again_s = seconds * again / new_tokens
+        self._again_s += again_s
+        return seconds - again_s
 
     def _evict(self, key: str) -> None:
         """Drop kept KV, which no other request can share then."""

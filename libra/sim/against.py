@@ -28,6 +28,11 @@ MARGIN = 1.05
 """In a race, a system whose step takes so many times the best one's, at that one's setting, is not tuned."""
 
 
+def may_be_best(discipline: Discipline) -> bool:
+    """Whether a system is no yardstick of another kind: one that knows true lengths, throws work away or bounds no age."""
+    return discipline.order != ORACLE and not discipline.by_group
+
+
 class Scored(NamedTuple):
     """A system in a cell: its setting, seconds of a step on the tuning seed and on each scored seed.
 
@@ -59,8 +64,9 @@ class Comparison(NamedTuple):
 
     @property
     def ours(self) -> Scored:
-        """The system that is best on the tuning seed, of those that do not know the true lengths."""
-        return min((one for one in self.scored if one.discipline.order != ORACLE), key=lambda one: one.tuning_s)
+        """The system that is best on the tuning seed, of those that do not know the true lengths and train on every group within
+        the bound."""
+        return min((one for one in self.scored if may_be_best(one.discipline)), key=lambda one: one.tuning_s)
 
     @property
     def ratio(self) -> float:
@@ -117,14 +123,14 @@ def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) ->
 
 
 def race(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
-    """`compare` in a fraction of the time: only the best static system and the best one of all are scored, systems with true
-    lengths are left out, and of the others that are not static only those are tuned that may be the best.
+    """`compare` in a fraction of the time: only the best static system and the best one of all are scored, those that may not
+    be the best one (`may_be_best`) are left out, and of the others that are not static only those are tuned that may be the best.
 
     Static ones are tuned as `compare` does. `FIRST` too; the others begin at the best setting so far, and are left out if they are
     slower there than the best so far by `MARGIN`. One that is left out could only have made the ratio larger.
     """
     static = _yardsticks(cell, systems)
-    others = [system for system in systems if not DISCIPLINES[system].static and DISCIPLINES[system].order != ORACLE]
+    others = [system for system in systems if not DISCIPLINES[system].static and may_be_best(DISCIPLINES[system])]
     tuned, best = [_tuned(cell, system, seconds) for system in static], None
     for system in sorted(others, key=lambda system: system != FIRST):
         one = _tuned(cell, system, seconds, best)

@@ -5,9 +5,11 @@ come as the discipline says, and engines may train (`libra.policy.turning`).
 
 Invariants
 ----------
-1. Every group is trained on once, in one batch; a step closes when its batch is complete and all its gradients are computed.
+1. Every group is trained on at most once, in one batch; a step closes when its batch is complete and all its gradients are
+   computed. What is thrown away is generated anew, or never trained on, as the discipline says.
 2. A GPU generates, trains, or has one of the causes of idle time (`libra.sim.gpu_seconds`): their seconds add up to GPUs x seconds.
-3. Lags are within the bound, as `libra.policy.admission` (gates) and `libra.policy.streamed_batches` keep it.
+3. Lags are within the bound, as `libra.policy.admission` (gates) and `libra.policy.streamed_batches` keep it, or
+   `libra.sim.open_groups`, unless groups over age are trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from msgspec.structs import replace
 
 from libra.errors import ConfigError
 from libra.hardware.host_kv import HostPool
-from libra.policy import CommittedGroup, Ordering
+from libra.policy import CommittedGroup, Ordering, TrajectoryEnded
 from libra.policy.messages import OpenWave
 from libra.policy.streamed_batches import StreamedBatches
 from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
@@ -31,10 +33,12 @@ from libra.policy.waves import GroupId, Waves
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec
 from libra.sim.gpu_seconds import Cause, GpuSeconds
+from libra.sim.open_groups import OpenGroups
+from libra.sim.pipeline_result import PipelineResult, TurnDone
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import SimulatedTrajectory, Simulator
-from libra.sim.training_gpus import GroupWork, TrainingGpus
-from libra.sim.workload import Workload
+from libra.sim.training_gpus import GroupWork, SampleId, TrainingGpus
+from libra.sim.workload import TrajectoryPlan, Workload
 
 
 class WavePrices(NamedTuple):
@@ -77,6 +81,8 @@ class PipelineOptions:
         None: gradients of complete groups are a fluid, which begins at once and which an engine that turns can share at any moment.
     host : HostPool or None
         KV in host memory, by which trajectories take it along where the discipline says so.
+    samples : int or None
+        Samples of a group that are trained on, where the discipline begins more than these. None: all.
     num_steps : int or None
         The simulation stops after this many; None: after all iterations of the workload.
     gives_up : (int, float) or None
@@ -96,50 +102,10 @@ class PipelineOptions:
     rule: TurningRule = field(default_factory=TurningRule)
     waves: WavePrices | None = None
     host: HostPool | None = None
+    samples: int | None = None
     num_steps: int | None = None
     gives_up: tuple[int, float] | None = None
     causes: bool = True
-
-
-class TurnDone(NamedTuple):
-    """A change of role that began, and why."""
-
-    at_s: float
-    turn: Turn
-
-
-class PipelineResult(NamedTuple):
-    """Result of a pipeline.
-
-    Attributes
-    ----------
-    published_s : tuple of float
-        When each step's weights were published.
-    gpu_s : mapping of Cause to float
-        GPU-seconds by cause, up to the last publication.
-    turns : tuple of TurnDone
-    gave_up : bool
-        As `PipelineOptions.gives_up` says; the mean step is infinite then.
-    """
-
-    published_s: tuple[float, ...]
-    gpu_s: Mapping[Cause, float]
-    turns: tuple[TurnDone, ...]
-    gave_up: bool = False
-
-    def step_s(self, after: int = 1) -> float:
-        """Mean seconds of a step, the first ``after`` left out."""
-        if self.gave_up:
-            return math.inf
-        if len(self.published_s) <= after:
-            raise ValueError(f"after: got {after} with {len(self.published_s)} steps")
-        begin = self.published_s[after - 1] if after else 0.0
-        return (self.published_s[-1] - begin) / (len(self.published_s) - after)
-
-    def gpu_frac(self) -> dict[Cause, float]:
-        """Shares of all GPU-seconds by cause; they add up to 1."""
-        total = sum(self.gpu_s.values())
-        return {cause: seconds / total for cause, seconds in self.gpu_s.items()}
 
 
 class Pipeline(Simulator):
@@ -155,11 +121,16 @@ class Pipeline(Simulator):
         options: PipelineOptions,
         *,
         seed: int = 0,
+        sample_s: Mapping[SampleId, float] | None = None,
     ) -> None:
         if options.eta not in discipline.etas:
             raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
         if discipline.kv_moves and options.host is None:
             raise ConfigError("host: got None; this discipline keeps KV in host memory, give it a HostPool")
+        if discipline.samples > 1.0 and (sample_s is None or options.samples is None):
+            raise ConfigError(
+                "samples, sample_s: got None; this discipline trains on the samples that end first, give both"
+            )
         around = SimulationOptions(
             eta=options.eta, load_s=options.load_s, chunk_tokens=discipline.chunk_tokens, preempts=discipline.preempts,
             host=options.host if discipline.kv_moves else None,
@@ -174,7 +145,23 @@ class Pipeline(Simulator):
         self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)
         if not self._trainer.gpus and discipline.roles is Roles.SPLIT:
             raise ConfigError("core_gpus: got 0 where no engine trains; type at least 1")
-        self._batches = StreamedBatches(options.eta, self._groups.per_iteration, own=discipline.own_batches)
+        self._batches: StreamedBatches | OpenGroups
+        self._by_group: OpenGroups | None = None
+        if discipline.by_group:
+            self._by_group = self._batches = OpenGroups(
+                self._groups.missing, self._groups.per_iteration, eta=options.eta, unfinished=discipline.unfinished,
+                over_age=discipline.over_age, most_open=discipline.most_open(self._groups.per_iteration, options.eta),
+            )  # fmt: skip
+        else:
+            self._batches = StreamedBatches(options.eta, self._groups.per_iteration, own=discipline.own_batches)
+        self._members: dict[GroupId, list[TrajectoryPlan]] = {}
+        for plan in workload.trajectories:
+            self._members.setdefault((plan.iteration, plan.group), []).append(plan)
+        self._begun: dict[GroupId, list[TrajectoryPlan]] = {}  # of groups that began by themselves
+        self._kept: dict[GroupId, list[TrajectoryPlan]] = {}  # of these, the samples that are trained on
+        self._own_gpu_s: dict[str, float] = {}
+        self._sample_s, self._lags, self._taken_gpu_s = sample_s, list[int](), 0.0
+        self._all_gpu_s = sum(each.gpu_s for each in work.values())
         self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
         prices = self._wave_prices = options.waves if discipline.streaming else None
         self._waves = None if prices is None else Waves(prices.most, prices.least_groups, prices.enough_groups)
@@ -193,7 +180,10 @@ class Pipeline(Simulator):
         self.play()
         published = tuple(self.record.iteration_s[step] for step in sorted(self.record.iteration_s))
         gave_up = self.agenda.now_s > self._no_later_s
-        return PipelineResult(published, self._by_cause() if self._pipeline.causes else {}, tuple(self._turns), gave_up)
+        each_gpu_s = self._all_gpu_s / len(self._work)
+        trained_frac = self._taken_gpu_s / (len(self._lags) * each_gpu_s) if each_gpu_s else 1.0
+        gpu_s = self._by_cause() if self._pipeline.causes else {}
+        return PipelineResult(published, gpu_s, tuple(self._turns), tuple(self._lags), trained_frac, gave_up)
 
     def _by_cause(self) -> Mapping[Cause, float]:
         """GPU-seconds by cause, at the end."""
@@ -214,9 +204,16 @@ class Pipeline(Simulator):
 
     def _open(self, iterations: int) -> None:
         self._carry_out(self._admission.version_published(0))
-        for iteration in range(iterations):
-            self._carry_out(self._admission.gate_parked(iteration))
+        if self._by_group is None:
+            for iteration in range(iterations):
+                self._carry_out(self._admission.gate_parked(iteration))
         self._open_step(0)
+        self._begin_groups()
+
+    def _join(self, spec: EngineSpec) -> None:
+        super()._join(spec)
+        if self._by_group is not None:
+            self.running_engines[spec.name].own_gpu_s = self._own_gpu_s
 
     def _is_over(self, iterations: int) -> bool:
         done = len(self.record.iteration_s) == (self._pipeline.num_steps or iterations)
@@ -239,14 +236,21 @@ class Pipeline(Simulator):
         self._batches.generation_started(*place, version)
 
     def _end(self, one: SimulatedTrajectory) -> None:
+        if self._by_group is not None and self._groups.missing[one.place] > 0:
+            self._kept[one.place].append(one.plan)
         super()._end(one)
         self._look = True
 
     def _commit(self, place: GroupId) -> None:
+        if self._by_group is not None:  # when all of this instant have ended
+            self.agenda.at(self.agenda.now_s, self._throw_away, place)
         self._feed(self._batches.group_committed(CommittedGroup(*place, self._groups.oldest[place])))
 
     def _trained(self, batch: int) -> None:
         self._closing, self._merges, self._look = False, False, True
+        if self._by_group is not None:
+            for place in self._by_group.too_old(batch + 1):
+                self._discard_group(place)
         super()._trained(batch)
         options = self._pipeline
         if options.gives_up is not None and options.num_steps is not None and batch + 1 == options.gives_up[0]:
@@ -254,6 +258,59 @@ class Pipeline(Simulator):
             self._no_later_s = self.agenda.now_s + longest_s * (options.num_steps - left_out)
         if batch + 1 < len(self._groups.plans):
             self._open_step(batch + 1)
+            self._begin_groups()
+
+    # ---------------------------------------------------------------- groups that begin, and are thrown away, by themselves
+
+    def _begin_groups(self) -> None:
+        if self._by_group is None:
+            return
+        begun: list[TrajectoryPlan] = []
+        for place in self._by_group.begins():
+            plans = self._members[place]
+            samples = self._pipeline.samples or len(plans)
+            self._begun[place] = plans[:samples] if self._by_group.long_round else plans
+            self._kept[place], self._groups.missing[place] = [], min(samples, len(plans))
+            self.record.gate_s.setdefault(place[0], self.agenda.now_s)
+            begun += self._begun[place]
+        if begun:
+            self._start(begun)
+            self._look = True
+
+    def _throw_away(self, place: GroupId) -> None:
+        """What a complete group does not need; and if the batch is complete, too, what it leaves over."""
+        assert self._by_group is not None
+        self._discard([plan for plan in self._begun[place] if plan not in self._kept[place]])
+        if self._by_group.is_full:
+            for other in self._by_group.left_over():
+                self._discard_group(other)
+
+    def _discard_group(self, place: GroupId) -> None:
+        self._discard(self._begun[place])
+        self._groups.oldest.pop(place, None)
+
+    def _discard(self, plans: Sequence[TrajectoryPlan]) -> None:
+        now_s = self.agenda.now_s
+        for plan in plans:
+            key = self._workload.key(plan)
+            one = self._running.pop(key, None)
+            if one is not None:
+                one.attempt += 1  # what it waits for is ignored
+                home = self._home.pop(key, None)
+                if home is not None:
+                    self.running_engines[home].cancel(now_s, key)
+                    self._schedule_next(self.running_engines[home])
+                if self._host is not None:
+                    self._host.drop(key)
+                self.notify(TrajectoryEnded(key))
+            self._gpu_s.move(self._own_gpu_s.pop(key, 0.0), Cause.GENERATING, Cause.THROWN_AWAY)
+        self._look = True
+
+    def _work_of(self, place: GroupId) -> GroupWork:
+        if self._sample_s is None or place not in self._kept:
+            return self._work[place]
+        each_s = [self._sample_s[plan[:3]] for plan in self._kept[place]]
+        return GroupWork(sum(each_s), max(each_s))
 
     # ---------------------------------------------------------------- training
 
@@ -267,14 +324,23 @@ class Pipeline(Simulator):
     def _feed(self, groups: Sequence[GroupId]) -> None:
         """The open batch has taken these groups."""
         self._waiting += groups
+        self._lags += [self._batches.batch - self._groups.oldest[place] for place in groups]
+        self._taken_gpu_s += sum(self._work_of(place).gpu_s for place in groups)
         if self._waves is not None:
             self._begin_wave()
-        elif self._discipline.streaming or self._batches.is_full:
-            for place in self._waiting:
-                self._trainer.add(self.agenda.now_s, self._work[place])
-            self._waiting = []
+        else:
+            self._train_parts()
         self._look = True
         self._expect_gradients()
+
+    def _train_parts(self) -> None:
+        """Train on the groups that wait, or on as many parts of a batch as they make."""
+        ready, discipline = len(self._waiting), self._discipline
+        if not (discipline.streaming or self._batches.is_full):
+            ready -= ready % max(1, self._groups.per_iteration // discipline.parts)
+        for place in self._waiting[:ready]:
+            self._trainer.add(self.agenda.now_s, self._work_of(place))
+        del self._waiting[:ready]
 
     def _begin_wave(self) -> None:
         """Train the next wave, if the trainer is free and one opens."""
@@ -285,7 +351,7 @@ class Pipeline(Simulator):
             return
         self._wave = wave
         self._waiting = [place for place in self._waiting if place not in wave.members]
-        work, trainer = [self._work[place] for place in wave.members], self._trainer
+        work, trainer = [self._work_of(place) for place in wave.members], self._trainer
         besides_s = prices.shared_s if trainer.gpus > self._core_gpus else prices.alone_s
         gpu_s = sum(each.gpu_s for each in work) + besides_s * trainer.gpus
         trainer.add(now_s, GroupWork(gpu_s, max(each.longest_s for each in work) + besides_s))

@@ -280,7 +280,9 @@ class Simulator:
             happens(*what)
 
     def _begin(self, iteration: int) -> None:
-        plans = self._groups.plans[iteration]
+        self._start(self._groups.plans[iteration])
+
+    def _start(self, plans: Sequence[TrajectoryPlan]) -> None:
         self._ordering.handle(prompts_of(self._workload, plans))
         for plan in plans:
             key, group = self._workload.key(plan), self._workload.group_key(plan)

@@ -27,15 +27,24 @@ class GroupWork(NamedTuple):
     longest_s: float
 
 
-def group_work(workload: Workload, gpu: GPU, model: ModelShape) -> Mapping[GroupId, GroupWork]:
-    """The work of each group, by the cost model of `libra.planner.cost`."""
+SampleId = tuple[int, int, int]
+"""Iteration, group and sample of a trajectory."""
+
+
+def sample_seconds(workload: Workload, gpu: GPU, model: ModelShape) -> Mapping[SampleId, float]:
+    """GPU-seconds of each trajectory's gradients, by the cost model of `libra.planner.cost`."""
     plans = workload.trajectories
     lengths = np.array([float(plan.final_tokens) for plan in plans])
     each_s = PASSES * sequences_s(gpu, model, lengths, LAYOUT)
+    return {plan[:3]: seconds for plan, seconds in zip(plans, each_s.tolist(), strict=True)}
+
+
+def group_work(sample_s: Mapping[SampleId, float]) -> Mapping[GroupId, GroupWork]:
+    """The work of each group whose samples are all trained on."""
     found: dict[GroupId, GroupWork] = {}
-    for plan, seconds in zip(plans, each_s.tolist(), strict=True):
-        so_far = found.get((plan.iteration, plan.group), GroupWork(0.0, 0.0))
-        found[plan.iteration, plan.group] = GroupWork(so_far.gpu_s + seconds, max(so_far.longest_s, seconds))
+    for (iteration, group, _), seconds in sample_s.items():
+        so_far = found.get((iteration, group), GroupWork(0.0, 0.0))
+        found[iteration, group] = GroupWork(so_far.gpu_s + seconds, max(so_far.longest_s, seconds))
     return found
 
 

@@ -20,11 +20,12 @@ from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
 from libra.policy.turning import TurningRule
-from libra.sim.disciplines import Discipline, Roles
+from libra.sim.disciplines import Discipline, Roles, Unfinished
 from libra.sim.engines import fleet, slots_of
-from libra.sim.pipeline import Pipeline, PipelineOptions, PipelineResult
+from libra.sim.pipeline import Pipeline, PipelineOptions
+from libra.sim.pipeline_result import PipelineResult
 from libra.sim.seer_order import SeerOrder
-from libra.sim.training_gpus import group_work
+from libra.sim.training_gpus import group_work, sample_seconds
 from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
 from libra.types import NO_TOOL
 
@@ -70,12 +71,24 @@ class Cell:
     gpu: str = "A800-80G"
     model: str = "Qwen3-14B"
 
-    def workload(self, seed: int) -> Workload:
-        """As many iterations as the steps that are simulated need."""
+    def workload(self, seed: int, iterations: int | None = None, spare: int = 0) -> Workload:
+        """As many iterations as the steps that are simulated need, or more, with ``spare`` samples of each prompt more."""
         return draw(
             self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed,
-            iterations=STEPS[self.eta][0] + self.eta + 1, kinship=self.kinship,
+            iterations=iterations or STEPS[self.eta][0] + self.eta + 1, kinship=self.kinship, spare=spare,
         )  # fmt: skip
+
+    def drawn_for(self, discipline: Discipline, seed: int) -> tuple[Workload, int]:
+        """The workload of a discipline, and the steps to simulate: whole periods of its rounds."""
+        steps, left_out = STEPS[self.eta]
+        period = discipline.period(self.groups)
+        steps = left_out + period * math.ceil((steps - left_out) / period)
+        if not discipline.by_group:
+            return self.workload(seed), steps
+        most = discipline.most_open(self.groups, self.eta) / self.groups
+        begun = steps + most if discipline.unfinished is Unfinished.CONTINUES else steps * most
+        spare = int(discipline.samples * self.group_size) - self.group_size
+        return self.workload(seed, math.ceil(begun) + 1, spare), steps
 
 
 class Setting(NamedTuple):
@@ -129,7 +142,7 @@ def play(
 
     ``causes``: see `libra.sim.pipeline.PipelineOptions`.
     """
-    workload = cell.workload(seed)
+    workload, steps = cell.drawn_for(discipline, seed)
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // len(plans)
     tables = _tables(cell.gpu, cell.model, setting.tp)
@@ -141,13 +154,13 @@ def play(
     kv_bytes = _sizes(cell.gpu, cell.model)[1].kv_bytes_per_token(1)
     host = HostPool(int(HOST_BYTES_PER_GPU * cell.gpus / kv_bytes), FETCH_S, kv_bytes / FETCH_BYTES_PER_S)
     options = PipelineOptions(
-        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=STEPS[cell.eta][0],
-        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, causes=causes,
+        eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=steps,
+        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, samples=cell.group_size, causes=causes,
     )  # fmt: skip
-    work = group_work(workload, *_sizes(cell.gpu, cell.model))
-    return Pipeline(
-        workload, engines, _ordering(discipline.order, workload), discipline, work, options, seed=seed
-    ).train()
+    sample_s = sample_seconds(workload, *_sizes(cell.gpu, cell.model))
+    work = group_work({place: seconds for place, seconds in sample_s.items() if place[2] < cell.group_size})
+    ordering = _ordering(discipline.order, workload)
+    return Pipeline(workload, engines, ordering, discipline, work, options, seed=seed, sample_s=sample_s).train()
 
 
 def step_s(cell: Cell, result: PipelineResult) -> float:
@@ -231,7 +244,7 @@ def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
     """The parts of `lower_bound_s`."""
     workload, (steps, left_out) = cell.workload(seed), STEPS[cell.eta]
     options, sizes = PipelineOptions(), _sizes(cell.gpu, cell.model)
-    work = group_work(workload, *sizes)
+    work = group_work(sample_seconds(workload, *sizes))
     fastest, rows = _tables(cell.gpu, cell.model, _degrees(cell.gpu, cell.model)[-1]), []
     for iteration in range(left_out, steps):
         plans = [plan for plan in workload.trajectories if plan.iteration == iteration]

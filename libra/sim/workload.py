@@ -200,6 +200,7 @@ def draw(
     iterations: int = 1,
     kinship: float = 0.0,
     earlier: float | None = None,
+    spare: int = 0,
     name: str = "sim",
 ) -> Workload:
     """A workload of ``iterations`` x ``num_groups`` groups drawn from traces.
@@ -211,6 +212,9 @@ def draw(
 
     ``earlier`` (with ``kinship``) draws an earlier pass over the same prompts: other samples, whose common part per prompt has this
     correlation, in [0, 1], with that of the workload drawn without it.
+
+    ``spare`` samples more are in each group, drawn likewise after the others, which are the same without them; of a task that was
+    not recorded so often, recordings repeat.
     """
     if not traces:
         raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
@@ -218,17 +222,17 @@ def draw(
         raise ConfigError(
             f"earlier: got {earlier} with kinship {kinship}; it is a correlation of the two passes, from 0 to 1"
         )
-    rng = np.random.default_rng([seed, 0x5EED])
+    rng, extra = np.random.default_rng([seed, 0x5EED]), np.random.default_rng([seed, 0x5BA6])
     by_task: dict[str, list[Trace]] = {}
     for trace in traces:
         by_task.setdefault(trace.task, []).append(trace)
     repeated = [samples for _, samples in sorted(by_task.items()) if len(samples) >= group_size]
     if repeated and group_size > 1:
-        groups = _of_one_task(repeated, group_size, rng)
+        groups = _of_one_task(repeated, group_size, rng, spare, extra)
     elif kinship:
-        groups = _of_like_lengths(traces, group_size, seed, kinship, earlier, rng)
+        groups = _of_like_lengths(traces, group_size, seed, kinship, earlier, rng, spare, extra)
     else:
-        groups = _of_any_tasks(traces, group_size, rng)
+        groups = _of_any_tasks(traces, group_size, rng, spare, extra)
     return Workload(
         name,
         tuple(
@@ -239,16 +243,26 @@ def draw(
     )
 
 
-def _of_one_task(repeated: list[list[Trace]], group_size: int, rng: np.random.Generator) -> Iterator[list[Trace]]:
+def _of_one_task(
+    repeated: list[list[Trace]], group_size: int, rng: np.random.Generator, spare: int, extra: np.random.Generator
+) -> Iterator[list[Trace]]:
     """Groups of samples of one task; every task once before any repeats."""
     while True:
         for task in rng.permutation(len(repeated))[::-1]:
             samples = repeated[int(task)]
-            yield [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
+            chosen = [*rng.permutation(len(samples))[:group_size], *extra.integers(len(samples), size=spare)]
+            yield [samples[int(i)] for i in chosen]
 
 
 def _of_like_lengths(
-    traces: Sequence[Trace], group_size: int, seed: int, kinship: float, earlier: float | None, rng: np.random.Generator
+    traces: Sequence[Trace],
+    group_size: int,
+    seed: int,
+    kinship: float,
+    earlier: float | None,
+    rng: np.random.Generator,
+    spare: int,
+    extra: np.random.Generator,
 ) -> Iterator[list[Trace]]:
     """Groups whose ranks of lengths correlate by ``kinship``."""
     ranked = sorted(traces, key=lambda trace: sum(turn.new_tokens for turn in trace.turns))
@@ -258,11 +272,14 @@ def _of_like_lengths(
             before = np.random.default_rng([seed, 0xEA71, index])
             shared = earlier * shared + sqrt(1.0 - earlier * earlier) * before.standard_normal()
             own = before.standard_normal(group_size)
+        own = np.concatenate([own, extra.standard_normal(spare)])
         ranks = [NormalDist().cdf(x) for x in sqrt(kinship) * shared + sqrt(1.0 - kinship) * own]
         yield [ranked[int(rank * len(ranked))] for rank in ranks]
 
 
-def _of_any_tasks(traces: Sequence[Trace], group_size: int, rng: np.random.Generator) -> Iterator[list[Trace]]:
+def _of_any_tasks(
+    traces: Sequence[Trace], group_size: int, rng: np.random.Generator, spare: int, extra: np.random.Generator
+) -> Iterator[list[Trace]]:
     """Groups of different tasks; every trace once before any repeats."""
 
     def endless() -> Iterator[Trace]:
@@ -271,7 +288,7 @@ def _of_any_tasks(traces: Sequence[Trace], group_size: int, rng: np.random.Gener
 
     each = endless()
     while True:
-        yield list(islice(each, group_size))
+        yield [*islice(each, group_size), *(traces[int(i)] for i in extra.integers(len(traces), size=spare))]
 
 
 def synthetic(
