@@ -13,9 +13,10 @@ unless a system has its own order. Seconds of changes of roles, updates and merg
 * ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `libra.sim.tuning.lower_bound_s` over the seconds of ours.
 
 What is left out of the search (`libra.sim.against.race`): static systems are tuned in full; of the others only those that are
-within 5 % of the best so far at its setting; a setting is given up once its step must take longer than the best one's; on seeds
-that are not used for tuning only the best static system and the best of all are scored. A system that is left out could only have
-made a ratio larger. ``--whole`` tunes and scores every system, true lengths included, as `libra simulate --against all` does.
+within 2 % of the best so far where their search begins; a setting is given up once its step must take longer than the best one's;
+on seeds that are not used for tuning only the best static system and the best of all are scored. A system that is left out could
+only have made a ratio larger. ``--whole`` tunes and scores every system, true lengths included, as `libra simulate --against all`
+does.
 
 ``python -m benchmarks.pipeline [--data DIR] [--sets ...] [--gpus 16 48 96] [--etas 0 1 2] [--out FILE] [--processes N] --json``.
 With ``--out`` every simulation is kept in FILE, and a later call runs it again only if the code has changed. Sets: the files of

@@ -24,8 +24,8 @@ Seconds = Callable[[str, Sequence[tuple[Setting, int]], float], Sequence[float]]
 
 FIRST = "turning_kv"
 """In a race, the first of those that are not static: it was the best one in most cells, and others begin at its setting."""
-MARGIN = 1.05
-"""In a race, a system whose step takes so many times the best one's, at that one's setting, is not tuned."""
+MARGIN = 1.02
+"""In a race, a system whose step takes so many times the best one's, where its search begins, is not tuned."""
 
 
 def may_be_best(discipline: Discipline) -> bool:
@@ -126,28 +126,27 @@ def race(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Co
     """`compare` in a fraction of the time: only the best static system and the best one of all are scored, those that may not
     be the best one (`may_be_best`) are left out, and of the others that are not static only those are tuned that may be the best.
 
-    Static ones are tuned as `compare` does. `FIRST` too; the others begin at the best setting so far, and are left out if they are
-    slower there than the best so far by `MARGIN`. One that is left out could only have made the ratio larger.
+    Static ones are tuned as `compare` does. `FIRST` too; the others begin at the best setting so far of systems with their roles,
+    if any, and are left out if they are slower there than the best so far by `MARGIN`: one more could only make the ratio larger.
     """
     static = _yardsticks(cell, systems)
     others = [system for system in systems if not DISCIPLINES[system].static and may_be_best(DISCIPLINES[system])]
-    tuned, best = [_tuned(cell, system, seconds) for system in static], None
+    tuned, raced = [_tuned(cell, system, seconds) for system in static], list[Scored]()
     for system in sorted(others, key=lambda system: system != FIRST):
-        one = _tuned(cell, system, seconds, best)
-        tuned.append(one)
-        best = one if best is None or one.tuning_s < best.tuning_s else best
-    found = Comparison(cell, tuple(tuned), math.nan)
-    return _scored(cell, tuned, seeds, seconds, {found.static.system, found.ours.system})
+        raced.append(_tuned(cell, system, seconds, sorted(raced, key=lambda one: one.tuning_s)))
+    found = Comparison(cell, (*tuned, *raced), math.nan)
+    return _scored(cell, found.scored, seeds, seconds, {found.static.system, found.ours.system})
 
 
-def _tuned(cell: Cell, system: str, seconds: Seconds, best: Scored | None = None) -> Scored:
-    """A system with its best setting; with ``best`` beginning at that one's, and not beyond it if `MARGIN` says so."""
+def _tuned(cell: Cell, system: str, seconds: Seconds, raced: Sequence[Scored] = ()) -> Scored:
+    """A system with its best setting; ``raced``: those that it must not be much slower than, the best one first."""
 
     def tried(setting: Setting, limit_s: float) -> float:
         return seconds(system, [(setting, TUNING_SEED)], limit_s)[0]
 
-    start, most_s = (None, math.inf) if best is None else (best.setting, MARGIN * best.tuning_s)
-    return Scored(system, *tune(cell, DISCIPLINES[system], tried, start, most_s), ())
+    discipline, most_s = DISCIPLINES[system], MARGIN * raced[0].tuning_s if raced else math.inf
+    alike = [one for one in raced if one.discipline.roles is discipline.roles]
+    return Scored(system, *tune(cell, discipline, tried, alike[0].setting if alike else None, most_s), ())
 
 
 def _yardsticks(cell: Cell, systems: Sequence[str]) -> list[str]:

@@ -34,7 +34,8 @@ DEGREES = (2, 4, 8)
 NODE = 8
 """Core trainers are whole nodes of so many GPUs, if there are two or more."""
 PER_GPU = (4.0, 6.0, 8.0)
-"""Values of `TurningRule.trajectories_per_gpu` that are tried, the first one first."""
+"""Values of `TurningRule.trajectories_per_gpu` that are tried, for each batch that may be open (``eta + 1``); the first one
+first."""
 HOST_BYTES_PER_GPU, FETCH_S, FETCH_BYTES_PER_S = 64e9, 0.3, 20e9
 """Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves."""
 STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
@@ -202,7 +203,8 @@ def tune(
     most_s : float
         If a step takes longer at the start, the search ends there, with infinite seconds.
     """
-    rules = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
+    per_gpu = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
+    rules = [(cell.eta + 1) * each for each in per_gpu]
     degrees = _degrees(cell.gpu, cell.model)
     cores = [core for core in core_choices(cell, discipline) if cell.gpus - core >= degrees[0]]
     best = Setting(cores[0], degrees[0], rules[0])
