@@ -96,8 +96,8 @@ class RolloutSection(Section):
     kv_host_gib: Annotated[float, Field(gt=0)] | None = None
     """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Contexts that were evicted from the KV cache
     return from there, and a trajectory that changes its home takes its KV along where that is expected to be quicker than computing
-    it again. Never used across versions. Needs engine transformers, or vllm on a CPU, where only moved
-    KV is kept. None: KV is computed again."""
+    it again. Never used across versions; all engines of a machine together may not have more than its memory. Needs engine
+    transformers, or vllm on a CPU, where only moved KV is kept. None: KV is computed again."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
     the environment's own format, by default "hermes"."""

@@ -6,7 +6,8 @@ trajectory's next request begins.
 
 Invariants
 1. A file of older weights is removed before newer ones are loaded, so no request that starts later reads it.
-2. Files are in memory (``/dev/shm``) where the machine has that, and are removed when their request has ended.
+2. Files are in memory (``/dev/shm``) where the machine has that, and are removed when their request has ended; those of a worker
+   that was killed, when the next engine of this machine starts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from libra.errors import EngineError, KVRefused
 from libra.rollout.engine_capacity import GIB
 from libra.rollout.host_kv import HostKV
 from libra.rollout.kv_object import KVObject
+from libra.rollout.memory_files import MemoryFiles
 from libra.rollout.vllm_process import Core, VLLMJob
 from libra.rollout.vllm_settings import CPU_BLOCK_TOKENS, KV_FILE_TOKENS, KV_LOAD, KV_SAVE, VLLMSettings
 from libra.types import StopReason, TurnOutput
@@ -57,14 +59,13 @@ class VLLMKv:
             f"vllm-{config['num_hidden_layers']}x{heads}x{CPU_BLOCK_TOKENS}x{2 * head_dim}-{settings.dtype}-"
             f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
         )
-        directory = _MEMORY if _MEMORY.is_dir() else None
-        self._files = tempfile.TemporaryDirectory(prefix="libra-kv-", dir=directory)
+        self._files = MemoryFiles("libra-kv-", _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir()))
         self._tokens: OrderedDict[str, tuple[int, NDArray[np.int32]]] = OrderedDict()
         self._serial = 0
 
     def close(self) -> None:
         """Remove all files."""
-        self._files.cleanup()
+        self._files.close()
 
     @property
     def trajectories(self) -> list[str]:
@@ -80,7 +81,7 @@ class VLLMKv:
         """The engine is paused and about to serve these weights: nothing older is read from now on."""
         self.pool.drop_before(version)
         self._tokens.clear()
-        for file in Path(self._files.name).iterdir():
+        for file in self._files.path.iterdir():
             file.unlink(missing_ok=True)
 
     def ended(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
@@ -144,4 +145,4 @@ class VLLMKv:
 
     def _path(self) -> Path:
         self._serial += 1
-        return Path(self._files.name) / str(self._serial)
+        return self._files.path / str(self._serial)

@@ -5,6 +5,7 @@
 * A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
   checks its type and discards it: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
+* `distributed.system.MEMORY_LIMIT` is the least of what the machine has, its control group may use, and ``ulimit`` allows.
 * A worker's supply is two dicts of its state, ``total_resources`` and ``available_resources``.
 * A worker that joins has status running before its plugins are set up, but sends no heartbeat until they are: one that
   takes longer than ``worker-ttl`` would count as dead and be restarted, again and again.
@@ -21,6 +22,7 @@ from typing import Any
 import distributed.worker
 from distributed import Reschedule, Worker
 from distributed.core import Status
+from distributed.system import MEMORY_LIMIT
 
 _NOT_ENDED = frozenset({"waiting", "ready", "constrained", "executing", "long-running", "cancelled", "resumed"})
 
@@ -35,6 +37,11 @@ def _error_message(e: BaseException, status: str = "error") -> Any:
     if isinstance(e, Reschedule):
         return {"status": status, "exception": None, "traceback": None, "exception_text": "", "traceback_text": ""}
     return _full_message(e, status)
+
+
+def memory_bytes() -> int:
+    """Memory that processes of this machine may use, as far as its operating system and container say."""
+    return int(MEMORY_LIMIT)
 
 
 def cheap_reschedule() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from libra.config import RunConfig, resolve_model
 from libra.errors import ConfigError, EngineError
 from libra.events.reports import EngineKindFields
 from libra.named_parts import built, is_named, named_function, named_part
+from libra.worker.dask_internals import memory_bytes
 
 if TYPE_CHECKING:
     from libra.rollout import RolloutEngine
@@ -153,10 +155,14 @@ def check_engine(config: RunConfig) -> None:
 
 
 def _check_budgets(config: RunConfig) -> None:
-    """ConfigError if the KV of one context does not fit into a budget that engines of Libra heed."""
-    rollout = config.rollout
+    """ConfigError if the KV of one context does not fit into a budget that engines of Libra heed, or this machine's memory is less
+    than that of its engines."""
+    rollout, cluster = config.rollout, config.cluster
     if is_named(rollout.engine):
         return
+    if cluster.scheduler is None:
+        engines = sum(group.count for group in cluster.engines) if cluster.engines else cluster.rollout_workers
+        _check_host_memory(rollout.kv_host_gib, engines)
     settings = ("kv_host_gib",) if rollout.engine == "vllm" else ("kv_cache_gib", "kv_host_gib")
     given = [(name, gib) for name in settings if (gib := getattr(rollout, name)) is not None]
     if given and isinstance(model := resolve_model(config.model.path), Path):
@@ -171,6 +177,17 @@ def _check_budgets(config: RunConfig) -> None:
                 tokens_within(gib, token_bytes, rollout.max_context_tokens, f"rollout.{name}")
             except EngineError as error:
                 raise ConfigError(str(error)) from error
+
+
+def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
+    """ConfigError if engines on this machine may keep more KV than it has memory; None: they keep none."""
+    has_gib = memory_bytes() / 2**30
+    if each_gib is not None and each_gib * engines > has_gib:
+        whose = f"for each of {engines} engines" if engines > 1 else "for an engine"
+        raise ConfigError(
+            f"rollout.kv_host_gib: {each_gib:g} GiB {whose} are more than the {has_gib:.1f} GiB of memory "
+            f"that {socket.gethostname()} has; type rollout.kv_host_gib={has_gib / 2 / engines:.3g}, which is half of it, or less"
+        )
 
 
 def check_own_engine(name: str) -> None:
@@ -243,6 +260,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
     """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
     if is_named(kind.engine):
         return _own_engine(config, kind, model_dir, version)
+    _check_host_memory(config.rollout.kv_host_gib)  # of this machine, which need not be the driver's
     if kind.engine == "vllm":
         from libra.rollout.vllm_engine import VLLMEngine
 

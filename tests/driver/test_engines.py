@@ -21,7 +21,8 @@ from libra.driver.session import Session
 from libra.errors import ConfigError, EngineError
 from libra.rollout.vllm_settings import is_installed
 from libra.store.event_log import read_events
-from libra.worker.engine_factory import EngineKind, check_engine
+from libra.worker import engine_factory
+from libra.worker.engine_factory import EngineKind, check_engine, make_engine
 
 TWO = [{"tp": 1, "threads": 1, "slots": 3}, {"tp": 2, "threads": 1, "slots": 3}]
 
@@ -84,6 +85,22 @@ def test_kv_that_holds_no_context_is_refused_before_a_worker_starts(name: str) -
     with pytest.raises(ConfigError, match=message):
         check_engine(config_from_dict({"rollout": {name: 1e-4}}))
     check_engine(config_from_dict({"rollout": {name: 0.01}}))
+
+
+def test_more_kv_than_the_machine_has_memory_is_refused_by_driver_and_worker(
+    monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    monkeypatch.setattr(engine_factory, "memory_bytes", lambda: 3 * 2**30)
+    config = config_from_dict({"rollout": {"kv_host_gib": 2.0}, "cluster": {"rollout_workers": 2}})
+    message = r"^rollout\.kv_host_gib: 2 GiB for each of 2 engines .* 3\.0 GiB .*type rollout\.kv_host_gib=0\.75,"
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config)
+    check_engine(config_from_dict({"rollout": {"kv_host_gib": 2.0}}))
+    elsewhere = {"rollout": {"kv_host_gib": 4.0}, "cluster": {"scheduler": "tls://10.0.0.1:8786"}}
+    check_engine(config_from_dict(elsewhere))  # the workers' machines are not known here
+    kind = EngineKind("transformers", 2)
+    with pytest.raises(ConfigError, match=r"^rollout\.kv_host_gib: 4 GiB for an engine"):
+        make_engine(config_from_dict(elsewhere), kind, random_model)
 
 
 def kill_engine_once(run: str, dask_worker: Any) -> None:

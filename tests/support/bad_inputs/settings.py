@@ -189,6 +189,7 @@ CONTRADICTIONS = (
     settings("cluster.device=cuda", "cluster.device", "cuda", "cluster.device=auto"),
     settings("rollout.kv_cache_gib=0.0001", "rollout.kv_cache_gib", "0.0001", "rollout.kv_cache_gib="),
     settings("rollout.kv_host_gib=0.0001", "rollout.kv_host_gib", "0.0001", "rollout.kv_host_gib="),
+    settings("rollout.kv_host_gib=1000000", "rollout.kv_host_gib", "1e+06", "rollout.kv_host_gib="),
     settings("trainer.reject=ratio & trainer.reject_high=0", "trainer.reject_high", "0", "trainer.reject_high=2,"),
     settings("trainer.reject=k3 & trainer.reject_high=-1", "trainer.reject_high", "-1", "trainer.reject_high=1,"),
 )
