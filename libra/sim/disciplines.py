@@ -15,6 +15,7 @@ what their papers and manuals say of these choices; what they have besides is no
   Its four optimizer steps between two publications take the time of one here.
 * prime-rl and verl's ``drop``: a group of which a token is older than the bound when a batch opens is dropped, begun or complete,
   and another prompt begins. By prime-rl's documentation of ``max_off_policy_steps``; its default is 8, here it is the bound.
+* Laminar (arXiv:2510.12633): `libra.sim.own_versions`. Its trainer waits 0.64 s for a publication (32B in the paper).
 """
 
 from __future__ import annotations
@@ -103,6 +104,11 @@ class Discipline:
         With ``by_group``: samples of a prompt that begin for each that is trained on; those that end first are.
     unfinished : Unfinished
     over_age : OverAge
+    own_versions : bool
+        With ``by_group``: each engine takes new weights by itself, when it has no trajectory, and thin ones hand theirs over
+        (`libra.sim.own_versions`); False: all engines take each version, and compute their contexts again.
+    update_s : float or None
+        Seconds from the optimizer until the trainer goes on and engines may take the new weights. None: those of the pipeline.
     """
 
     text: str
@@ -123,10 +129,13 @@ class Discipline:
     samples: float = 1.0
     unfinished: Unfinished = Unfinished.CONTINUES
     over_age: OverAge = OverAge.WAITS
+    own_versions: bool = False
+    update_s: float | None = None
 
     def __post_init__(self) -> None:
         throws = self.unfinished is not Unfinished.CONTINUES
-        if not self.by_group and (throws or self.samples > 1.0 or self.over_age is not OverAge.WAITS):
+        rules = throws, self.samples > 1.0, self.over_age is not OverAge.WAITS, self.own_versions
+        if not self.by_group and any(rules):
             raise ConfigError("by_group: got False with a rule for single groups; type by_group=True")
         if throws and self.etas != (0,):
             raise ConfigError(
@@ -135,6 +144,10 @@ class Discipline:
         if self.by_group and not throws and self.over_age is OverAge.WAITS:
             raise ConfigError(
                 "over_age: got waits with by_group; a batch takes groups as they are complete, type dropped or trained"
+            )
+        if self.own_versions and (self.roles is not Roles.SPLIT or throws or self.over_age is not OverAge.TRAINED):
+            raise ConfigError(
+                "own_versions: got True; type roles split, unfinished continues and over_age trained with it"
             )
 
     def most_open(self, groups_per_batch: int, eta: int) -> int:
@@ -194,6 +207,10 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
     "dropping": Discipline(
         "a fixed split, groups that are too old are thrown away (prime-rl)", (1, 2), own_batches=False, by_group=True,
         over_age=OverAge.DROPPED,
+    ),
+    "laminar": Discipline(
+        "a fixed split, engines take new weights one by one, and thin ones hand over (Laminar)", (1, 2), own_batches=False,
+        by_group=True, over_age=OverAge.TRAINED, own_versions=True, update_s=0.64,
     ),
     "paper": Discipline("a fixed split, trajectories in the order of Libra's paper", (0, 1, 2), order="paper"),
     "streaming": Discipline("groups are trained on as they are complete (StreamRL)", (0, 1, 2), streaming=True),

@@ -140,6 +140,8 @@ class Pipeline(Simulator):
             to_training_s, to_rollout_s = discipline.changes_s
             rule = dataclasses.replace(options.rule, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
             options = dataclasses.replace(options, rule=rule)
+        if discipline.update_s is not None:
+            options = dataclasses.replace(options, update_s=discipline.update_s)
         self._keeps_dispatches = False
         self._discipline, self._pipeline, self._work = discipline, options, work
         self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)

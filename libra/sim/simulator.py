@@ -294,12 +294,16 @@ class Simulator:
         version = batch + 1
         self.notify(VersionPublished(version))
         if version < len(self._groups.plans):
-            if self._host is not None:
-                self._host.clear()
-            for engine in self.running_engines.values():
-                engine.load(self.agenda.now_s, self.options.load_s)
-                self._schedule_next(engine)
+            self._take_new_weights()
         self._carry_out(self._admission.version_published(version))
+
+    def _take_new_weights(self) -> None:
+        """All engines stop for them; KV of the old ones is of no use."""
+        if self._host is not None:
+            self._host.clear()
+        for engine in self.running_engines.values():
+            engine.load(self.agenda.now_s, self.options.load_s)
+            self._schedule_next(engine)
 
     # ---------------------------------------------------------------- quanta
 

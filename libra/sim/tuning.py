@@ -24,6 +24,7 @@ from libra.sim.disciplines import Discipline, Roles, Unfinished
 from libra.sim.engines import fleet, slots_of
 from libra.sim.pipeline import Pipeline, PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
+from libra.sim.repacking_pipeline import RepackingPipeline
 from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import group_work, sample_seconds
 from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
@@ -161,7 +162,8 @@ def play(
     sample_s = sample_seconds(workload, *_sizes(cell.gpu, cell.model))
     work = group_work({place: seconds for place, seconds in sample_s.items() if place[2] < cell.group_size})
     ordering = _ordering(discipline.order, workload)
-    return Pipeline(workload, engines, ordering, discipline, work, options, seed=seed, sample_s=sample_s).train()
+    kind = RepackingPipeline if discipline.own_versions else Pipeline
+    return kind(workload, engines, ordering, discipline, work, options, seed=seed, sample_s=sample_s).train()
 
 
 def step_s(cell: Cell, result: PipelineResult) -> float:

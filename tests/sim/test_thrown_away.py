@@ -20,6 +20,7 @@ from libra.sim.gpu_seconds import Cause
 from libra.sim.open_groups import OpenGroups
 from libra.sim.pipeline import Pipeline, PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
+from libra.sim.repacking_pipeline import RepackingPipeline
 from libra.sim.training_gpus import GroupWork, group_work
 from libra.sim.tuning import Cell
 from libra.sim.workload import Trace, TurnPlan, draw
@@ -43,7 +44,8 @@ def trained(
     """A run in which the gradients of each trajectory take ``sample_s`` GPU-seconds."""
     each_s = {plan[:3]: sample_s for plan in workload.trajectories}
     kept = {place: seconds for place, seconds in each_s.items() if place[2] < (options.samples or 1 << 30)}
-    pipeline = Pipeline(workload, engines, Fifo(), discipline, group_work(kept), options, sample_s=each_s)
+    kind = RepackingPipeline if discipline.own_versions else Pipeline
+    pipeline = kind(workload, engines, Fifo(), discipline, group_work(kept), options, sample_s=each_s)
     return pipeline, pipeline.train()
 
 
@@ -219,6 +221,8 @@ def test_rules_that_do_not_go_together_are_refused(engines: Engines, workload: W
         Discipline("", (1,), by_group=True, unfinished=Unfinished.ABANDONED)
     with pytest.raises(ConfigError, match="over_age: got waits with by_group"):
         Discipline("", (1,), by_group=True)
+    with pytest.raises(ConfigError, match="own_versions: got True; type roles split"):
+        replace(DISCIPLINES["dropping"], own_versions=True)
     work = workload([(10, 0.0)])
     with pytest.raises(ConfigError, match="samples, sample_s: got None"):
         Pipeline(work, engines(1), Fifo(), DISCIPLINES["long_rounds"], {(0, 0): GroupWork(1.0, 1.0)}, OPTIONS)

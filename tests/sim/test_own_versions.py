@@ -1,0 +1,144 @@
+"""Engines with versions of their own: who takes what, who hands over to whom, and that no trajectory mixes versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from libra.policy import Fifo, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, WorkerJoined
+from libra.sim import EngineSpec, Workload, synthetic
+from libra.sim.disciplines import DISCIPLINES
+from libra.sim.own_versions import REPACK_S, Handover, OwnVersions
+from libra.sim.pipeline import PipelineOptions
+from libra.sim.repacking_pipeline import RepackingPipeline
+from libra.sim.simulator import SimulatedTrajectory
+from libra.sim.training_gpus import group_work
+from libra.types import NO_TOOL, Phase
+
+Engines = Callable[..., tuple[EngineSpec, ...]]
+Workloads = Callable[..., Workload]
+OPTIONS = PipelineOptions(eta=1, core_gpus=1, close_s=0.0, load_s=0.25)
+MEMORY = dict.fromkeys("abc", 1000)
+
+
+def park(placement: OwnVersions, *keys: str) -> None:
+    for key in keys:
+        placement.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "0-0", "", 0))
+
+
+def finish(placement: OwnVersions, *keys: str) -> None:
+    for key in keys:
+        placement.handle(QuantumFinished(key, Phase.ROLLOUT, 10, "", NO_TOOL, 1.0, 0))
+
+
+def placed(placement: OwnVersions) -> list[tuple[str, str]]:
+    return [(place.key, place.worker) for place in placement.dispatch(Phase.ROLLOUT)]
+
+
+def test_an_engine_takes_its_share_and_a_new_version_when_it_is_empty() -> None:
+    placement = OwnVersions(3)
+    for worker in "ab":
+        placement.handle(WorkerJoined(worker, rollout_slots=2))
+    park(placement, *"123456789")
+    assert placed(placement) == [("1", "a"), ("2", "a"), ("4", "b"), ("5", "b")]
+    assert placement.num_waiting(Phase.ROLLOUT) == 5 and placement.residents("a") == 3 and not placement.loads
+    placement.handle(VersionPublished(1))
+    finish(placement, "1")
+    placement.handle(TrajectoryEnded("1"))
+    assert placed(placement) == [("3", "a")]  # the rest of its share, with the old version
+    for key in "23":
+        finish(placement, key)
+        placement.handle(TrajectoryEnded(key))
+    assert placed(placement) == [("7", "a"), ("8", "a")] and placement.loads == {"a"}
+    assert (placement.version_of("a"), placement.version_of("b")) == (1, 0)
+    finish(placement, "4")
+    park(placement, "4")
+    assert placed(placement) == [("6", "b")]  # which waited longer
+
+
+def test_thin_engines_hand_over_to_the_fullest_of_their_version() -> None:
+    placement = OwnVersions(2)
+    for worker in "abc":
+        placement.handle(WorkerJoined(worker, rollout_slots=4))
+    park(placement, *"123456")
+    placed(placement)
+    held = {"1": 100, "2": 100, "3": 300, "4": 100, "5": 500, "6": 100}
+    assert placement.repack(held, MEMORY) == ()  # nobody has less than before
+    for key in "246":
+        placement.handle(TrajectoryEnded(key))
+    assert placement.repack(held, dict.fromkeys("abc", 450)) == (Handover("a", "b"),)  # c has no room left
+    assert [placement.residents(worker) for worker in "abc"] == [0, 2, 1]
+    assert placement.repack(held, MEMORY) == ()  # and b has more than before
+    placement.handle(TrajectoryEnded("1"))
+    assert placement.repack(held, MEMORY) == ()  # c has as much as before
+
+
+@pytest.mark.parametrize("differs", ["version", "slots"])
+def test_engines_of_another_version_or_without_slots_take_nothing(differs: str) -> None:
+    placement = OwnVersions(2)
+    placement.handle(WorkerJoined("a", rollout_slots=2))
+    park(placement, "1", "2")
+    placed(placement)
+    if differs == "version":
+        placement.handle(VersionPublished(1))
+    placement.handle(WorkerJoined("b", rollout_slots=3 if differs == "version" else 1))
+    park(placement, "3", "4")
+    placed(placement)
+    held = dict.fromkeys("1234", 100)
+    placement.repack(held, MEMORY)
+    for key in "24":
+        finish(placement, key)
+        placement.handle(TrajectoryEnded(key))
+    assert placement.repack(held, MEMORY) == ()
+
+
+class Watched(RepackingPipeline):
+    """Notes the versions of each trajectory, and of each engine at any time."""
+
+    def __init__(self, *args: object, **named: object) -> None:
+        super().__init__(*args, **named)
+        self.versions: dict[str, set[int]] = {}
+
+    def _set_home(self, one: SimulatedTrajectory, worker: str) -> None:
+        super()._set_home(one, worker)
+        self.versions.setdefault(one.key, set()).add(self._placement.version_of(worker))
+        assert self._placement.version_of(worker) <= self._admission.version
+
+
+@given(seed=st.integers(0, 1000), count=st.integers(2, 4), slots=st.integers(1, 6), eta=st.integers(1, 2))
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_trajectory_has_one_version_and_batches_are_full(
+    engines: Engines, seed: int, count: int, slots: int, eta: int
+) -> None:
+    work = synthetic(16, turns=3, seed=seed, iterations=10, group_size=4)
+    each_s = {plan[:3]: 0.5 for plan in work.trajectories}
+    options = replace(OPTIONS, eta=eta, num_steps=5)
+    pipeline = Watched(
+        work, engines(count, slots=slots, kv=60_000), Fifo(), DISCIPLINES["laminar"], group_work(each_s), options
+    )
+    found = pipeline.train()
+    assert len(found.published_s) == 5 and all(len(versions) == 1 for versions in pipeline.versions.values())
+    assert {version for versions in pipeline.versions.values() for version in versions} > {0}
+    assert min(found.lags) >= 0 and max(found.lags) > 0
+    assert sum(found.gpu_s.values()) == pytest.approx((count + 1) * found.published_s[-1])
+    assert all(seconds >= -1e-6 for seconds in found.gpu_s.values())
+
+
+def test_the_thin_end_is_handed_over_and_frees_engines_for_a_new_version(engines: Engines, workload: Workloads) -> None:
+    # Two engines with a long and a short trajectory each: after the short ones both are thin.
+    work = workload([(800, 0.0)], [(6000, 0.0)], [(800, 0.0)], [(6000, 0.0)], iterations=4)
+    each_s = {plan[:3]: 0.1 for plan in work.trajectories}
+    pipeline = Watched(
+        work, engines(2, slots=4, kv=100_000), Fifo(), DISCIPLINES["laminar"], group_work(each_s),
+        replace(OPTIONS, num_steps=1, load_s=0.0),
+    )  # fmt: skip
+    found = pipeline.train()
+    assert pipeline.num_handed_over == 1
+    again = sum(each.recomputed_tokens for _, each in pipeline._all_counters())
+    # The short ones end between the first look and the second; one of the long ones goes on elsewhere then.
+    assert again == pytest.approx(100 + (2 * REPACK_S - 0.2) / 0.0107, rel=0.05)
+    assert found.lags == (0, 0, 0, 0)
