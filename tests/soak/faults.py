@@ -136,6 +136,7 @@ def dask_setup(worker: Any) -> None:
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
     from libra.graph import batch_nodes, rollout_nodes
     from libra.policy.role_messages import Role
+    from libra.store.record_codec import unpack
     from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint
     from libra.train.replica import Replica
@@ -143,7 +144,7 @@ def dask_setup(worker: Any) -> None:
     from libra.weights import WeightStore
     from libra.worker.role_member import RoleMember
 
-    plan.around(Journal, "append", lambda journal, name, quantum, record: record["kind"])
+    plan.around(Journal, "append", lambda _, name, quantum, *records: unpack(records[-1], source=name)["kind"])
     plan.around(rollout_nodes, "write_group", "group")
     plan.around(batch_nodes, "commit_batch", "batch")
     plan.around(Replica, "step", "step")
