@@ -79,11 +79,14 @@ test-slurm: setup ## run the quick start through a real Slurm on this machine (r
 
 # Moments of the soak: a process is killed or stopped, or the disk is full, twenty of them in each small run (tests/soak/case.py).
 SOAK_SEEDS ?= $(shell seq 0 199)
+# And of runs whose engines turn, two in each: every pair of a stage and a victim twice.
+SOAK_TURNS ?= $(shell seq 0 47)
 # Iterations of the long run whose memory is measured (tests/soak/long_run.py).
 SOAK_ITERATIONS ?= 2000
 
 soak: setup ## strike runs at 200 moments and resume them, then measure the memory of a long one (SOAK_SEEDS="0 1 2" SOAK_ITERATIONS=2000; three hours on two busy cores)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py --together 20 $(SOAK_SEEDS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/case.py --turning --together 2 $(SOAK_TURNS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/long_run.py --iterations $(SOAK_ITERATIONS)
 
 kills: setup ## kill what trains, generates and fetches, 20 times: no wrong update, nothing consumed twice (ten minutes)
