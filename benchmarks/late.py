@@ -1,6 +1,14 @@
-"""Late rewards: the bias that RAC's correction leaves, in its authors' experiment and exactly, and what it costs a run.
+"""Late rewards: the bias that RAC's correction leaves, in its authors' experiment and exactly, and what a run learns from them.
 
-The bias is that of the policy gradient on the table of RAC's authors (arXiv:2606.27580: 3 states, 2 actions, gamma 0.9; a fast
+**Learning.** The quick start with rewards that come ``--delays`` versions late, and with a guess until then that is wrong for one
+trajectory in four (`benchmarks.late_runs`): held-out reward at the end with ``trainer.late=correct``, beside runs whose rewards are
+on time, ``--seeds`` of each. ``late_gap_se`` is the largest difference of means, in standard errors of that difference; ``--drop``
+adds runs that count the guess alone.
+
+**A kill.** A run is killed with 20 rewards to come, which are delivered while nothing runs, is killed again in the step that takes
+them, and resumed: ``applied_once`` counts the rewards that exactly one batch took.
+
+**Bias.** It is that of the policy gradient on the table of RAC's authors (arXiv:2606.27580: 3 states, 2 actions, gamma 0.9; a fast
 reward, and a slow one that comes 5, 20 or 50 steps later, tau 1000, no drift): the norm of the estimate's mean minus the gradient.
 Three numbers for each delay:
 
@@ -14,21 +22,25 @@ law
     It is (1 - e^(-delay / tau)) times that without the correction, a ratio of 1 / (1 - e^(-delay / tau)): 200.5, 50.5 and 20.5.
     Also where the policy has moved since it sampled.
 
-``python -m benchmarks.late --json``; figures ``mean_bias_reduction`` (sampled; the authors': 30.17, 29.42 and 84.05, mean 47.88)
-and ``exact_law_error``.
+``python -m benchmarks.late --json``; figures ``mean_bias_reduction`` (sampled; the authors': 30.17, 29.42 and 84.05, mean 47.88),
+``exact_law_error``, ``late_gap_se`` and ``applied_once``. ``--seeds 0`` leaves out the runs, of which there are seeds x 4.
 """
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.late_runs import PENDING, killed, learned
 from benchmarks.report import Figure, command_parser, emit
 from libra.policy.late import age_weight, correction
 from libra.train.losses import ppo_loss
@@ -192,6 +204,43 @@ def bias_figures() -> dict[str, Figure]:
     }
 
 
+def learning_figures(seeds: int, delays: Sequence[int], overrides: Sequence[str], *, drop: bool) -> dict[str, Figure]:
+    """Held-out rewards of runs with late rewards beside those on time."""
+    systems = {"on_time": (0, "off")} | {f"late_{delay}": (delay, "correct") for delay in delays}
+    if drop:
+        systems |= {f"dropped_{delay}": (delay, "drop") for delay in delays}
+    finals: dict[str, list[float]] = {name: [] for name in systems}
+    with tempfile.TemporaryDirectory() as directory:
+        for seed in range(seeds):  # in turns, so that all see the same machine
+            for name, (delay, late) in systems.items():
+                finals[name].append(learned(Path(directory), delay, late, seed, overrides))
+    gaps = {name: gap_se(finals["on_time"], found) for name, found in finals.items() if name != "on_time"}
+    for name, gap in gaps.items():
+        print(f"{name}: {gap:+.2f} standard errors below on time")
+    worst = max(gap for name, gap in gaps.items() if name.startswith("late_"))
+    return {
+        "late_gap_se": Figure(worst, "standard errors", "lower", goal=1.0),
+        **{f"{name}_gap_se": Figure(gap, "standard errors", "lower") for name, gap in gaps.items()},
+        **{f"{name}_reward": Figure(float(np.mean(found)), "reward", "higher") for name, found in finals.items()},
+    }
+
+
+def gap_se(first: Sequence[float], second: Sequence[float]) -> float:
+    """How far the mean of ``second`` is below that of ``first``, in standard errors of the difference; 0 where both are all the
+    same."""
+    gap = float(np.mean(first) - np.mean(second))
+    error = float(np.sqrt(np.var(first, ddof=1) / len(first) + np.var(second, ddof=1) / len(second)))
+    return gap / max(error, 1e-9)
+
+
+def kill_figures() -> dict[str, Figure]:
+    """Rewards that were to come in a killed run, and that exactly one batch took."""
+    with tempfile.TemporaryDirectory() as directory:
+        times = killed(Path(directory))
+    print(f"killed with {PENDING} rewards to come: {dict(Counter(times.values()))} (times applied: rewards)")
+    return {"applied_once": Figure(sum(count == 1 for count in times.values()), "rewards", "higher", goal=PENDING)}
+
+
 def _softmax(logits: Array) -> Array:
     odds = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(odds / odds.sum(axis=-1, keepdims=True))
@@ -220,8 +269,21 @@ def _score(table: Table, at: NDArray[np.int64], return_NT: Array) -> Array:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    options = command_parser("late", __doc__).parse_args(arguments)
-    emit("late", bias_figures(), arguments=arguments, as_json=options.json)
+    parser = command_parser("late", __doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind; 0: none (default 5)")
+    parser.add_argument("--delays", type=int, nargs="+", default=[1, 3, 5], help="in versions")
+    parser.add_argument("--drop", action="store_true", help="also with trainer.late=drop")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="further settings of the runs"
+    )
+    options = parser.parse_args(arguments)
+    if options.seeds == 1:
+        parser.error("--seeds 1: one run has no standard error; type --seeds 2 or more, or 0")
+    figures = bias_figures()
+    if options.seeds:
+        figures |= kill_figures()
+        figures |= learning_figures(options.seeds, options.delays, options.set, drop=options.drop)
+    emit("late", figures, arguments=arguments, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -204,12 +204,12 @@ def _advantages(
     return row, np.where(trains, row["advantages"], 0.0), trains
 
 
-def late_numbers(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of a batch's fact ``late``; none without it."""
+def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of a batch's fact ``late``; none without it. A batch that corrects has something to learn from (``no_signal``)."""
     if (late := facts.get("late")) is None:
         return {}
     ages = [age for *_, age in late["came"]]
-    return {
+    return ({"no_signal": ""} if late["rows"] else {}) | {
         "late_came": len(ages),
         "late_delay": float(np.mean(ages)) if ages else 0.0,
         "late_waiting": sum(len(missing) for _, _, _, missing, _ in late["waiting"]),

@@ -22,7 +22,10 @@ from libra.errors import ModelError, RunDirectoryError, shell_path
 from libra.observe.token_text import Decode, load_decode
 from libra.observe.trajectory_view import as_json as view_as_json
 from libra.observe.trajectory_view import render
+from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.late_rewards import read_late
 from libra.store.trajectories import TrajectoryStore
+from libra.types import TrajectoryId
 from libra.untrusted import shown, shown_json
 
 logger = logging.getLogger(__name__)
@@ -158,7 +161,7 @@ class _Viewer:
         """Print one of them; ``place`` counts from 0 within the selection."""
         index = int(self.rows[place])
         where = f"{place + 1} of {len(self.rows)} selected, index {index} of {self.store.num_trajectories}"
-        trajectory, row = self.store.trajectory(index), self.store.row(index)
+        trajectory, row = self.store.trajectory(index), self._row(index)
         self.console.rule()
         for part in render(trajectory, row, place=where, decode=self.decode, tokens=tokens):
             # In a pipe the text has the lines that it has; only a terminal wraps it.
@@ -168,13 +171,20 @@ class _Viewer:
         """Print the first ``limit`` of them, one JSON object per line."""
         for index in self.rows[:limit].tolist():
             page = view_as_json(
-                self.store.trajectory(index), self.store.row(index), index=index, decode=self.decode, tokens=tokens
+                self.store.trajectory(index), self._row(index), index=index, decode=self.decode, tokens=tokens
             )
             try:
                 line = msgspec.json.encode(page).decode()
             except UnicodeEncodeError:  # a lone surrogate, from a fact: only an ASCII escape can express it
                 line = json.dumps(_with_nulls(page), separators=(",", ":"))
             self.console.out(shown_json(line), highlight=False)
+
+    def _row(self, index: int) -> dict[str, Any]:
+        """Its columns, and what is known of a late reward."""
+        row, run_dir = self.store.row(index), Path(self.store.path).parent
+        return row | late_of(
+            run_dir, TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"]), row["batch"]
+        )
 
     def step(self, read_key: Callable[[], str], tokens: bool) -> None:
         """Show them by keys, until ``q`` or the end of input."""
@@ -194,6 +204,21 @@ class _Viewer:
                 tokens = not tokens
             else:
                 place = (place + (-1 if key == "p" else 1)) % len(self.rows)
+
+
+def late_of(run_dir: Path, trajectory: TrajectoryId, trained: int) -> dict[str, Any]:
+    """The late reward of a trajectory that batch ``trained`` had: ``late_reward``, with ``late_batch`` and ``late_delay``, the
+    batch that it counts from and its age there in versions (None: no batch has taken it). Empty if none was delivered."""
+    value = read_late(run_dir / "late", trajectory)
+    if value is None:
+        return {}
+    batch = max(trained, 0)
+    while batch_path(run_dir / "batches", batch).exists():
+        for *place, age in read_batch_facts(run_dir / "batches", batch).get("late", {}).get("came", ()):
+            if tuple(place) == trajectory[:3]:
+                return {"late_reward": value, "late_batch": batch, "late_delay": age}
+        batch += 1
+    return {"late_reward": value, "late_batch": None, "late_delay": None}
 
 
 def _store_path(run_dir: Path) -> Path:

@@ -108,6 +108,10 @@ def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> Render
     table.add_row("trajectory", Text(f"{trajectory.trajectory_id}  {where}"))
     graded = "not graded" if math.isnan(trajectory.reward) else f"{trajectory.reward:g}"
     table.add_row("reward", Text(f"{graded}   advantage {trajectory.advantage:+.4f}"))
+    if "late_reward" in row:
+        counts = "no batch has taken it" if row["late_batch"] is None else f"counts from batch {row['late_batch']} on"
+        late = f", {row['late_delay']} versions late" if row["late_delay"] else ""
+        table.add_row("late reward", Text(f"{row['late_reward']:g}, {counts}{late}"))
     ended = Text(str(trajectory.end_reason))
     if trajectory.failure is not FailureClass.NONE:
         ended.append(f"   failure: {trajectory.failure}", style="bold red")

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,8 @@ def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
         content = unseal(path.read_bytes())
         schema, value = content["schema"], float(content["value"])
         of = TrajectoryId(*content["trajectory"])
+        if not math.isfinite(value):
+            raise ValueError(f"its value is {value}")
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import late
-from benchmarks.late import DELAYS, PUBLISHED, TAU, Table, bias_figures, law_error, sampled
+from benchmarks.late import DELAYS, PUBLISHED, TAU, Table, bias_figures, gap_se, law_error, sampled
 
 
 def test_the_published_reductions_and_the_law() -> None:
@@ -28,3 +28,9 @@ def test_more_trajectories_approach_the_expectation_of_the_same_estimate() -> No
     aged_SA = table.fast_SA + np.exp(-50 / TAU) * table.slow_SA
     error_SA = late_NSA.mean(0) - table.of_steps_SA(aged_SA, late.STEPS)
     assert (np.abs(error_SA) < 5 * late_NSA.std(0) / np.sqrt(len(late_NSA))).all()
+
+
+def test_a_gap_is_in_standard_errors_of_the_difference() -> None:
+    assert gap_se([0.9, 1.1], [0.7, 0.9]) == pytest.approx(0.2 / np.sqrt(0.02 / 2 + 0.02 / 2))
+    assert gap_se([0.5, 0.7], [0.6, 0.8]) < 0
+    assert gap_se([0.5, 0.5], [0.5, 0.5]) == 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +20,7 @@ from click.testing import CliRunner
 from distributed import Client
 
 import libra
+from benchmarks.late_runs import killed_in_step, times_applied
 from libra import Late
 from libra.cli.main import cli
 from libra.config import RunConfig, dump_config
@@ -84,7 +83,12 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(
             np.testing.assert_allclose(row["advantages"], age_weight(2, 10.0) * after.numpy(), atol=1e-6)
             assert row["trains"] == [True] * 4 and row["counts"] == [False, False, False, True]
     assert [row["sequences"] for row in rows] == [6, 6, 14, 14, 14]
+    assert [bool(row["no_signal"]) for row in rows] == [True, True, False, False, False]
     assert rows[0]["optimizer_steps"] == 0 and rows[2]["optimizer_steps"] == 1
+    shown = CliRunner().invoke(
+        cli, ["inspect", str(session.directory), "--iteration", "1", "--sample", "0", "--index", "8"]
+    )
+    assert "late reward  1, counts from batch 3 on, 2 versions late" in shown.output
     # Groups that a kept checkpoint needs are kept, trained before it or not, and the same steps are taken again from it.
     kept = {int(path.name.split("-")[1]) for path in spec.groups_dir.glob("train-*.group")}
     assert kept == {1, 2, 3, 4}
@@ -122,7 +126,9 @@ def test_a_batch_waits_for_late_rewards_and_not_for_ever(make_config: Config, cl
     assert any(isinstance(each, LateRewardsTaken) and each.awaited for each in events)
 
 
-def test_a_killed_run_takes_each_of_twenty_rewards_once(make_config: Config, tmp_path: Path) -> None:
+def test_a_killed_run_takes_each_of_twenty_rewards_once(
+    make_config: Config, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(
         run={"iterations": 3},
         environment={"name": "late_judge:Judged"},
@@ -131,39 +137,21 @@ def test_a_killed_run_takes_each_of_twenty_rewards_once(make_config: Config, tmp
     )
     file, directory = tmp_path / "config.yaml", tmp_path / "demo"
     file.write_text(dump_config(config))
-    script = [sys.executable, late_judge.__file__, str(file)]
-    path = [str(Path(late_judge.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    path = [str(Path(late_judge.__file__).parent), str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
-    def killed_in(step: int) -> None:
-        with (tmp_path / f"killed_{step}").open("wb") as output:
-            driver = subprocess.Popen(
-                [*script, str(step)], stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-            code = driver.wait()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(driver.pid, signal.SIGKILL)  # its workers too
-        assert code == -signal.SIGKILL, (tmp_path / f"killed_{step}").read_text()[-2000:]
-
-    killed_in(1)  # the 20 rewards of iteration 0 are to come, and batch 1 is committed without them
+    killed_in_step(file, 1)  # the 20 rewards of iteration 0 are to come, and batch 1 is committed without them
     assert batch_path(directory / "batches", 1).exists()
     for group in range(5):
         for sample in range(4):
             libra.deliver(f"train-0-{group}-{sample}", float(sample), run=directory)
-    killed_in(2)  # batch 2 has them, and its step is not taken
+    killed_in_step(file, 2)  # batch 2 has them, and its step is not taken
     facts = [read_batch_facts(directory / "batches", batch)["late"] for batch in range(3)]
     assert [len(each["came"]) for each in facts] == [0, 0, 20]
-    done = subprocess.run(
-        [sys.executable, "-m", "libra", "resume", str(directory)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-m", "libra", "resume", str(directory)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    facts = [read_batch_facts(directory / "batches", batch)["late"] for batch in range(3)]
-    taken = Counter(tuple(place) for each in facts for place in each["came"])
-    assert taken == {(0, group, sample, 2): 1 for group in range(5) for sample in range(4)}
+    assert times_applied(directory) == {f"train-0-{group}-{sample}": 1 for group in range(5) for sample in range(4)}
     with pytest.raises(LateRefused, match=r"train-0-3-1: 1 was delivered before, and the first one counts"):
         libra.deliver("train-0-3-1", 0.5, run=directory)
 

@@ -12,6 +12,7 @@ from libra.store.late_rewards import came, late_path, read_late, write_late
 from libra.types import TrajectoryId
 
 ONE = TrajectoryId(3, 0, 7)
+NO_NUMBER = lambda _: b'{"schema": 1, "trajectory": [3, 0, 7, "train"], "value": NaN}'  # noqa: E731
 
 
 def test_of_many_deliveries_one_counts(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_of_many_deliveries_one_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", [lambda text: text.replace(b"0.25", b"0.75"), lambda text: text[:-10], lambda _: b"{}"]
+    "harm", [lambda text: text.replace(b"0.25", b"0.75"), lambda text: text[:-10], lambda _: b"{}", NO_NUMBER]
 )
 def test_a_changed_file_says_what_to_do(harm: object, tmp_path: Path) -> None:
     path = write_late(tmp_path / "late", ONE, 0.25)
