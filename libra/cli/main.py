@@ -179,6 +179,13 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="A CSV of agents' turns to draw the batch from."
 )
 @click.option(
+    "--from-run",
+    "from_run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Draw the batch from the trajectories of this run, of which as many are trained on as there.",
+)
+@click.option(
     "--why",
     multiple=True,
     metavar="CHOICE",
@@ -200,6 +207,7 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     \b
     libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
     libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
+    libra plan configs/qwen3_4b_gpu.yaml --from-run runs/NAME
     libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
     from libra.cli.plan import print_plan
@@ -208,7 +216,9 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 
     loaded = load_config(config, overrides)
     # With --write, overrides go into a file that other commands read too.
-    warn_of_ignored(loaded, None if choice["write"] else "plan", overrides, {"--trace": choice["trace"]})
+    warn_of_ignored(loaded, None if choice["write"] else "plan", overrides, {
+        "--trace": choice["trace"], "--from-run": choice["from_run"],
+    })  # fmt: skip
     print_plan(loaded, config, **choice)
 
 

@@ -14,17 +14,22 @@ import click
 from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
-from libra.config.streaming import streaming_obstacle, streaming_words
+from libra.config.streaming import streaming_words
 from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
+from libra.driver.planned_steps import planned_regime, with_way
+from libra.driver.planned_steps import settings as settings_for
 from libra.errors import ConfigError, PlanError, shell_path
+from libra.observe.metrics import read_metrics
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.explain import alternative_line, text
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import layout_lines, with_plan
-from libra.planner.regime import regime
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
+from libra.policy.step_ways import SPLIT
+from libra.sim.from_run import workload_of_run
+from libra.sim.next_step import simulated_ways
 
 HEAD = "# Written by libra plan, for"
 """How a file with a plan begins."""
@@ -49,6 +54,7 @@ def print_plan(
     name: str,
     *,
     trace: Path | None,
+    from_run: Path | None = None,
     why: Sequence[str],
     what_if: bool,
     write: Path | None,
@@ -62,13 +68,21 @@ def print_plan(
         )
     if write is not None:
         check_writable(write)
+    if trace is not None and from_run is not None:
+        raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
     path = trace or config.planner.trace
-    turns = None if path is None else read_trace(path, config.planner.tool_s)
+    if from_run is not None:
+        turns: TrajectoryTotals | None
+        turns, trained_frac = lengths_of_run(from_run)
+        config = config.model_copy(update={"planner": config.planner.model_copy(update={"trained_frac": trained_frac})})
+    else:
+        turns = None if path is None else read_trace(path, config.planner.tool_s)
     snapshot, note = snapshot_of(config, turns, what_if)
     note = "\n".join(part for part in (note, streaming_words(config)) if part)
     planner = Planner()
     answer = plan(snapshot, planner)
-    bounds = regime(answer, streams=streaming_obstacle(config) is None)
+    bounds = planned_regime(config, answer, snapshot, simulated_ways)
+    settings = settings_for(config, answer, bounds.choice)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
     workers = config.cluster.train_workers
     given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
@@ -84,12 +98,13 @@ def print_plan(
     if as_json:
         values = answer.to_dict()
         values["notes"] = note.splitlines()
-        values["regime"] = {**asdict(bounds), "step_s": dict(bounds.step_s), "settings": dict(bounds.settings)}
+        values["regime"] = {**asdict(bounds), "settings": settings}
         values["why"] = [{"choice": other.name, **asdict(other)} for other in asked]
         values["written"] = None if written is None else str(write)
         click.echo(json.dumps(values, allow_nan=False))
         return
-    click.echo(text(answer, bounds))
+    typed = " ".join(f"{name}={value}" for name, value in settings.items())
+    click.echo(text(answer, bounds.words + (f"; type {typed}, or --write FILE" if typed else "")))
     if asked:
         click.echo("\nWhy not")
         for other in asked:
@@ -103,10 +118,28 @@ def print_plan(
         )
 
 
+def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
+    """Totals of a run's trajectories, and the share of them that it trained on; raises as `workload_of_run`."""
+    plans = workload_of_run(run_dir).trajectories
+    totals = TrajectoryTotals.of(
+        [plan.prompt_tokens for plan in plans],
+        [plan.new_tokens for plan in plans],
+        observation_tokens=[plan.final_tokens - plan.prompt_tokens - plan.new_tokens for plan in plans],
+        num_turns=[len(plan.turns) for plan in plans],
+        tool_wait_s=[sum(turn.tool_s for turn in plan.turns) for plan in plans],
+    )
+    config = load_config(str(run_dir / "config.resolved.yaml"))
+    rows = [row for row in read_metrics(run_dir) if row.get("trajectories") and "forwarded_sequences" in row]
+    seen = config.trainer.epochs * sum(float(row["trajectories"]) for row in rows)
+    trained = sum(float(row["forwarded_sequences"]) for row in rows)
+    return totals, min(1.0, max(trained / seen, 1.0 / len(totals))) if seen else 1.0
+
+
 def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTotals | None) -> PlannedLayout:
     """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
-    layout = plan_for_datasheet(config, turns)
-    delta = written_delta(config, name, with_plan(without_layout(config), layout), file)
+    layout = plan_for_datasheet(config, turns, simulated_ways)
+    made = with_plan(without_layout(config), layout)
+    delta = written_delta(config, name, with_way(made, layout.way or SPLIT), file)
     try:
         file.write_text(delta, encoding="utf-8")
     except OSError as error:

@@ -261,10 +261,13 @@ _ABOUT_GATES = (
     events.WaveTrained,
     events.LateRewardsTaken,
 )
+_ABOUT_STEPS = (events.StepsPlanned, events.StepMeasured, events.StepsChosen)
 
 
 def _words(name: str) -> tuple[bytes, ...]:
     """What the lines about a trajectory, gate or batch contain, as `_find` takes its name."""
+    if name == "steps":
+        return tuple(f'"name":"{kind.name}"'.encode() for kind in (events.RunStarted, *_ABOUT_STEPS))
     kinds = [f'"name":"{kind.name}"'.encode() for kind in (*_ABOUT_ALL, *_ABOUT_GATES)]
     return tuple(kinds) if name.startswith(("gate-", "batch-")) else (name.encode(errors="replace"), *kinds[:1])
 
@@ -322,6 +325,8 @@ def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject 
             known[f"batch-{event.batch}"] = ("batch", event.batch)
         elif isinstance(event, events.EngineTurned):
             known[event.worker] = ("worker", event.worker)
+        elif isinstance(event, events.StepsPlanned):
+            known["steps"] = ("steps", "steps")
     parsed_name = keys.parse(name)
     if name not in known and parsed_name is not None and parsed_name.node in ("gate", "batch"):
         name = f"{parsed_name.node}-{parsed_name.indices[0]}"

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from libra import events
 from libra.observe.decision_words import late_words
-from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority, Turn
+from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority, TakeSteps, Turn
 from libra.untrusted import shown_line
 
 MAX_EVENT_CHARS = 3000
 """Longest sentence of one event; the detail of a failure has at most 2,000."""
 
 Subject = tuple[str, str | int]
-"""What a decision is about: ("trajectory", key), ("gate", iteration), ("batch", step) or ("worker", name)."""
+"""What a decision is about: ("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps", "steps")."""
 
 NAMES = {
     "SetPriority": "priorities",
@@ -23,6 +23,7 @@ NAMES = {
     "OpenBatch": "batch openings",
     "OpenWave": "wave openings",
     "Turn": "turns of engines",
+    "TakeSteps": "choices of how steps are taken",
 }
 """The name of each command, in the plural."""
 
@@ -38,6 +39,8 @@ def subject_of(command: Command) -> Subject:
             return "batch", batch
         case Turn(worker=worker):
             return "worker", worker
+        case TakeSteps():
+            return "steps", "steps"
 
 
 def subject_text(subject: Subject) -> str:
@@ -67,6 +70,8 @@ def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, in
             return kind == "worker" and worker == which
         case events.GroupCommitted(split="train", iteration=iteration, group=group):
             return kind == "batch" and (iteration, group) in members
+        case events.StepsPlanned() | events.StepMeasured() | events.StepsChosen():
+            return kind == "steps"
     return kind == "trajectory" and getattr(event, "key", None) == which
 
 
@@ -192,6 +197,16 @@ def _role_text(event: events.Event) -> str:
             return f"{event.worker} takes at most {event.slots} trajectories at once: {event.reason}"
         case events.BoundariesSet():
             return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}: {event.reason}"
+        case events.StepsPlanned():
+            return f"steps begin by {event.way}, of {', '.join(event.ways)}: {event.reason}"
+        case events.StepMeasured():
+            trained_s = sum(seconds for _, seconds in event.waves)
+            return (
+                f"step {event.step} was measured: groups complete after {event.complete_s[0]:.3g} to {event.complete_s[-1]:.3g} s, "
+                f"{len(event.waves)} waves of {trained_s:.3g} s, {event.update_s:.3g} s for new weights"
+            )
+        case events.StepsChosen():
+            return f"steps are taken by {event.way}: {event.reason}"
     return event.name
 
 

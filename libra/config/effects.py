@@ -102,7 +102,7 @@ _DIVIDES = Need(
         < (config.rollout.max_context_tokens if config.rollout.ignore_eos else config.rollout.max_new_tokens)
     ),
 )
-_NO_TRACE = (missing("planner.trace"), without("--trace"))
+_NO_TRACE = (missing("planner.trace"), without("--trace", "--from-run"))
 _DRAWN = without("--from-run", "--workload")
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
 _BY_TABLES = Need(
@@ -138,7 +138,7 @@ _ALIKE = either(
 
 _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads them and when
     ("run", "name dir iterations from_checkpoint", _run()),
-    ("run", "seed", {"run": (), "plan": (given("planner.trace"),), "simulate": ()}),
+    ("run", "seed", {"run": (), "plan": (), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
     ("staleness", "eta", _of("run", "plan", "simulate")),
     ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
@@ -265,7 +265,11 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("planner", "layout", _of("run", "slurm")),
     ("planner", "planned replan", _run()),
     ("planner", "apply", _run(is_("planner.replan", True))),
-    ("planner", "change_cost_s", _run(either(is_("planner.replan", True), is_not("trainer.turning", "off")))),
+    (
+        "planner",
+        "change_cost_s",
+        {**_run(either(is_("planner.replan", True), is_not("trainer.turning", "off"))), "plan": ()},
+    ),
     ("planner", "gpu", {**_planned(), "simulate": (missing("simulation.gpu"), _BY_TABLES, _NOT_OF_RUN)}),
     (
         "planner",
@@ -283,6 +287,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("planner", "tp", _planned()),
     ("planner", "num_gpus gpus_per_node trace trajectories tool_s max_concurrency update_s", _plan()),
     ("planner", "min_train_gpus min_rollout_gpus fixed_train_gpus fixed_engines", _plan()),
+    ("planner", "trained_frac", _plan(without("--from-run"))),
     ("planner", "prompt_tokens generated_p50_tokens generated_p99_tokens observation_tokens turns", _plan(*_NO_TRACE)),
 )
 

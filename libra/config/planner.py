@@ -54,6 +54,10 @@ class PlannedLayout(Section):
     """What limits the step."""
     lost: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """The next best layouts, and why each is worse."""
+    way: Literal["split", "streaming", "turning"] | None = None
+    """How its steps should be taken; a run with `trainer.streaming` or `trainer.turning` auto begins with it. None: not planned."""
+    way_why: str = ""
+    """What that was decided by."""
 
     @property
     def boundaries(self) -> tuple[tuple[int, float], ...]:
@@ -113,6 +117,9 @@ class PlannerSection(Section):
     completion_tokens and, if known, tool_s. None: lengths as given below."""
     trajectories: AtLeastOne | None = None
     """Trajectories of one step. None: `trainer.prompts` x `trainer.group_size`."""
+    trained_frac: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a step's trajectories that carry a gradient. Those of groups with equal rewards, failed, masked and cut ones are
+    only generated. A run's metrics have it: `forwarded_sequences` over `trajectories`."""
     prompt_tokens: AtLeastOne = 512
     """Tokens before the first turn. Used without a trace."""
     generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0

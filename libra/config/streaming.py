@@ -76,6 +76,18 @@ def turns(config: RunSections) -> bool:
     return config.trainer.turning != "off" and turning_obstacle(config) is None
 
 
+def ways_of(config: RunSections) -> tuple[str, ...]:
+    """Ways in which a run of this configuration may take its steps, the least change first: of `libra.policy.step_ways`, those
+    that `auto` leaves open."""
+    if not most_waves(config):
+        return ("split",)
+    trainer, may_turn = config.trainer, turns(config)
+    if may_turn and trainer.turning == "on":
+        return ("turning",)
+    stays = ("split", "streaming") if trainer.streaming == "auto" else ("streaming",)
+    return (*stays, "turning") if may_turn else stays
+
+
 def enough_groups(config: RunSections) -> int:
     """Most groups of a wave where engines turn, 0 elsewhere: sequences for each trainer, and soon a wave for one that comes."""
     if not turns(config):
@@ -91,8 +103,9 @@ def streaming_words(config: RunSections) -> str:
         return ""
     if (obstacle := streaming_obstacle(config)) is not None:
         return f"trainer.streaming={streaming}: steps are not streamed; {obstacle}"
+    chooses = ", where the measured steps of the run say that it pays" if ways_of(config)[0] == "split" else ""
     found = (
-        f"trainer.streaming={streaming}: steps are streamed; gradients of complete groups are added up in up to "
+        f"trainer.streaming={streaming}: steps are streamed{chooses}; gradients of complete groups are added up in up to "
         f"{most_waves(config)} waves while the other groups of the batch are generated"
     )
     return found + (", by engines too that its tail does not need" if turns(config) else "")

@@ -227,13 +227,14 @@ class TrainerSection(Section):
     compute."""
     streaming: Literal["off", "auto", "on"] = "off"
     """Add up the gradient of a batch in waves of complete groups while its other groups are generated. Needs one optimizer step
-    per batch and advantages of a group alone; auto: where that is so. A batch then is the groups of its own iteration, also with
-    `run.eta` above 0. The result changes only by the rounding of sums."""
+    per batch and advantages of a group alone. auto: where that is so and pays, as `planner.planned` says and then each measured
+    step. A batch then is the groups of its own iteration, also with `run.eta` above 0. The result changes only by the rounding of
+    sums."""
     turning: Literal["off", "auto", "on"] = "off"
     """Let workers of `cluster.hybrid_workers` train for the open step while the tail of its rollout fits on the other engines, and
-    generate again for the next rollout. Needs streamed steps (`streaming`) and another engine; auto: where that is so. What runs on
-    such a worker ends its turn or chunk there first, or stops after `cluster.drain_timeout_s`. The result changes only by the
-    rounding of sums."""
+    generate again for the next rollout. Needs streamed steps (`streaming`) and another engine. auto: where that is so and pays, as
+    for `streaming`. What runs on such a worker ends its turn or chunk there first, or stops after `cluster.drain_timeout_s`. The
+    result changes only by the rounding of sums."""
     offload: bool = False
     """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no effect."""
 

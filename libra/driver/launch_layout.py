@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from libra.cluster.hardware_inventory import CPU, Machine, cluster_gpu, this_machine
 from libra.config import RunConfig
 from libra.config.planner import PlannedLayout
+from libra.driver.planned_steps import Simulate, planned_regime
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import load_gpu
 from libra.planner.cost import TrajectoryTotals
@@ -75,14 +76,23 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
     return made
 
 
-def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
-    """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn."""
+def plan_layout(
+    config: RunConfig,
+    gpu: str,
+    rests_on: str,
+    turns: TrajectoryTotals | None = None,
+    simulate: Simulate | None = None,
+) -> PlannedLayout:
+    """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn. ``simulate`` None:
+    closed forms decide how its steps are taken."""
     if turns is None and config.planner.trace is not None:
         turns = read_trace(config.planner.trace, config.planner.tool_s)
     snapshot, _ = snapshot_of(config, turns, what_if=False)
     floor = max(config.rollout.max_context_tokens, config.trainer.max_row_tokens)
     plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)
-    return layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
+    layout = layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
+    found = planned_regime(config, plan, snapshot, simulate)
+    return layout.model_copy(update={"way": found.choice, "way_why": found.words})
 
 
 def check_workers(config: RunConfig, client: Client) -> None:
@@ -189,14 +199,16 @@ def _known(gpu: str) -> bool:
     return True
 
 
-def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None) -> PlannedLayout:
-    """The plan for ``config`` on the hardware that section ``planner`` names."""
+def plan_for_datasheet(
+    config: RunConfig, turns: TrajectoryTotals | None = None, simulate: Simulate | None = None
+) -> PlannedLayout:
+    """The plan for ``config`` on the hardware that section ``planner`` names; the last two as in `plan_layout`."""
     calibration = config.planner.calibration
     named = config.planner.gpu
     sheet = planned_gpu(named).name
     name = this_machine().gpu if calibration is not None and named is None else sheet
     rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
-    return plan_layout(without_layout(config), name, rests_on, turns)
+    return plan_layout(without_layout(config), name, rests_on, turns, simulate)
 
 
 def without_layout(config: RunConfig) -> RunConfig:

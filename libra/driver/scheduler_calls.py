@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from libra.config.streaming import enough_groups, most_waves, turns, wave_groups
+from libra.config.streaming import enough_groups, most_waves, turns, wave_groups, ways_of
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
@@ -19,7 +19,7 @@ from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
-from libra.policy import Admission, TailSettings, Waves, staleness_of
+from libra.policy import Admission, TailSettings, Waves, WaySettings, staleness_of
 from libra.policy.step_lengths import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.gang_plugin import GangPlugin
@@ -83,6 +83,7 @@ class SchedulerCalls:
             wave_groups=wave_groups(config),
             wave_enough=enough_groups(config),
             turning=_turning(config),
+            ways=_ways(config),
             event_log=config.observe.event_log,
             restored=_admission(start) if start.resumed else None,
             watchdog_s=config.watchdog.timeout_s,
@@ -162,6 +163,19 @@ def _turning(config: RunConfig) -> TailSettings | None:
     if not turns(config):
         return None
     return TailSettings(config.cluster.train_workers, config.trainer.group_size, config.planner.change_cost_s)
+
+
+def _ways(config: RunConfig) -> WaySettings | None:
+    """What the scheduler needs to choose how steps are taken; None: the configuration leaves nothing to choose."""
+    ways, planned = ways_of(config), config.planner.planned
+    if len(ways) == 1:
+        return None
+    train_gpus, change_s = config.cluster.train_workers, config.planner.change_cost_s
+    if planned is not None and planned.way in ways:
+        return WaySettings(ways, planned.way, f"planned: {planned.way_why}", train_gpus, change_s)
+    return WaySettings(
+        ways, ways[-1], "not planned: all that is possible, until a step was measured", train_gpus, change_s
+    )
 
 
 def _watchdog_floors_s(start: RunStart) -> dict[str, float]:

@@ -112,6 +112,34 @@ class WaveTrained(Event, frozen=True):
     hybrids: int = 0
 
 
+class StepsPlanned(Event, frozen=True):
+    """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.way_choice`)."""
+
+    ways: tuple[str, ...]
+    way: str
+    reason: str
+
+
+class StepMeasured(Event, frozen=True):
+    """A step of a run that chooses how to take its steps; fields as of `libra.policy.way_choice.MeasuredStep`."""
+
+    step: int
+    complete_s: tuple[float, ...]
+    waves: tuple[tuple[int, float], ...]
+    update_s: float
+    longest_s: float
+    rollout_gpus: float
+    rollout_gpu_s: float
+    change_s: float
+
+
+class StepsChosen(Event, frozen=True):
+    """Steps are taken in this way from now on (split, streaming or turning), for this reason."""
+
+    way: str
+    reason: str
+
+
 class StepFinished(Event, frozen=True):
     """All ranks took step ``step``."""
 

@@ -11,7 +11,7 @@ from libra.observe.html import duration, number
 DECISIONS: Final = (
     events.LayoutPlanned, events.PlanConsidered, events.PlanAccepted, events.PlanBlocked, events.PlanRealised,
     events.RoleChangeStarted, events.RoleChanged, events.RoleRestored, events.RoleChangeFailed, events.RoleChangeCancelled,
-    events.SlotsSet, events.BoundariesSet,
+    events.SlotsSet, events.BoundariesSet, events.StepsPlanned, events.StepsChosen,
 )  # fmt: skip
 LATE: Final = (events.LateRewardsTaken,)
 TURNS: Final = (events.EngineTurned, events.TurnRefused)
@@ -78,6 +78,16 @@ def decision_words(event: events.Event) -> tuple[str, str]:
             return late_words(event)
         case events.BoundariesSet():
             return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in event.boundaries)}", event.reason
+    return steps_words(event)
+
+
+def steps_words(event: events.Event) -> tuple[str, str]:
+    """How steps are taken from now on, and why; of another event its name."""
+    match event:
+        case events.StepsPlanned():
+            return f"steps begin by {event.way}, of {', '.join(event.ways)}", event.reason
+        case events.StepsChosen():
+            return f"steps are taken by {event.way}", event.reason
     return event.name, ""
 
 

@@ -42,6 +42,16 @@ class EngineTurn:
     seconds: float | None = None
 
 
+@dataclass(slots=True)
+class StepsWay:
+    """How steps are taken from ``t_s`` on (the first after ``step``), and why."""
+
+    t_s: float
+    step: int
+    way: str
+    reason: str
+
+
 class StreamedSteps:
     """Waves and turns of a run.
 
@@ -51,11 +61,14 @@ class StreamedSteps:
         By step and number of the wave, of the newest steps; waves without groups are left out.
     turns : deque of EngineTurn
         The newest, the oldest first.
+    ways : deque of StepsWay
+        The newest choices of how steps are taken, the oldest first; empty where there was nothing to choose.
     """
 
     def __init__(self) -> None:
         self.waves: dict[int, dict[int, Wave]] = {}
         self.turns: deque[EngineTurn] = deque(maxlen=MAX_TURNS)
+        self.ways: deque[StepsWay] = deque(maxlen=MAX_TURNS)
         self._groups, self._taken = 0, -1
         self._open: dict[str, EngineTurn] = {}  # by worker, turns without a result
 
@@ -105,6 +118,8 @@ class StreamedSteps:
                 self.waves.setdefault(event.batch, {})[event.wave] = Wave(event.groups, event.train_s, event.hybrids)
             case events.StepFinished():
                 self._taken = max(self._taken, event.step)
+            case events.StepsPlanned() | events.StepsChosen():
+                self.ways.append(StepsWay(now_s, self._taken, event.way, event.reason))
             case _:
                 self._turn(event, now_s)
 

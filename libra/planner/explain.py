@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from libra.planner.node_placement import NodeGroup
 from libra.planner.plan import Alternative, Bucket, Plan
-from libra.planner.regime import Regime
 
 _WHY = {
     "training": "it takes longer than generating, so that a GPU is worth more there",
@@ -13,8 +12,8 @@ _WHY = {
 }
 
 
-def text(plan: Plan, regime: Regime) -> str:
-    """The whole plan on one screen."""
+def text(plan: Plan, regime: str) -> str:
+    """The whole plan on one screen; ``regime`` says what bounds a step, and how to take it (`libra.policy.step_ways`)."""
     steps = "at the same time" if plan.eta else "one after the other (run.eta=0)"
     training, number = plan.training, sum(bucket.engines for bucket in plan.buckets)
     lines = [
@@ -34,7 +33,7 @@ def text(plan: Plan, regime: Regime) -> str:
         f"  one step    {_s(plan.step_s)}, of which {_s(plan.update_s)} for new weights; {plan.gpu_hours_per_step:.2g} GPU-hours",
         f"              {_s(plan.low_s)} if engines never drained, {_s(plan.high_s)} if the shortest trajectories come first",
         f"  bottleneck  {plan.bottleneck}: {_WHY[plan.bottleneck]}",
-        f"  regime      {regime.words}",
+        f"  regime      {regime}",
         "  GPU time    "
         + ", ".join(f"{100 * share:.0f} % {cause}" for cause, share in plan.idle_frac.items() if share >= 0.005),
     ]

@@ -84,7 +84,7 @@ def training_factor(snapshot: PlanningSnapshot, found: RunCalibration) -> float:
     """Seconds of the run's optimizer steps over those that the cost model gives to its replicas; 1 if no trainer was fitted."""
     if found.trainer is None:
         return 1.0
-    tokens, gpus = snapshot.workload.final_context_tokens, found.train_gpus
+    tokens, gpus = snapshot.trained_tokens, found.train_gpus
     node = max(snapshot.node_gpus, gpus)
     sheet = replace(snapshot.gpu, gpus_per_node=node)
     modelled = training_table(sheet, snapshot.shape, tokens, [gpus], snapshot.training)[gpus]

@@ -76,6 +76,7 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
         fixed_train_gpus=section.fixed_train_gpus,
         fixed_engines=section.fixed_engines,
         max_concurrency=section.max_concurrency,
+        trained_frac=section.trained_frac,
     )
     if section.calibration is None:
         return snapshot, note

@@ -74,7 +74,7 @@ def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = T
 
 def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
     """The configured micro-batch, or a larger one that the fullest GPU holds and that shortens the step."""
-    layout, tokens = snapshot.training, snapshot.workload.final_context_tokens
+    layout, tokens = snapshot.training, snapshot.trained_tokens
     sheet = replace(snapshot.gpu, gpus_per_node=snapshot.node_gpus)
     best, least_s = layout.micro_batch_tokens, None
     for size in SIZES:

@@ -55,6 +55,8 @@ class PlanningSnapshot:
     corrections : Corrections
     engines : mapping of TP degree to engine, or None
         Measured engines instead of the datasheet's.
+    trained_frac : float
+        Share of the trajectories that carry a gradient; the others are generated and not trained on.
     """
 
     gpu: GPU
@@ -73,6 +75,16 @@ class PlanningSnapshot:
     max_concurrency: int = 256
     corrections: Corrections = field(default_factory=Corrections)
     engines: Mapping[int, ManySeconds] | None = None
+    trained_frac: float = 1.0
+
+    @property
+    def trained_tokens(self) -> Floats:
+        """(m,) tokens of the trajectories that are trained on, of all lengths alike."""
+        if self.trained_frac >= 1.0:
+            return self.workload.final_context_tokens
+        tokens: Floats = np.sort(self.workload.final_context_tokens)
+        number = max(1, round(self.trained_frac * len(tokens)))
+        return np.take(tokens, ((np.arange(number) + 0.5) * len(tokens) / number).astype(int))
 
     @property
     def node_gpus(self) -> int:
@@ -164,7 +176,7 @@ def _kind(snapshot: PlanningSnapshot, tp: int, engine: ManySeconds) -> tuple[Eng
 
 def _training(snapshot: PlanningSnapshot) -> dict[int, TrainingCost]:
     """Training on every number of GPUs that fills a part of one node evenly, or whole nodes."""
-    node, tokens = snapshot.node_gpus, snapshot.workload.final_context_tokens
+    node, tokens = snapshot.node_gpus, snapshot.trained_tokens
     sheet = snapshot.gpu if snapshot.gpu.gpus_per_node == node else replace(snapshot.gpu, gpus_per_node=node)
     counts = [*range(1, min(node, snapshot.num_gpus)), *range(node, snapshot.num_gpus + 1, node)]
     return training_table(sheet, snapshot.shape, tokens, counts, snapshot.training)

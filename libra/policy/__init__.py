@@ -49,6 +49,7 @@ from libra.policy.staleness import Capacity, StalenessPolicy, Verdict, judge, st
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.turning import Turn
 from libra.policy.waves import Waves
+from libra.policy.way_choice import MeasuredStep, TakeSteps, WayChoice, WaySettings
 
 __all__ = [
     "CMLFQ",
@@ -70,6 +71,7 @@ __all__ = [
     "Inspectable",
     "KVTransferred",
     "KnownLengths",
+    "MeasuredStep",
     "Mlfq",
     "Move",
     "OnlineLearner",
@@ -89,12 +91,15 @@ __all__ = [
     "StalenessPolicy",
     "Tail",
     "TailSettings",
+    "TakeSteps",
     "TrajectoryEnded",
     "TrajectoryParked",
     "Turn",
     "Verdict",
     "VersionPublished",
     "Waves",
+    "WayChoice",
+    "WaySettings",
     "WorkerJoined",
     "WorkerLeft",
     "boundaries_of",

@@ -19,6 +19,7 @@ Invariants
    whole, each with ``groups_per_batch`` groups, are one number.
 7. In a run whose steps are streamed (`libra.policy.waves`) batch ``j`` is instead the groups of iteration ``j``, in the order of
    its waves; by 1 they meet their deadlines. Its waves open once version ``j`` is published, and it when they have all groups.
+   Where the run chooses not to stream for now (`libra.policy.way_choice`), one wave has all of them, once they are complete.
 8. With a window of ``w`` versions batch ``j`` opens only when no group that is being generated has tokens older than version
    ``j + 2 - w``, so that at most ``w`` versions live once it has published ``j + 1``. It waits for nothing that waits for it.
 9. With ``in_flight`` = ``n`` gate ``k`` opens only when batch ``k - n`` is taken.
@@ -33,8 +34,9 @@ from typing import Any, Self
 from libra.policy.messages import OpenBatch, OpenGate, OpenWave
 from libra.policy.staleness import StalenessPolicy, Verdict, judge
 from libra.policy.waves import GroupId, Members, Waves
+from libra.policy.way_choice import MeasuredStep, TakeSteps, WayChoice
 
-Opened = OpenGate | OpenBatch | OpenWave
+Opened = OpenGate | OpenBatch | OpenWave | TakeSteps
 
 KEPT_BATCHES = 64
 """Batches, besides the staleness bound, whose members are kept for a step that is repeated because its result was lost."""
@@ -65,11 +67,14 @@ class Admission:
     ----------
     opened : dict
         Members of the newest batches, by number.
+    ways : WayChoice
+        Of a run that chooses how to take its steps; else it has nothing to choose.
     """
 
     def __init__(self, staleness: StalenessPolicy | int, groups_per_batch: int, waves: Waves | None = None) -> None:
         self.staleness = StalenessPolicy(staleness) if isinstance(staleness, int) else staleness
         self.waves = waves or Waves()
+        self.ways = WayChoice()
         self.groups_per_batch = groups_per_batch
         self.version = -1
         self._gates: set[int] = set()
@@ -147,6 +152,7 @@ class Admission:
             "whole_below": self._whole_below,
             "told_below": self._told_below,
             "waves": self.waves.snapshot(),
+            "ways": self.ways.snapshot(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -160,6 +166,7 @@ class Admission:
         self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
         self.opened = {}
         self.waves.restore(snapshot.get("waves", {}))
+        self.ways = WayChoice.restored(snapshot.get("ways", {}))
         # Snapshots of older logs have the members of every batch instead.
         self._whole_below, self._told_below = int(snapshot.get("whole_below", 0)), int(snapshot.get("told_below", 0))
         self._consumed = {int(iteration): set(groups) for iteration, groups in snapshot.get("consumed", ())}
@@ -191,6 +198,11 @@ class Admission:
         """The gradient of a wave was added: the trainer is free for the next."""
         self.waves.trained(batch, wave)
         return self._decide()
+
+    def steps_measured(self, step: MeasuredStep) -> tuple[Opened, ...]:
+        """A step was measured: choose how to take the next ones."""
+        choice = self.ways.measured(step)
+        return () if choice is None else (choice, *self._decide())
 
     def version_published(self, version: int) -> tuple[Opened, ...]:
         """Version ``version`` can be pulled."""
@@ -247,7 +259,7 @@ class Admission:
     def _next_waves(self, batch: int) -> Iterator[OpenWave]:
         """Open the waves of ``batch`` that can: one with members, or all that are left over."""
         while batch <= self.version:
-            wave = self.waves.next(batch, self.groups_per_batch, self.ready(batch))
+            wave = self.waves.next(batch, self.groups_per_batch, self.ready(batch), streams=self.ways.streams)
             if wave is None:
                 return
             self._consume(wave.members)

@@ -38,6 +38,7 @@ from libra.policy.messages import (
 from libra.policy.ordering import OnlineLearner, blank_ordering
 from libra.policy.replayed_objects import BlankOrdering, ReplayedObjects
 from libra.policy.turning import Turn, Turned
+from libra.policy.way_choice import TakeSteps
 
 NOISE_FRAC = 1e-7
 """Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
@@ -51,6 +52,7 @@ _LoggedCommand = (
     | events.BatchOpened
     | events.WaveOpened
     | events.EngineTurned
+    | events.StepsChosen
 )
 
 
@@ -235,6 +237,8 @@ def _command(line: int, event: events.Event) -> Command:
             if to not in list(Turned):
                 raise StoreError(f"line {line}: an engine turned to {to!r}; allowed are {', '.join(Turned)}")
             return Turn(worker, Turned(to), reason)
+        case events.StepsChosen(way=way, reason=reason):
+            return TakeSteps(way, reason)
     raise AssertionError(event)
 
 
@@ -358,4 +362,6 @@ def _shown(command: Command | None) -> str:
             return f"wave {wave} of batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
         case Turn(worker=worker, to=to, reason=reason):
             return f"the engine of {worker} turns to {to} ({reason})"
+        case TakeSteps(way=way, reason=reason):
+            return f"steps are taken by {way} ({reason})"
     return "nothing"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra.policy.turning import Turn
+from libra.policy.way_choice import TakeSteps
 from libra.types import Phase, ToolOutcome
 
 
@@ -274,4 +275,4 @@ Event = (
     | BoundariesSet
     | KVTransferred
 )
-Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn
+Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn | TakeSteps

@@ -28,6 +28,7 @@ from libra.policy.messages import (
 )
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering
 from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, Tail, TailEvent, TurnRefused, WaveDone, price_s
+from libra.policy.way_choice import MeasuredStep
 from libra.types import Phase, tool_outcome
 
 BlankOrdering = Callable[[str], Ordering]
@@ -124,6 +125,10 @@ class ReplayedObjects:
                 return self.admission.wave_parked(batch, wave)
             case events.WaveTrained(batch=batch, wave=wave):
                 return self.admission.wave_trained(batch, wave)
+            case events.StepMeasured():
+                return self.admission.steps_measured(
+                    MeasuredStep(**{name: getattr(event, name) for name in MeasuredStep.__struct_fields__})
+                )
         return None
 
     def _handle(self, event: Event) -> tuple[Command, ...]:

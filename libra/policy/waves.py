@@ -67,8 +67,11 @@ class Waves:
         """Take over waves that earlier starts of the run committed, whose gradients are computed again."""
         self.opened = {batch: [tuple(wave) for wave in waves] for batch, waves in opened.items()}
 
-    def next(self, batch: int, groups: int, committed: Iterable[GroupId]) -> OpenWave | None:
-        """The next wave of a batch of ``groups`` that opens now, None if none does; no wave has those ``committed`` yet."""
+    def next(self, batch: int, groups: int, committed: Iterable[GroupId], *, streams: bool = True) -> OpenWave | None:
+        """The next wave of a batch of ``groups`` that opens now, None if none does; no wave has those ``committed`` yet.
+
+        Without ``streams`` it takes all groups that are left, once they are complete.
+        """
         waves = self.opened.get(batch, [])
         wave, left = len(waves), groups - len(self.taken(batch))
         if (batch, wave) not in self._parked:
@@ -76,7 +79,7 @@ class Waves:
         ready = tuple(sorted(committed))
         if not left:
             return self._open(OpenWave(batch, wave, (), "all groups are in the waves before"))
-        wanted = min(left, max(-(-left // (self.most - wave)), self.least_groups))
+        wanted = min(left, max(-(-left // (self.most - wave)), self.least_groups)) if streams else left
         if self._trained.get(batch, 0) < wave or len(ready) < wanted:
             return None
         missing, enough = left - len(ready), self.enough_groups

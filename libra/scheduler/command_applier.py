@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from libra import events, keys
-from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, OpenWave, Prefer, SetPriority, Turn
+from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, OpenWave, Prefer, SetPriority, TakeSteps, Turn
 from libra.policy.role_messages import Role
 from libra.policy.tail import TurnRefused
 from libra.policy.turning import Turned
@@ -77,6 +77,9 @@ class Applier:
                     state.log.emit(events.WaveOpened, batch=batch, wave=wave, members=members, reason=reason)
                     task_logger.debug("%s: wave %d of batch %d of %s opens", reason, wave, batch, state.run)
                     self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
+                case TakeSteps(way=way, reason=reason):
+                    state.log.emit(events.StepsChosen, way=way, reason=reason)
+                    logging.getLogger("libra.scheduler").info("%s: %s takes its steps by %s", reason, state.run, way)
                 case Turn(worker=worker, to=to, reason=reason):
                     state.log.emit(events.EngineTurned, worker=worker, to=str(to), reason=reason)
                     self._scheduler.loop.add_callback(self._turn, state, command)

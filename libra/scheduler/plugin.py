@@ -184,16 +184,7 @@ class LibraPlugin(SchedulerPlugin):
             ordering.restore(json.loads(new.learned))
         logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))
         state = self.runs[new.run] = RunState(new, admission, ordering, logged, Tail(admission, new.turning))
-        state.log.emit(
-            events.RunStarted,
-            epoch=new.epoch,
-            eta=new.eta,
-            iterations=new.iterations,
-            groups_per_batch=new.groups_per_batch,
-            policy=ordering.name,
-            family=new.family,
-        )
-        state.emit_snapshot()
+        state.begin()
         self.trajectories.register_run(state)
         if boundaries:
             self._set_boundaries(state, boundaries, "policy.boundaries_tokens")
@@ -412,6 +403,8 @@ class LibraPlugin(SchedulerPlugin):
     # ---------------------------------------------------------------- reports
 
     def _version_published(self, state: RunState, report: PublishedReport) -> None:
+        if (chosen := state.measured(report.version)) is not None:
+            self._apply(state, chosen)
         version_published(state, report)
         ordered = state.handle(VersionPublished(report.version))
         self._apply(state, (*ordered, *state.admission.version_published(report.version)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from libra.events import Event, PolicySnapshot, to_json
 from libra.observe.run_facts import RunFacts
 from libra.policy import Admission, Ordering, Tail
+from libra.scheduler.step_clock import StepClock
 from libra.store.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -49,11 +50,14 @@ class RunLog:
         Unix time of the run's start; events count from it.
     facts : RunFacts
         Counts, curves and worker time since the run's start, as the events of this log show them.
+    clock : StepClock or None
+        None: nobody measures steps.
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
         self.started_s = time.time()
         self.facts = RunFacts(trainers, keep=KEPT_SEGMENTS)
+        self.clock: StepClock | None = None
         self._run, self._file = run, file
         self._closed: EventLog | None = None
         self._newest: Event | None = None
@@ -69,6 +73,8 @@ class RunLog:
         """Append an event of `libra.events` with these fields; run and time are filled in."""
         self._newest = event = kind(self._run, round(time.time() - self.started_s, 6), *values, **fields)
         self.facts.add(event)
+        if self.clock is not None:
+            self.clock.add(event)
         if self._file is not None:
             self._num_events += 1
             self._file.write_line(to_json(event))

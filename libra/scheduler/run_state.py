@@ -27,10 +27,13 @@ from libra.policy import (
     Tail,
     TailSettings,
     Verdict,
+    WayChoice,
+    WaySettings,
     learns_after,
 )
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
+from libra.scheduler.step_clock import StepClock
 from libra.scheduler.version_holders import Holders
 from libra.store.batch_membership import read_batch
 from libra.types import EndReason, Phase
@@ -52,6 +55,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
     turning : TailSettings or None
         None: no engine trains while the tail of a rollout runs.
+    ways : WaySettings or None
+        None: there is nothing to choose in how steps are taken.
     event_log : bool
         Whether ``directory`` gets an ``events.jsonl``.
     restored : dict or None
@@ -85,6 +90,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wave_groups: int = 1
     wave_enough: int = 0
     turning: TailSettings | None = None
+    ways: WaySettings | None = None
     restored: dict[str, Any] | None = None
     watchdog_s: float | Literal["auto"] | None = None
     watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)
@@ -223,6 +229,34 @@ class RunState:
     def waves(self, batch: int) -> list[list[list[int]]]:
         """Groups of each wave of a batch that was opened, as [iteration, group]; empty if that was long before."""
         return [[list(member) for member in wave] for wave in self.admission.waves.opened.get(batch, ())]
+
+    def begin(self) -> None:
+        """Log the start of the run, and the state of its policy objects."""
+        new = self.registration
+        self.log.emit(
+            events.RunStarted,
+            epoch=new.epoch,
+            eta=new.eta,
+            iterations=new.iterations,
+            groups_per_batch=new.groups_per_batch,
+            policy=self.policy.name,
+            family=new.family,
+        )
+        if new.ways is not None:
+            self.admission.ways = WayChoice(new.ways, new.eta, new.waves)
+            self.log.clock = StepClock(new.groups_per_batch, new.ways.train_gpus)
+        self.emit_snapshot()
+        if new.ways is not None:
+            self.log.emit(events.StepsPlanned, ways=new.ways.ways, way=new.ways.way, reason=new.ways.reason)
+
+    def measured(self, version: int) -> tuple[Command, ...] | None:
+        """Log the step whose weights are published now, if it was measured; what it changes. None: it was not."""
+        clock, log = self.log.clock, self.log
+        step = None if clock is None else clock.published(version, log.uptime_s, log.facts.times)
+        if step is None:
+            return None
+        log.emit(events.StepMeasured, **msgspec.structs.asdict(step))
+        return self.admission.steps_measured(step)
 
     def sample(self) -> None:
         """Twice a second: the rows of the dashboard's plots that are due, and everything logged so far to the disk."""

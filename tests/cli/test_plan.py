@@ -13,11 +13,21 @@ from libra.cli.plan import fixed_by, read_trace
 from libra.config import dump_config, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
+from libra.config.streaming import turns
+from libra.driver.planned_steps import with_way
 from libra.driver.session import Session
 from libra.errors import ConfigError, PlanError
 from libra.planner.cost import Layout
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import configured_deployment, with_plan
+from libra.sim import next_step
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine does not change what is decided."""
+    monkeypatch.setattr(next_step, "LIMIT_S", 300.0)
+
 
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
 
@@ -204,8 +214,9 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_
     assert layout is not None
     assert (layout.gpu, layout.num_gpus, layout.step_s) == ("A800-80G", 16, values["step_s"])
     plain = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, *given))
-    started = with_plan(plain, layout)
-    assert made == started  # overrides that were typed are in the file, too
+    assert layout.way == "streaming" and "decided by " in layout.way_why
+    started = with_way(with_plan(plain, layout), layout.way)
+    assert made == started and made.trainer.streaming == "on"  # overrides that were typed are in the file, too
     assert "extends: " in file.read_text()
     assert "null" not in file.read_text().partition("\ncluster:")[2]
     slots = load_config(str(file), ["rollout.slots=7"])  # as a file below may have: the plan lists its engines' slots
@@ -222,6 +233,62 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_
             _run(repository, "--write", str(tmp_path / place))
     with pytest.raises(ConfigError, match="--what-if plans more than that"):
         _run(repository, "--what-if", "--write", str(tmp_path / "other.yaml"))
+
+
+BUSY = (
+    "run.eta=0", "planner.generated_p50_tokens=6000", "planner.generated_p99_tokens=8100", "rollout.max_context_tokens=16000",
+    "rollout.max_new_tokens=8000", "trainer.prompts=24", "trainer.group_size=8", "trainer.micro_batch_tokens=16000",
+)  # fmt: skip
+
+
+def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(repository: Path, tmp_path: Path) -> None:
+    few = (*BUSY, "planner.fixed_train_gpus=2")
+    values = json.loads(_run(repository, *few, "--json"))["regime"]
+    assert values["choice"] == "turning" and values["decided_by"] == "simulation"
+    assert values["step_s"]["turning"] < 0.8 * values["step_s"]["streaming"]
+    assert values["settings"] == {
+        "trainer.streaming": "on", "trainer.turning": "on", "cluster.hybrid_workers": "14",
+    }  # fmt: skip
+    _run(repository, *few, "--write", str(tmp_path / "plan.yaml"))
+    made = load_config(str(tmp_path / "plan.yaml"))
+    assert turns(made) and made.cluster.hybrid_workers == 14 and made.cluster.train_workers == 2
+    assert made.planner.planned is not None and made.planner.planned.way == "turning"
+    _run(repository, *few, "trainer.streaming=auto", "trainer.turning=auto", "--write", str(tmp_path / "auto.yaml"))
+    auto = load_config(str(tmp_path / "auto.yaml"))
+    assert (auto.trainer.streaming, auto.trainer.turning, turns(auto)) == ("auto", "auto", True)
+    assert auto.planner.planned is not None and auto.planner.planned.way == "turning"
+
+
+def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository: Path) -> None:
+    few = (*BUSY, "planner.fixed_train_gpus=2")
+    wide = json.loads(_run(repository, *few, "rollout.engine=vllm", "planner.tp=[2]", "--json"))["regime"]
+    assert wide["choice"] != "turning" and "cluster.hybrid_workers" not in wide["settings"]
+    assert wide["obstacles"]["turning"].startswith("an engine of 2 GPUs would train with one of them")
+    whole = json.loads(_run(repository, *few, "trainer.epochs=2", "--json"))["regime"]
+    assert (whole["choice"], whole["settings"]) == ("split", {}) and "epochs=1" in whole["obstacles"]["streaming"]
+    assert set(whole["step_s"]) <= {"split", "colocated"}
+    assert "no setting makes all GPUs of a run generate" in whole["obstacles"]["colocated"]
+
+
+def test_a_plan_that_changes_nothing_writes_no_way(repository: Path, tmp_path: Path) -> None:
+    small = (*BUSY, "planner.fixed_train_gpus=8", "trainer.prompts=4")
+    values = json.loads(_run(repository, *small, "--json"))["regime"]
+    assert (values["choice"], values["settings"]) == ("split", {}) and "change nothing" in values["words"]
+    _run(repository, *small, "--write", str(tmp_path / "plan.yaml"))
+    made = load_config(str(tmp_path / "plan.yaml"))
+    assert (made.trainer.streaming, made.trainer.turning) == ("off", "off")
+    assert made.planner.planned is not None and made.planner.planned.way == "split"
+
+
+def test_training_counts_what_carries_a_gradient(repository: Path) -> None:
+    all_s = json.loads(_run(repository, *BUSY, "planner.fixed_train_gpus=2", "--json"))["train_s"]
+    half_s = json.loads(_run(repository, *BUSY, "planner.fixed_train_gpus=2", "planner.trained_frac=0.5", "--json"))[
+        "train_s"
+    ]
+    assert half_s == pytest.approx(all_s / 2, rel=0.1)
+    for wrong in ("0", "1.5"):
+        with pytest.raises(ConfigError, match=r"planner\.trained_frac"):
+            load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (f"planner.trained_frac={wrong}",))
 
 
 def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(

@@ -8,7 +8,7 @@ import pytest
 
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS
-from libra.config.streaming import MAX_WAVES, enough_groups, most_waves, streaming_words, turns, wave_groups
+from libra.config.streaming import MAX_WAVES, enough_groups, most_waves, streaming_words, turns, wave_groups, ways_of
 from libra.errors import ConfigError
 
 REFUSED = {
@@ -84,6 +84,17 @@ def test_where_no_engine_can_turn_on_is_refused_and_auto_leaves_them(case: str) 
     with pytest.raises(ConfigError, match=rf"trainer\.turning: on, but {why}"):
         turning("on", **changes)
     assert not turns(turning("auto", **changes)) and enough_groups(turning("auto", **changes)) == 0
+
+
+def test_auto_leaves_the_run_a_choice_and_on_does_not() -> None:
+    both = {"trainer": {"streaming": "auto"}}
+    assert ways_of(config("auto")) == ("split", "streaming") and ways_of(config("on")) == ("streaming",)
+    assert ways_of(config("off")) == ways_of(config("auto", epochs=2)) == ("split",)
+    assert ways_of(turning("auto", **both)) == ("split", "streaming", "turning")
+    assert ways_of(turning("auto")) == ("streaming", "turning") and ways_of(turning("off")) == ("streaming",)
+    assert ways_of(turning("on", **both)) == ("turning",)
+    assert "where the measured steps of the run say that it pays" in streaming_words(config("auto"))
+    assert "where the measured" not in streaming_words(config("on"))
 
 
 def test_waves_are_smaller_where_engines_turn() -> None:

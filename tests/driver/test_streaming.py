@@ -58,9 +58,9 @@ def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
             ),
             client=cluster_client,
         )
-        for streaming in ("off", "auto")
+        for streaming in ("off", "on")
     }
-    off, on = (done[name].directory for name in ("off", "auto"))
+    off, on = (done[name].directory for name in ("off", "on"))
     for batch in range(2):
         waves = waves_of(on, batch)
         if batch == 0 or eta == 0:  # with a bound above 0 a later batch may be complete before its step begins
@@ -72,7 +72,7 @@ def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
     assert any(not torch.equal(weights_of(on, 1)[name], weight) for name, weight in weights_of(on, 0).items()), (
         "nothing was learned"
     )
-    for values, plain in zip(done["auto"].iterations, done["off"].iterations, strict=True):
+    for values, plain in zip(done["on"].iterations, done["off"].iterations, strict=True):
         assert values["waves"] == len(waves_of(on, int(values["iteration"])))
         early = values["iteration"] == 0 or eta == 0
         assert (

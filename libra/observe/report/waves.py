@@ -1,4 +1,4 @@
-"""Section of the report about streamed steps: their waves, and the engines that turned to train in them."""
+"""Section of the report about streamed steps: how they were taken, their waves, and the engines that turned to train in them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def _streamed_of(run: ReportedRun) -> list[Part]:
     found = [(step, waves) for step, waves in sorted(facts.waves.items()) if waves]
     if not found:
         return [missing(f"{run.name}: {run.log_error or 'no step was trained in waves (trainer.streaming)'}.")]
+    ways: list[Part] = []
+    if facts.ways:
+        chosen = [(duration(way.t_s), way.step + 1, way.way, shown_line(way.reason, 300)) for way in facts.ways]
+        ways.append(table(("at", "from step", "steps are taken by", "why"), chosen[-MAX_TURNS:], (0, 1)))
     rows = [_step_row(step, waves, taken=facts.is_taken(step)) for step, waves in found[-MAX_STEPS:]]
     head = ("step", "groups trained", "waves of groups", "gradients took", "with turned engines", "state")
-    parts: list[Part] = [table(head, rows, (0, 1, 3))]
+    parts: list[Part] = [*ways, table(head, rows, (0, 1, 3))]
     if facts.turns:
         turns = [_turn_row(turn) for turn in list(facts.turns)[-MAX_TURNS:]]
         parts.append(table(("at", "engine", "turns to", "result", "took", "why"), turns, (0, 4)))

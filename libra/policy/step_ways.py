@@ -1,0 +1,290 @@
+"""Ways to take a step, the seconds of each in closed form, and which of them is worth it. Pure; `libra plan` and live runs ask it.
+
+============  ==========================================================================================================
+split         gradients once the batch is complete: nothing to change
+streaming     gradients of complete groups while others are generated (`libra.policy.waves`)
+turning       streaming, and engines that the tail does not need train (`libra.policy.turning`)
+colocated     all GPUs generate, and then train; no setting: some worker of a run always trains
+============  ==========================================================================================================
+
+With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone: x = ((L + update) / (eta + 1)) / (W / G). Where x
+is small, GPUs are the limit, and what keeps them busy helps; where it is large, they wait for one trajectory whatever is done with
+them.
+
+The forms are rough (15 % where they were compared with a simulation): engines are taken to drain as long as in the plan, and where
+it is not measured, half of a batch's gradient to be computed before its last group arrives. Where two forms are nearer to each
+other than that, or turning is the fastest, a simulation of the steps decides, if the caller has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+SPLIT, STREAMING, TURNING, COLOCATED = "split", "streaming", "turning", "colocated"
+LATENCY_BOUND, WORK_BOUND = 3.0, 0.8
+"""Values of x above and below which one of the two is the limit."""
+LEFT_FRAC = 0.5
+"""Share of a batch's gradient that a streaming step has left when its last group arrives: 0.29 and 0.58 in simulations of two sets
+of traces, for groups end late."""
+WORTH_FRAC, STAYS_FRAC = 0.05, 0.025
+"""Gain over `split` from which on another way is taken, and from which on it stays taken: the forms are no better than that."""
+NEAR_FRAC = 0.15
+"""Ways whose forms are within this of the best are too near for the forms to decide."""
+CHANGES_S = 10.8 + 8.0
+"""Seconds in which an engine's GPUs turn to training, and back (Libra, arXiv:2606.03077 v2, Qwen3-14B on A800)."""
+CHANGES_FRAC = 0.1
+"""Roles that change within a step are only considered where both changes take less than this part of it."""
+MOST_ETA = 4
+"""A larger staleness bound is not recommended: 4 gained nothing over 2 where work is the limit."""
+
+Simulate = Callable[[Sequence[str]], Mapping[str, float]]
+"""Seconds of a step with each of these ways; a way that it did not finish is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Parts of a step, planned or measured.
+
+    Attributes
+    ----------
+    gpus, train_gpus, eta : int
+    rollout_s, train_s, update_s : float
+        Until the last trajectory has ended, of the gradient on the GPUs that always train, and until engines have the new weights.
+    throughput_s : float
+        GPU-seconds of the rollout over its GPUs.
+    longest_s : float
+        The longest trajectory alone, tools included.
+    tool_s : float
+        Of it, tools; 0: none, or not known.
+    left_s : float or None
+        Seconds of training that a streaming step has left when its last group is complete. None: `LEFT_FRAC` of all.
+    needed_gpus : int
+        Fewest GPUs with as short a step; 0: not known.
+    """
+
+    gpus: int
+    train_gpus: int
+    eta: int
+    rollout_s: float
+    train_s: float
+    update_s: float
+    throughput_s: float
+    longest_s: float
+    tool_s: float = 0.0
+    left_s: float | None = None
+    needed_gpus: int = 0
+
+    @property
+    def work_s(self) -> float:
+        """GPU-seconds of a step over all GPUs, W / G."""
+        rolling = max(self.gpus - self.train_gpus, 1)
+        return max((self.throughput_s * rolling + self.train_s * self.train_gpus) / self.gpus, 1e-12)
+
+    @property
+    def path_over_work(self) -> float:
+        """x, as above."""
+        return (self.longest_s + self.update_s) / (self.eta + 1) / self.work_s
+
+
+def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
+    """Seconds of a step by way, in closed form.
+
+    ``changes_s``: seconds in which an engine's GPUs turn to training, and back. ``turning`` and ``colocated`` are left out where
+    that is long against a step, and ``colocated`` at a staleness bound above 0.
+    """
+    update_s, eta, work_s = parts.update_s, parts.eta, parts.work_s
+    train_s, all_train_s = parts.train_s, parts.train_s * parts.train_gpus / parts.gpus
+    left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
+    all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
+
+    def asynchronous_s(after_s: float) -> float:
+        return (parts.rollout_s + after_s + update_s) / (eta + 1)
+
+    if eta:
+        split_s = max(train_s + update_s, parts.throughput_s, asynchronous_s(train_s))
+        streaming_s = max(train_s + update_s, parts.throughput_s, asynchronous_s(left_s))
+    else:
+        split_s = parts.rollout_s + train_s + update_s
+        streaming_s = max(parts.rollout_s + left_s, train_s) + update_s
+    found = {SPLIT: split_s, STREAMING: streaming_s}
+    if changes_s >= CHANGES_FRAC * found[SPLIT]:
+        return found
+    if eta:  # trainers do not generate: what engines can do bounds it as it bounds the others
+        found[TURNING] = max(work_s, parts.throughput_s, asynchronous_s(all_left_s)) + changes_s
+        return found
+    rolling = max(parts.gpus - parts.train_gpus, 1)
+    drains_s = max(0.0, parts.rollout_s - parts.throughput_s)
+    together_s = max(parts.longest_s, parts.throughput_s * rolling / parts.gpus + drains_s)
+    found[COLOCATED] = together_s + all_train_s + update_s + changes_s
+    found[TURNING] = max(parts.rollout_s + all_left_s, work_s) + update_s + changes_s
+    return found
+
+
+def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str = "") -> str:
+    """The way to take of ``ways``, the least change first: a later one only if it saves `WORTH_FRAC` of the one taken without it.
+
+    ``now`` is the way that is taken (empty: none yet); it stays from `STAYS_FRAC` on. Roles do not change within a step that is
+    bound by its longest trajectory. Of ``ways`` those without seconds are not taken, except the first.
+    """
+    found = ways[0]
+    for way in ways[1:]:
+        if way not in step_s or (way == TURNING and x > LATENCY_BOUND):
+            continue
+        worth = STAYS_FRAC if way == now else WORTH_FRAC
+        if found not in step_s or step_s[way] <= (1.0 - worth) * step_s[found]:
+            found = way
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """What bounds a step, and how to take it.
+
+    Attributes
+    ----------
+    path_over_work : float
+        x, as above.
+    step_s : mapping of str to float
+        Predicted seconds of a step by way: simulated where ``simulated`` says so, else of the closed forms.
+    choice : str
+        The way to take: the fastest of those that can be configured, ``split`` (change nothing) unless another saves
+        `WORTH_FRAC`.
+    decided_by : str
+        "closed forms" or "simulation".
+    simulated : tuple of str
+        Ways that were simulated.
+    obstacles : mapping of str to str
+        Ways that this configuration cannot take, and why.
+    words : str
+        What follows for the user.
+    """
+
+    path_over_work: float
+    step_s: Mapping[str, float]
+    choice: str
+    decided_by: str
+    simulated: tuple[str, ...]
+    obstacles: Mapping[str, str]
+    words: str
+
+
+NO_COLOCATED = (
+    "no setting makes all GPUs of a run generate, its trainers always train; nearest to it are few trainers "
+    "(planner.fixed_train_gpus=1) and engines that turn"
+)
+
+
+def regime(
+    parts: StepParts,
+    *,
+    changes_s: float = CHANGES_S,
+    obstacles: Mapping[str, str] | None = None,
+    simulate: Simulate | None = None,
+) -> Regime:
+    """What bounds a planned step, and how to take it.
+
+    Parameters
+    ----------
+    changes_s : float
+        Seconds in which an engine's GPUs turn to training, and back.
+    obstacles : mapping of str to str
+        Ways that the configuration cannot take, and why. One that cannot stream has no seconds of ways that do.
+    simulate : callable, optional
+        None, or where it does not finish: the forms decide.
+    """
+    given = dict(obstacles or {})
+    step_s, x = forms(parts, changes_s), parts.path_over_work
+    if STREAMING in given:
+        step_s = {way: seconds for way, seconds in step_s.items() if way not in (STREAMING, TURNING)}
+    barred = given | {COLOCATED: NO_COLOCATED}
+    ways = [way for way in (SPLIT, STREAMING, TURNING) if way not in barred]
+    simulated: tuple[str, ...] = ()
+    near = near_ways(step_s, [way for way in ways if way != TURNING or x <= LATENCY_BOUND])
+    if simulate is not None and near:
+        seconds = simulate(near)
+        if all(way in seconds for way in near):
+            off = seconds[near[0]] / step_s[near[0]]  # the others keep their distance
+            step_s = {way: seconds.get(way, form * off) for way, form in step_s.items()}
+            simulated = tuple(near)
+    choice = chosen(x, step_s, [way for way in ways if way in simulated] if simulated else ways)
+    decided_by = "simulation" if simulated else "closed forms"
+    found = Regime(x, step_s, choice, decided_by, simulated, barred, "")
+    return replace(found, words=f"{_words(parts, found)} (decided by {_decided(found, near, simulate is not None)})")
+
+
+def near_ways(step_s: Mapping[str, float], ways: Sequence[str]) -> list[str]:
+    """Those of ``ways`` whose forms are within `NEAR_FRAC` of the fastest of them; none if that is only one.
+
+    All of them if that is ``turning``: how soon engines turn depends on the tail, which its form does not know.
+    """
+    known = [way for way in ways if way in step_s]
+    best = min(known, key=lambda way: step_s[way])
+    near = [way for way in known if best == TURNING or step_s[way] <= (1.0 + NEAR_FRAC) * step_s[best]]
+    return near if len(near) > 1 else []
+
+
+def _decided(found: Regime, near: Sequence[str], asked: bool) -> str:
+    if found.simulated:
+        return f"a simulation of {_listed(found.simulated)}, whose closed forms do not settle it"
+    if near and asked:
+        return f"closed forms: the simulation of {_listed(near)} took too long"
+    return "closed forms"
+
+
+def _listed(ways: Sequence[str]) -> str:
+    return f"{', '.join(ways[:-1])} and {ways[-1]}"
+
+
+def _words(parts: StepParts, found: Regime) -> str:
+    x, step_s = found.path_over_work, found.step_s
+    share = f"the longest trajectory takes {x:.2g} times as long as the work of all GPUs"
+    saves = {way: 1.0 - seconds / step_s[SPLIT] for way, seconds in step_s.items()}
+    if x > LATENCY_BOUND:
+        words = f"latency-bound: {share}; {_remedies(parts)}; other roles do not help"
+        return words + (
+            f"; trainer.streaming=on would save about {100 * saves[STREAMING]:.0f} %"
+            if found.choice == STREAMING
+            else "; otherwise change nothing"
+        )
+    kind = "work-bound" if x < WORK_BOUND else "bound by work and by latency"
+    best = max(saves, key=lambda way: saves[way])
+    if saves[best] < WORTH_FRAC or (found.choice == SPLIT and best not in found.obstacles):
+        return f"{kind}: {share}; change nothing: no other way to take a step would save {100 * WORTH_FRAC:.0f} %"
+    words = f"{kind}: {share}; {_HOW[best]} would save about {100 * saves[best]:.0f} % of a step"
+    if best in found.obstacles:
+        words += f", but {found.obstacles[best]}"
+    if best != found.choice:
+        own = "change nothing" if found.choice == SPLIT else f"{_SHORT[found.choice]} {100 * saves[found.choice]:.0f} %"
+        words += f"; {own}"
+    elif best == TURNING and saves[STREAMING] >= WORTH_FRAC:
+        words += f", trainer.streaming=on alone {100 * saves[STREAMING]:.0f} %"
+    return words
+
+
+_SHORT = {STREAMING: "trainer.streaming=on saves", TURNING: "trainer.streaming=on trainer.turning=on saves"}
+_HOW = {
+    STREAMING: "gradients of complete groups while others are generated (trainer.streaming=on)",
+    COLOCATED: "all GPUs generating and then training (simulated only, see libra simulate --against all)",
+    TURNING: "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
+}
+
+
+def _remedies(parts: StepParts) -> str:
+    """Fewer GPUs, a larger eta, faster tools: what each would do for a step bound by its longest trajectory."""
+    now_s = forms(parts)[SPLIT]
+    path_s = parts.longest_s + parts.update_s
+    enough = parts.needed_gpus or max(2, math.ceil(parts.gpus / parts.path_over_work))
+    eta = min(max(parts.eta + 1, math.ceil(path_s / parts.work_s) - 1), max(MOST_ETA, parts.eta + 1))
+    later_s = forms(replace(parts, eta=eta))[SPLIT]
+    words = [f"fewer GPUs ({enough} would be as fast, now {parts.gpus})"]
+    if later_s < now_s:
+        words.append(
+            f"a larger run.eta (at {eta} a step takes about {later_s:.3g} s, now {now_s:.3g} s at {parts.eta})"
+        )
+    if parts.tool_s > 0.01 * parts.longest_s:
+        words.append(f"or faster tools ({parts.tool_s:.3g} s of its {parts.longest_s:.3g} s)")
+    else:
+        words.append(f"or faster engines (tools are next to nothing of its {parts.longest_s:.3g} s)")
+    return f"{', '.join(words)} would help"

@@ -1,0 +1,147 @@
+"""What bounds a step and how to take it: closed forms, the choice between them, and what the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from libra.policy.step_ways import (
+    COLOCATED,
+    SPLIT,
+    STAYS_FRAC,
+    STREAMING,
+    TURNING,
+    WORTH_FRAC,
+    StepParts,
+    chosen,
+    forms,
+    near_ways,
+    regime,
+)
+
+ROLLOUT_S, TRAIN_S, UPDATE_S = 300.0, 160.0, 10.0
+MADE = StepParts(16, 8, 0, ROLLOUT_S, TRAIN_S, UPDATE_S, throughput_s=280.0, longest_s=100.0)
+WORK_S = (280.0 * 8 + TRAIN_S * 8) / 16
+
+
+def test_the_forms_of_a_synchronous_step() -> None:
+    found = forms(MADE, 18.8)
+    assert found == pytest.approx(
+        {
+            SPLIT: 470.0,
+            STREAMING: ROLLOUT_S + TRAIN_S / 2 + UPDATE_S,
+            COLOCATED: 140.0 + 20.0 + 80.0 + UPDATE_S + 18.8,
+            TURNING: ROLLOUT_S + TRAIN_S / 4 + UPDATE_S + 18.8,
+        }
+    )
+    assert MADE.path_over_work == pytest.approx((100.0 + UPDATE_S) / WORK_S)
+    measured = forms(replace(MADE, left_s=10.0), 18.8)
+    assert measured[STREAMING] == pytest.approx(ROLLOUT_S + 10.0 + UPDATE_S) and measured[SPLIT] == found[SPLIT]
+
+
+def test_the_forms_of_steps_that_overlap() -> None:
+    later = forms(replace(MADE, eta=1, throughput_s=100.0), 18.8)
+    assert later == pytest.approx(
+        {
+            SPLIT: (ROLLOUT_S + TRAIN_S + UPDATE_S) / 2,
+            STREAMING: (ROLLOUT_S + TRAIN_S / 2 + UPDATE_S) / 2,
+            TURNING: (ROLLOUT_S + TRAIN_S / 4 + UPDATE_S) / 2 + 18.8,
+        }
+    )
+    bound = forms(replace(MADE, eta=4), 18.8)  # engines are the limit, whatever the trainers do
+    assert bound[SPLIT] == bound[STREAMING] == 280.0 and bound[TURNING] > 280.0
+
+
+def test_roles_change_only_where_that_is_short_against_a_step() -> None:
+    assert set(forms(MADE, 60.0)) == {SPLIT, STREAMING}
+    assert set(forms(replace(MADE, eta=1), 60.0)) == {SPLIT, STREAMING}
+    found = regime(MADE, obstacles={STREAMING: "the batch is whole", TURNING: "the batch is whole"})
+    assert set(found.step_s) == {SPLIT, COLOCATED} and found.choice == SPLIT
+    assert "trainer.streaming=on would save" not in found.words
+
+
+def test_the_fastest_way_that_the_configuration_can_take_is_chosen() -> None:
+    few = replace(MADE, train_gpus=2, train_s=640.0, throughput_s=200.0)  # too few trainers: engines have to help
+    found = regime(few)
+    assert found.choice == TURNING and found.decided_by == "closed forms" and not found.simulated
+    assert "with cluster.hybrid_workers) would save about" in found.words
+    assert "trainer.streaming=on alone" in found.words
+    barred = regime(few, obstacles={TURNING: "an engine of 2 GPUs would train with one of them"})
+    assert barred.choice == STREAMING and barred.obstacles[TURNING].startswith("an engine of 2 GPUs")
+    assert "but an engine of 2 GPUs would train with one of them; trainer.streaming=on saves" in barred.words
+
+
+def test_all_gpus_generating_is_named_as_what_no_setting_makes() -> None:
+    found = regime(MADE, changes_s=30.0)
+    assert found.choice == STREAMING  # turning saves less than 5 % of that
+    assert min(found.step_s, key=lambda way: found.step_s[way]) == COLOCATED
+    assert "but no setting makes all GPUs of a run generate" in found.words
+    assert "planner.fixed_train_gpus=1" in found.words and "trainer.streaming=on saves 17 %" in found.words
+
+
+def test_nothing_is_changed_for_less_than_the_forms_can_tell() -> None:
+    even = replace(MADE, eta=1, train_s=20.0)
+    found = regime(even)
+    assert found.choice == SPLIT
+    assert "change nothing: no other way to take a step would save 5 %" in found.words
+
+
+def test_a_latency_bound_user_is_told_what_helps_and_by_how_much() -> None:
+    slow = replace(MADE, rollout_s=900.0, longest_s=900.0, tool_s=600.0, needed_gpus=5)
+    found = regime(slow)
+    assert found.path_over_work == pytest.approx(910.0 / WORK_S) and found.words.startswith("latency-bound")
+    assert "fewer GPUs (5 would be as fast, now 16)" in found.words
+    assert "a larger run.eta (at 4 a step takes about 280 s, now 1.07e+03 s at 0)" in found.words
+    assert "faster tools (600 s of its 900 s)" in found.words
+    assert found.choice == STREAMING and "trainer.streaming=on would save about 7 %" in found.words
+    assert regime(replace(slow, eta=4)).path_over_work == pytest.approx(found.path_over_work / 5)
+    alone = regime(replace(slow, tool_s=0.0, needed_gpus=0, train_s=20.0))
+    assert "tools are next to nothing of its 900 s" in alone.words and alone.choice == SPLIT
+    assert alone.words.split(" (decided")[0].endswith("otherwise change nothing")
+
+
+def test_roles_stay_where_one_trajectory_is_the_limit() -> None:
+    seconds = {SPLIT: 100.0, STREAMING: 99.0, TURNING: 50.0}
+    assert chosen(3.1, seconds, (SPLIT, STREAMING, TURNING)) == SPLIT
+    assert chosen(2.9, seconds, (SPLIT, STREAMING, TURNING)) == TURNING
+
+
+def test_a_way_stays_taken_until_it_is_worth_next_to_nothing() -> None:
+    ways = (SPLIT, STREAMING)
+    between = {SPLIT: 100.0, STREAMING: 100.0 * (1 - (WORTH_FRAC + STAYS_FRAC) / 2)}
+    assert chosen(1.0, between, ways, SPLIT) == SPLIT and chosen(1.0, between, ways) == SPLIT
+    assert chosen(1.0, between, ways, STREAMING) == STREAMING
+    assert chosen(1.0, {SPLIT: 100.0, STREAMING: 99.0}, ways, STREAMING) == SPLIT
+    assert chosen(1.0, {SPLIT: 100.0}, ways, STREAMING) == SPLIT  # no seconds of it
+
+
+def test_a_simulation_decides_where_the_forms_are_near_and_only_there() -> None:
+    asked: list[Sequence[str]] = []
+
+    def simulate(ways: Sequence[str]) -> dict[str, float]:
+        asked.append(ways)
+        return {SPLIT: 500.0, STREAMING: 490.0, TURNING: 200.0}
+
+    near = replace(MADE, train_s=70.0)
+    assert near_ways(forms(near), (SPLIT, STREAMING, TURNING)) == [SPLIT, STREAMING, TURNING]
+    assert regime(near).choice == STREAMING  # by its form
+    found = regime(near, obstacles={TURNING: "nobody can"}, simulate=simulate)
+    assert asked == [[SPLIT, STREAMING]] and found.simulated == (SPLIT, STREAMING)
+    assert found.choice == SPLIT and found.decided_by == "simulation"
+    assert found.step_s[STREAMING] == 490.0 and "decided by a simulation of split and streaming" in found.words
+    assert regime(near, simulate=simulate).choice == TURNING
+    far = replace(MADE, train_s=290.0)
+    assert regime(far, obstacles={TURNING: "nobody can"}, simulate=simulate).decided_by == "closed forms"
+    assert len(asked) == 2
+
+
+def test_a_simulation_that_is_not_finished_leaves_the_choice_to_the_forms() -> None:
+    near = replace(MADE, train_s=70.0)
+    found = regime(near, simulate=lambda ways: {SPLIT: 1.0})
+    assert (found.choice, found.decided_by, found.simulated) == (STREAMING, "closed forms", ())
+    assert (
+        found.step_s == regime(near).step_s
+        and "the simulation of split, streaming and turning took too long" in found.words
+    )

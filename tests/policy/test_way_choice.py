@@ -1,0 +1,142 @@
+"""How a live run chooses to take its steps: played again from what was measured, and followed by waves and by turning engines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.policy import (
+    Admission,
+    CommittedGroup,
+    MeasuredStep,
+    OpenBatch,
+    OpenWave,
+    TakeSteps,
+    Waves,
+    WayChoice,
+    WaySettings,
+)
+from libra.policy.way_choice import streamed_end_s, wave_price
+
+WAYS = ("split", "streaming", "turning")
+LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)
+
+
+def choice(ways: tuple[str, ...] = WAYS, way: str = "streaming", train_gpus: int = 1) -> WayChoice:
+    return WayChoice(WaySettings(ways, way, "not planned", train_gpus), 0, 16)
+
+
+def step(complete_s: tuple[float, ...] = LATE, **given: object) -> MeasuredStep:
+    values = {"step": 0, "complete_s": complete_s, "waves": ((1, 1.0), (3, 3.0)), "update_s": 0.5, "longest_s": 0.0}
+    values |= {"rollout_gpus": 2.0, "rollout_gpu_s": 12.0, "change_s": 0.0}
+    return MeasuredStep(**(values | given))  # type: ignore[arg-type]
+
+
+def test_a_long_tail_is_streamed_and_groups_that_end_together_are_not() -> None:
+    made = choice()
+    told = made.measured(step())
+    assert told is not None and told.way == made.way == "streaming" and made.streams and not made.turns
+    assert told.reason == (
+        "as step 0 was measured: 10.5 s a step, split 13.5 s; "
+        "the longest trajectory takes 1.8 times as long as the work of all GPUs"
+    )
+    assert made.measured(step()) is None  # as before
+    told = made.measured(step(ALIKE, step=2))
+    assert told is not None and told.way == "split" and not made.streams and told.reason.startswith("as step 2 was")
+    assert made.measured(step(ALIKE)) is None
+
+
+def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_the_limit() -> None:
+    busy = {"waves": ((4, 40.0),), "rollout_gpu_s": 18.0}
+    made = choice()
+    told = made.measured(step(change_s=0.5, **busy))
+    assert told is not None and told.way == "turning" and made.turns and made.streams
+    told = made.measured(step(change_s=60.0, **busy))
+    assert (
+        told is not None and told.way == "streaming" and not made.turns
+    )  # changes take longer than a tenth of the step
+    alone = choice()
+    told = alone.measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
+    assert told is not None and told.way == "streaming" and told.reason.endswith("; latency-bound, so roles stay")
+    assert choice(WAYS[:2]).measured(step(change_s=0.5, **busy)).way == "streaming"  # type: ignore[union-attr]
+
+
+def test_where_nothing_is_left_to_choose_steps_are_streamed_and_engines_turn() -> None:
+    free = WayChoice()
+    assert free.streams and free.turns and free.measured(step()) is None and free.snapshot() == {}
+    assert choice().measured(step(complete_s=())) is None and choice().measured(step(waves=())) is None
+
+
+def test_a_wave_has_a_price_of_its_own() -> None:
+    assert wave_price(((1, 1.5), (3, 3.5))) == pytest.approx((0.5, 1.0))
+    assert wave_price(((4, 4.0),)) == pytest.approx((0.0, 1.0)) == wave_price(((2, 2.0), (2, 2.0)))
+    assert wave_price(((4, 4.5),), 0.5) == pytest.approx((0.5, 1.0))  # known from steps before
+    assert wave_price(((1, 4.0), (3, 2.0))) == pytest.approx((3.0, 0.0))  # never a gain by more groups
+    dear = choice()
+    dear.measured(step(waves=((1, 3.0), (3, 3.0)), complete_s=(1.0, 2.0, 3.0, 4.0)))
+    assert dear.way == "split"  # a second wave costs as much as it hides
+
+
+@given(
+    complete_s=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20).map(sorted),
+    fixed_s=st.floats(0.0, 5.0),
+    each_s=st.floats(0.0, 10.0),
+    most=st.integers(1, 16),
+)
+def test_a_streamed_batch_never_ends_before_its_work_nor_long_after_one_that_waited(
+    complete_s: list[float], fixed_s: float, each_s: float, most: int
+) -> None:
+    groups, most = len(complete_s), min(most, len(complete_s))
+    end_s = streamed_end_s(complete_s, fixed_s, each_s, most)
+    held_s = complete_s[-1] + fixed_s + each_s * groups
+    assert end_s >= complete_s[-1] + fixed_s + each_s - 1e-9
+    assert end_s <= held_s + fixed_s * (most - 1) + 1e-9
+    if most == 1:
+        assert end_s == pytest.approx(held_s)
+
+
+def test_the_state_survives_json() -> None:
+    made = choice()
+    made.measured(step())
+    again = WayChoice.restored(json.loads(json.dumps(made.snapshot())))
+    assert again.snapshot() == made.snapshot()
+    assert again.measured(step(ALIKE)) == made.measured(step(ALIKE)) is not None
+    with pytest.raises(KeyError):
+        WayChoice.restored({"way": "split"})
+
+
+def held(way: str) -> tuple[Admission, list[object]]:
+    """A run of four groups a batch, whose first three are complete."""
+    admission = Admission(0, 4, Waves(4))
+    admission.ways = choice(("split", "streaming"), way)
+    commands: list[object] = []
+    for wave in range(4):
+        commands += admission.wave_parked(0, wave)
+    commands += admission.batch_parked(0) + admission.version_published(0)
+    for group in range(3):
+        commands += admission.group_committed(CommittedGroup(0, group, 0))
+    return admission, commands
+
+
+def test_waves_are_held_back_until_the_batch_is_complete_and_open_at_once_when_the_choice_changes() -> None:
+    admission, commands = held("split")
+    assert commands == []
+    whole = admission.group_committed(CommittedGroup(0, 3, 0))
+    assert isinstance(whole[0], OpenWave) and len(whole[0].members) == 4
+    assert [len(each.members) for each in whole[1:4] if isinstance(each, OpenWave)] == [0, 0, 0]
+    assert isinstance(whole[4], OpenBatch)
+
+    admission, _ = held("split")
+    told = admission.steps_measured(step())
+    assert [type(each) for each in told] == [TakeSteps, OpenWave]
+    assert told[1].members == ((0, 0), (0, 1), (0, 2))  # type: ignore[union-attr]
+
+    admission, commands = held("streaming")
+    assert [type(each) for each in commands] == [OpenWave]
+    assert admission.steps_measured(step(ALIKE))[0].way == "split"  # type: ignore[union-attr]
+    assert admission.wave_trained(0, 0) == ()
+    last = admission.group_committed(CommittedGroup(0, 3, 0))
+    assert isinstance(last[0], OpenWave) and last[0].members == ((0, 1), (0, 2), (0, 3))
