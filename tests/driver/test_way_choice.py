@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from html import escape
 from typing import Any
@@ -14,8 +15,10 @@ from streamed_runs import check_whole, events_of, replayed_differences, waves_of
 
 from libra import events
 from libra.cli.main import cli
+from libra.cli.plan import lengths_of_run
 from libra.config import RunConfig
 from libra.driver.session import Session
+from libra.errors import ConfigError
 from libra.hardware.prices import load_prices
 from libra.observe.report import write_report
 from libra.policy import MeasuredStep
@@ -89,6 +92,17 @@ def test_steps_are_streamed_while_that_is_the_choice(
     report = (directory / "report.html").read_text()
     assert all(f"<td>{escape(event.reason)}</td>" in report for event in (planned, *chosen))
     history = CliRunner().invoke(cli, ["replay", str(directory), "--key", "steps"], catch_exceptions=False).output
+    totals, trained_frac = lengths_of_run(directory)
+    assert len(totals) == 4 * PROMPTS * 3
+    assert (
+        trained_frac == pytest.approx(sum(row["forwarded_sequences"] for row in rows) / len(totals))
+        and trained_frac < 1
+    )
+    given = ["plan", "libra/quickstart", "--from-run", str(directory), "--json"]
+    plan = json.loads(CliRunner().invoke(cli, given, catch_exceptions=False).stdout)
+    assert plan["bounds"]["longest_s"] > 0 and plan["regime"]["choice"] in ("split", "streaming", "turning")
+    both = CliRunner().invoke(cli, [*given, "--trace", "turns.csv"])
+    assert isinstance(both.exception, ConfigError) and "leave one of them out" in str(both.exception)
     assert "steps are taken by split: as step 1 was measured" in history and "step 2 was measured: groups" in history
 
 
