@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WorkerJoined, WorkerLeft
+from libra.policy import (
+    Admission,
+    CommittedGroup,
+    Tail,
+    TailSettings,
+    Waves,
+    WayChoice,
+    WaySettings,
+    WorkerJoined,
+    WorkerLeft,
+)
 from libra.policy.messages import (
     OpenWave,
     QuantumFinished,
@@ -115,6 +125,25 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout() -> None:
     run.tail.handle(WorkerLeft("e1"))
     (back,) = run.tail.look()
     assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
+
+
+def test_where_the_run_takes_its_steps_without_turning_engines_only_return() -> None:
+    turns = []
+    for way in ("streaming", "turning"):
+        run = Run(hybrids=1)
+        run.admission.ways = WayChoice(WaySettings(("split", "streaming", "turning"), way, "planned", 1), 0, GROUPS)
+        run.end(0)
+        run.train(0, 5.0)
+        run.end(1)
+        turns.append([turn.to for turn in run.tail.look()])
+    assert turns == [[], [Turned.TRAINING]]
+    run.turn("e0", "train", 0.5)
+    run.tail.handle(WorkerLeft("e0"))
+    run.tail.handle(WorkerLeft("e1"))
+    run.admission.ways = WayChoice(WaySettings(("split", "streaming", "turning"), "split", "measured", 1), 0, GROUPS)
+    run.publish(1)
+    run.begin(1)
+    assert [turn.to for turn in run.tail.look()] == [Turned.ROLLOUT]
 
 
 def test_whoever_was_refused_or_failed_rests_until_the_next_version() -> None:
