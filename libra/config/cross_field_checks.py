@@ -323,6 +323,18 @@ def _late(config: RunSections) -> Iterator[str]:
 def _streaming(config: RunSections) -> Iterator[str]:
     if config.trainer.streaming == "on" and (obstacle := streaming_obstacle(config)) is not None:
         yield f"trainer.streaming: on, but {obstacle}, or trainer.streaming=auto"
+    if config.trainer.batches == "first_come":
+        if not config.run.eta:
+            yield (
+                "trainer.batches: first_come, but with run.eta=0 nothing of another iteration is generated before the batch is "
+                "trained; type run.eta=1, or trainer.batches=own"
+            )
+        elif not most_waves(config):
+            why = streaming_obstacle(config) or "trainer.streaming=off; type trainer.streaming=on"
+            yield (
+                f"trainer.batches: first_come is of streamed steps, and {why}, or trainer.batches=own, with which a step that is "
+                "not streamed takes the oldest groups that are complete"
+            )
     if config.trainer.turning == "on" and (obstacle := turning_obstacle(config)) is not None:
         yield f"trainer.turning: on, but {obstacle}, or trainer.turning=auto"
 

@@ -206,6 +206,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "late_tau late_versions", _run(_LATE_CORRECTS)),
     ("trainer", "late_wait_s", _run(is_("trainer.late", "wait"))),
     ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
+    ("trainer", "batches", _run(*_STREAMS, is_not("trainer.streaming", "off"), above("run.eta", 0))),
     (
         "trainer",
         "turning",

@@ -228,8 +228,12 @@ class TrainerSection(Section):
     streaming: Literal["off", "auto", "on"] = "off"
     """Add up the gradient of a batch in waves of complete groups while its other groups are generated. Needs one optimizer step
     per batch and advantages of a group alone. auto: where that is so and pays, as `planner.planned` says and then each measured
-    step. A batch then is the groups of its own iteration, also with `run.eta` above 0. The result changes only by the rounding of
-    sums."""
+    step. A batch then is the groups of its own iteration, also with `run.eta` above 0, unless `batches` says otherwise. The result
+    changes only by the rounding of sums."""
+    batches: Literal["own", "first_come"] = "own"
+    """Groups of a batch whose step is streamed (`streaming`), with `run.eta` above 0: those of its own iteration, or what is
+    complete first, of any iteration. Places are kept then for groups whose tokens would become older than `run.eta` allows. Without
+    `streaming` a batch takes the oldest of what is complete."""
     turning: Literal["off", "auto", "on"] = "off"
     """Let workers of `cluster.hybrid_workers` train for the open step while the tail of its rollout fits on the other engines, and
     generate again for the next rollout. Needs streamed steps (`streaming`) and another engine. auto: where that is so and pays, as

@@ -26,7 +26,7 @@ from libra.policy.log_replay import learned
 from libra.policy.waves import GroupId
 from libra.store.batch_membership import batch_path, read_batch, read_batch_facts
 from libra.store.event_log import from_last_snapshot
-from libra.store.group_records import group_path
+from libra.store.group_records import group_path, read_group
 from libra.store.trajectory_journal import Journal
 from libra.store.wave_records import groups_of, read_waves
 from libra.worker.late_waiting import waiting_after
@@ -66,6 +66,11 @@ def read_point(spec: RunSpec) -> ResumePoint:
             if record["kind"] == "generation" and len(record["weight_versions"]):
                 oldest = int(record["weight_versions"].min())
                 started[group] = min(oldest, started.get(group, oldest))
+    for split, iteration, number in sorted(committed):
+        if split == "train" and (iteration, number) not in consumed:
+            trajectories = read_group(group_path(spec.groups_dir, iteration, number))
+            versions = [each.oldest_version for each in trajectories if each.num_action_tokens]
+            started[iteration, number] = min(versions, default=iteration - spec.config.run.eta)
     return ResumePoint(members, committed, started, waves)
 
 

@@ -82,6 +82,7 @@ class SchedulerCalls:
             waves=most_waves(config),
             wave_groups=wave_groups(config),
             wave_enough=enough_groups(config),
+            first_come=config.trainer.batches == "first_come",
             turning=_turning(config),
             ways=_ways(config),
             event_log=config.observe.event_log,
@@ -200,6 +201,7 @@ def _admission(start: RunStart) -> dict[str, Any]:
         committed=(),  # their group nodes report again
         started=start.point.started,
         waves=waves,
+        first_come=config.trainer.batches == "first_come",
     ).snapshot()
 
 

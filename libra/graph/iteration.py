@@ -39,7 +39,8 @@ class ResumePoint:
     committed : set of (split, iteration, group)
         Groups whose record exists, consumed or not; an evaluation's iteration is its version.
     started : dict of GroupId to int
-        Groups that are not committed and have records in the journal, with the oldest version in them.
+        Groups that no committed batch has and that have generated something, with the version of their oldest token: those that are
+        not committed by the journal, the others by their record.
     waves : list of tuples of GroupId
         Groups of each committed wave of the next batch, in order, if its step is streamed.
     """

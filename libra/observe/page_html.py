@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from libra.observe.page_snapshot import BUSY_WINDOW_S, Snapshot, duration, numbers
 from libra.observe.state_colors import STATE_COLORS
+from libra.observe.streamed_steps import groups_text
 from libra.observe.worker_states import BUSY, STATES
 from libra.untrusted import shown, shown_line
 
@@ -188,7 +189,11 @@ def waves_html(snapshot: Snapshot) -> str:
     if step is None:
         return ""
     lines = [
-        _line(f"wave-{row['wave']}", "", (row["wave"], row["groups"], _trained_in(row["train_s"]), row["hybrids"]))
+        _line(
+            f"wave-{row['wave']}",
+            "",
+            (row["wave"], groups_text(row["groups"], row["others"]), _trained_in(row["train_s"]), row["hybrids"]),
+        )
         for row in step["waves"]
     ]
     what = f'<span data-libra="waves">{escape(waves_text(step))}</span>'

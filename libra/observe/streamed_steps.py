@@ -19,11 +19,15 @@ MAX_TURNS: Final = 400
 
 @dataclass(slots=True)
 class Wave:
-    """A wave of ``groups`` groups; ``train_s`` None: it is not trained yet. ``hybrids`` that can change roles trained in it."""
+    """A wave of ``groups`` groups; ``train_s`` None: it is not trained yet. ``hybrids`` that can change roles trained in it.
+
+    ``others``: groups that are not of the step's own iteration (``trainer.batches``).
+    """
 
     groups: int
     train_s: float | None = None
     hybrids: int = 0
+    others: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +54,11 @@ class StepsWay:
     step: int
     way: str
     reason: str
+
+
+def groups_text(groups: int, others: int) -> str:
+    """Groups of a wave, and how many are of other iterations than its step."""
+    return f"{groups:,}" + (f" ({others:,} of other iterations)" if others else "")
 
 
 class StreamedSteps:
@@ -84,7 +93,8 @@ class StreamedSteps:
         """The step whose waves are being trained, of none the last one, JSON-able; None: no wave was requested yet.
 
         ``step``, ``groups`` of its batch, ``taken`` (bool), ``trained``, ``in_wave`` and ``missing`` (groups of trained waves, of
-        those in training, and of none), ``waves``: [{"wave", "groups", "train_s" (None: in training), "hybrids"}, ...].
+        those in training, and of none), ``waves``: [{"wave", "groups", "others" (of them), "train_s" (None: in training),
+        "hybrids"}, ...].
         """
         if not self.waves:
             return None
@@ -96,7 +106,10 @@ class StreamedSteps:
             "step": step, "groups": self._groups, "taken": self.is_taken(step), "trained": trained, "in_wave": in_wave,
             "missing": max(0, self._groups - trained - in_wave),
             "waves": [
-                {"wave": number, "groups": wave.groups, "train_s": wave.train_s, "hybrids": wave.hybrids}
+                {
+                    "wave": number, "groups": wave.groups, "others": wave.others, "train_s": wave.train_s,
+                    "hybrids": wave.hybrids,
+                }
                 for number, wave in sorted(waves.items())
             ],
         }  # fmt: skip
@@ -113,9 +126,12 @@ class StreamedSteps:
                 while len(self.waves) > MAX_STEPS:
                     del self.waves[min(self.waves)]
             case events.WaveOpened() if event.members:
-                self.waves.setdefault(event.batch, {})[event.wave] = Wave(len(event.members))
+                others = sum(iteration != event.batch for iteration, _ in event.members)
+                self.waves.setdefault(event.batch, {})[event.wave] = Wave(len(event.members), others=others)
             case events.WaveTrained() if event.groups:
-                self.waves.setdefault(event.batch, {})[event.wave] = Wave(event.groups, event.train_s, event.hybrids)
+                waves = self.waves.setdefault(event.batch, {})
+                others = waves[event.wave].others if event.wave in waves else 0
+                waves[event.wave] = Wave(event.groups, event.train_s, event.hybrids, others)
             case events.StepFinished():
                 self._taken = max(self._taken, event.step)
             case events.StepsPlanned() | events.StepsChosen():

@@ -20,6 +20,7 @@ Invariants
 7. In a run whose steps are streamed (`libra.policy.waves`) batch ``j`` is instead the groups of iteration ``j``, in the order of
    its waves; by 1 they meet their deadlines. Its waves open once version ``j`` is published, and it when they have all groups.
    Where the run chooses not to stream for now (`libra.policy.way_choice`), one wave has all of them, once they are complete.
+   With ``first_come`` its waves take what is complete first, as far as 3 allows (`libra.policy.first_come`).
 8. With a window of ``w`` versions batch ``j`` opens only when no group that is being generated has tokens older than version
    ``j + 2 - w``, so that at most ``w`` versions live once it has published ``j + 1``. It waits for nothing that waits for it.
 9. With ``in_flight`` = ``n`` gate ``k`` opens only when batch ``k - n`` is taken.
@@ -31,6 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from libra.policy.first_come import first_come
 from libra.policy.messages import OpenBatch, OpenGate, OpenWave
 from libra.policy.staleness import StalenessPolicy, Verdict, judge
 from libra.policy.waves import GroupId, Members, Waves
@@ -62,6 +64,8 @@ class Admission:
         Groups (prompts) per optimizer step, B, and of each iteration.
     waves : Waves, optional
         The waves of each step. None: steps are not streamed.
+    first_come : bool
+        Waves take groups of any iteration. False: those of the batch's own. Without effect where steps are not streamed.
 
     Attributes
     ----------
@@ -71,8 +75,16 @@ class Admission:
         Of a run that chooses how to take its steps; else it has nothing to choose.
     """
 
-    def __init__(self, staleness: StalenessPolicy | int, groups_per_batch: int, waves: Waves | None = None) -> None:
+    def __init__(
+        self,
+        staleness: StalenessPolicy | int,
+        groups_per_batch: int,
+        waves: Waves | None = None,
+        *,
+        first_come: bool = False,
+    ) -> None:
         self.staleness = StalenessPolicy(staleness) if isinstance(staleness, int) else staleness
+        self.first_come = first_come
         self.waves = waves or Waves()
         self.ways = WayChoice()
         self.groups_per_batch = groups_per_batch
@@ -107,6 +119,7 @@ class Admission:
         committed: Iterable[CommittedGroup],
         started: Mapping[GroupId, int],
         waves: Waves | None = None,
+        first_come: bool = False,
     ) -> Self:
         """The bookkeeping of a run that continues, from what is on disk.
 
@@ -119,11 +132,13 @@ class Admission:
         committed : iterable of CommittedGroup
             Every group whose record is written; those that a batch of ``opened`` has consumed are ignored.
         started : mapping
-            Groups that have generated something and are not committed, with the version of their oldest token.
+            Groups that have generated something, with the version of their oldest token; those of ``opened`` are ignored.
         waves : Waves, optional
             With those whose members are committed.
+        first_come : bool
+            As of the constructor.
         """
-        admission = cls(staleness, groups_per_batch, waves)
+        admission = cls(staleness, groups_per_batch, waves, first_come=first_come)
         admission.version = version
         for batch in admission.waves.opened:
             admission._consume(admission.waves.taken(batch))
@@ -142,6 +157,7 @@ class Admission:
             "eta": self.eta,
             "staleness": {**asdict(self.staleness), "over_age": str(self.staleness.over_age)},
             "groups_per_batch": self.groups_per_batch,
+            "first_come": self.first_come,
             "version": self.version,
             "gates": sorted(self._gates),
             "batches": sorted(self._batches),
@@ -161,6 +177,7 @@ class Admission:
         policy["over_age"] = Verdict(policy.get("over_age", Verdict.WAIT))
         self.staleness = StalenessPolicy(**policy)
         self.groups_per_batch, self.version = int(snapshot["groups_per_batch"]), int(snapshot["version"])
+        self.first_come = bool(snapshot.get("first_come", False))
         self._gates, self._batches = set(snapshot["gates"]), set(snapshot["batches"])
         self._in_flight = {(iteration, group): oldest for iteration, group, oldest in snapshot["in_flight"]}
         self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
@@ -231,7 +248,17 @@ class Admission:
 
     def ready(self, batch: int) -> list[GroupId]:
         """Complete groups that batch ``batch``, whose step is streamed, may have, and that no wave has."""
-        return [group for group in self._committed if group[0] == batch]
+        if not self.first_come:
+            return [group for group in self._committed if group[0] == batch]
+        places = self.groups_per_batch - len(self.waves.taken(batch))
+        complete = {group: self.staleness.last_use(oldest) for group, oldest in self._committed.items()}
+        in_flight = (self.staleness.last_use(oldest) for oldest in self._in_flight.values())
+        return first_come(batch, places, self.groups_per_batch, self.eta, complete, in_flight)
+
+    @property
+    def consumed_below(self) -> int:
+        """Every group of the iterations before this one is in a batch."""
+        return self._whole_below
 
     def _decide(self) -> tuple[Opened, ...]:
         commands: list[Opened] = [*self._next_gates()]

@@ -233,7 +233,7 @@ class Tail:
 
     def _published(self, version: int) -> None:
         """Forget what is long done."""
-        eldest = version - self._admission.eta - 1
+        eldest = min(version - self._admission.eta - 1, self._admission.consumed_below)
         self._open.begun = {k for k in self._open.begun if k >= eldest}
         self._open.ended = {at: keys for at, keys in self._open.ended.items() if at[0] >= eldest}
         self._group_tokens = {at: tokens for at, tokens in self._group_tokens.items() if at[0] >= eldest}

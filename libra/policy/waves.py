@@ -1,8 +1,8 @@
 """Which groups of a batch go into which wave of its step, while other groups are still being generated; a pure object.
 
-A batch of a streamed run is the groups of its own iteration. Its gradient is added up in waves, one after the other: a wave takes
-all groups that are complete when the trainer is free, or where engines turn (`libra.policy.tail`) only some, so that one that comes
-to train need not wait long for the next wave.
+A batch of a streamed run is the groups of its own iteration, or those that are complete first (`libra.policy.first_come`). Its
+gradient is added up in waves, one after the other: a wave takes all groups that are complete when the trainer is free, or where
+engines turn (`libra.policy.tail`) only some, so that one that comes to train need not wait long for the next wave.
 
 Invariants
 ----------
@@ -85,6 +85,8 @@ class Waves:
         missing, enough = left - len(ready), self.enough_groups
         members = ready[: max(wanted, enough)] if enough else ready
         reason = f"{len(ready)} groups complete and the trainer free, {missing} still to come"
+        if others := sum(iteration != batch for iteration, _ in members):
+            reason += f"; {others} of {len(members)} are of other iterations"
         return self._open(OpenWave(batch, wave, members, reason))
 
     def num_trained(self, batch: int) -> int:

@@ -56,14 +56,12 @@ from libra.events.reports import (
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
 from libra.policy import (
-    Admission,
     BoundariesSet,
     Command,
     CommittedGroup,
     Inspectable,
     Tail,
     VersionPublished,
-    Waves,
     boundaries_of,
     groups_named,
 )
@@ -177,9 +175,7 @@ class LibraPlugin(SchedulerPlugin):
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = log or (EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None)
-        admission = Admission(new.staleness, new.groups_per_batch, Waves(new.waves, new.wave_groups, new.wave_enough))
-        if new.restored is not None:
-            admission.restore(new.restored)
+        admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
         logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))

@@ -27,6 +27,7 @@ from libra.policy import (
     Tail,
     TailSettings,
     Verdict,
+    Waves,
     WayChoice,
     WaySettings,
     learns_after,
@@ -53,6 +54,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         The rest of the `StalenessPolicy`, whose ``eta`` is that above.
     waves, wave_groups, wave_enough : int
         Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
+    first_come : bool
+        Whether batches of streamed steps take groups of any iteration (`libra.policy.first_come`).
     turning : TailSettings or None
         None: no engine trains while the tail of a rollout runs.
     ways : WaySettings or None
@@ -89,6 +92,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waves: int = 0
     wave_groups: int = 1
     wave_enough: int = 0
+    first_come: bool = False
     turning: TailSettings | None = None
     ways: WaySettings | None = None
     restored: dict[str, Any] | None = None
@@ -118,6 +122,14 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_message(cls, message: Mapping[str, Any]) -> Self:
         """The registration of a message; `msgspec.ValidationError` if a field is unknown, missing or of another type."""
         return msgspec.convert(message, cls)
+
+    def admission(self) -> Admission:
+        """What decides about its gates, batches and waves, as earlier starts of the run left it."""
+        waves = Waves(self.waves, self.wave_groups, self.wave_enough)
+        made = Admission(self.staleness, self.groups_per_batch, waves, first_come=self.first_come)
+        if self.restored is not None:
+            made.restore(self.restored)
+        return made
 
 
 @dataclass(slots=True)

@@ -50,6 +50,25 @@ def test_waves_are_bounded_and_off_is_the_default() -> None:
     assert wave_groups(ranks) == 3  # a sequence for each of five replicas
 
 
+@pytest.mark.parametrize(
+    ("eta", "trainer", "why"),
+    [
+        (0, {"streaming": "on"}, "with run.eta=0 nothing of another iteration.*type run.eta=1, or trainer.batches=own"),
+        (1, {}, "trainer.streaming=off; type trainer.streaming=on, or trainer.batches=own"),
+        (1, {"streaming": "auto", "epochs": 2}, "one batch takes 2 optimizer steps.*or trainer.batches=own"),
+    ],
+)
+def test_batches_of_what_is_complete_first_are_refused_where_they_are_own_ones_or_whole(
+    eta: int, trainer: dict[str, Any], why: str
+) -> None:
+    given = {"run": {"eta": eta}, "trainer": {"batches": "first_come", **trainer}}
+    with pytest.raises(ConfigError, match=rf"trainer\.batches: first_come.*{why}"):
+        config_from_dict(given)
+    assert config_from_dict(
+        {"run": {"eta": 1}, "trainer": {"streaming": "on", "batches": "first_come"}}
+    ).trainer.batches
+
+
 TURNING = {
     "streaming": ({"trainer": {"streaming": "off"}}, "its steps are not streamed.*type trainer.streaming=on"),
     "nobody": ({"cluster": {"hybrid_workers": 0}}, "no worker can change its role; type cluster.hybrid_workers=1"),

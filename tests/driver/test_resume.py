@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.random_training import random_trajectories
 from libra import keys
 from libra.cli import run_command
 from libra.cli.main import main
@@ -37,7 +39,7 @@ from libra.policy.log_replay import replay
 from libra.store.batch_membership import commit_batch
 from libra.store.epochs import newest_epoch
 from libra.store.event_log import read_events
-from libra.store.group_records import group_path, write_group
+from libra.store.group_records import write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.train import Replica, TrainSettings
@@ -89,8 +91,10 @@ def test_each_group_is_consumed_or_committed_or_started_or_none(
                 if fate == "consumed":
                     batch.append((k, g))
                 elif fate == "committed":
-                    group_path(spec.groups_dir, k, g).touch()
+                    (member,) = random_trajectories(1, 6, 2, 90, iteration=g + 3)
+                    write_group(spec.groups_dir, k, g, [replace(member, trajectory_id=TrajectoryId(k, g, 0))])
                     committed.add(("train", k, g))
+                    started[(k, g)] = g + 3  # by its record: no batch may leave it behind before it reports again
                 elif not isinstance(fate, str):
                     for quantum, versions in enumerate(fate):
                         record = {"kind": "generation", "weight_versions": np.array(versions, np.int32)}

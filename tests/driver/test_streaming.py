@@ -23,9 +23,12 @@ from libra.cli.main import cli
 from libra.config import RunConfig, dump_config
 from libra.driver import run_checkpoints
 from libra.driver.session import Session, run
-from libra.events import WaveTrained, WorkerLost
+from libra.envs import tool
+from libra.events import WaveOpened, WaveTrained, WorkerLost
 from libra.store.trajectories import TrajectoryStore
 from libra.store.wave_records import groups_of, read_waves
+from libra.testing import FixedTurns
+from libra.types import ToolCall
 from libra.weights import WeightStore
 
 Config = Callable[..., RunConfig]
@@ -102,13 +105,13 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
 
 
-def dies_in_a_wave(run: str, wave: int, dask_worker: Any) -> None:
-    """From now on this worker is killed in the midst of that wave of a step that is not the first two."""
+def dies_in_a_wave(run: str, wave: int, dask_worker: Any, step: int = 2) -> None:
+    """From now on this worker is killed in the midst of that wave of a step that is not an earlier one."""
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     loss = replica.gradient.micro_batch_loss
 
     def deadly(*arguments: Any) -> Any:
-        if replica.open_step.step >= 2 and replica.open_step.waves == wave:
+        if replica.open_step.step >= step and replica.open_step.waves == wave:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss(*arguments)
 
@@ -116,6 +119,65 @@ def dies_in_a_wave(run: str, wave: int, dask_worker: Any) -> None:
 
 
 STREAMED = {"prompts": PROMPTS, "group_size": 2, "lr": 1e-3, "streaming": "on"}
+
+
+class LateFirst(FixedTurns):
+    """Each action of group 0 of iteration 0 takes a byte from a pipe first."""
+
+    def __init__(self, pipe: Path) -> None:
+        super().__init__()
+
+        def take() -> None:
+            end = os.open(pipe, os.O_RDONLY)
+            os.read(end, 1)
+            os.close(end)
+
+        async def wait(text: str, action_id: str = "") -> str:
+            """Wait.
+
+            Args:
+                text: What is returned.
+            """
+            import asyncio
+
+            if action_id.startswith("train-0-0-"):
+                await asyncio.to_thread(take)
+            return text
+
+        self.tools = (tool(wait, timeout_s=300),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("wait", {"text": "y"}),)
+
+
+@pytest.mark.timeout(600)
+def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same_groups_again(
+    make_config: Config, cluster_client: Client, kept: None, tmp_path: Path
+) -> None:
+    config = make_config(
+        run={"iterations": 4, "eta": 1}, trainer={**STREAMED, "batches": "first_come"}, store={"keep_versions": 9},
+        checkpoint={"every": 0},
+    )  # fmt: skip
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    with Session(config, environment=LateFirst(tmp_path / "pipe"), client=cluster_client) as session:
+        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
+        iterations = session.iterations()
+        next(iterations)  # its batch does not wait for the group
+        session.client.run(dies_in_a_wave, run="demo", wave=0, step=1, workers=[address])
+        os.write(pipe, b"g" * 64)
+        list(iterations)
+    os.close(pipe)
+    directory, events = session.directory, events_of(session.directory)
+    assert [event.address for event in events if isinstance(event, WorkerLost)] == [address]
+    first = [group for wave in waves_of(directory, 0) for group in wave]
+    assert (0, 0) not in first and any(iteration == 1 for iteration, _ in first)
+    assert (0, 0) in [group for wave in waves_of(directory, 1) for group in wave]  # at its deadline
+    opened = [event.reason for event in events if isinstance(event, WaveOpened) and event.batch == 0]
+    assert any("of other iterations" in reason for reason in opened)
+    check_whole(directory, 4, config)
+    check_taken_again(directory, config, 4)
 
 
 @pytest.mark.timeout(600)
@@ -145,11 +207,11 @@ from distributed import Client
 from libra.config import load_config
 from libra.driver.session import Session
 
-def stops_in_a_wave(run, pipe, dask_worker):
+def stops_in_a_wave(run, pipe, wave, dask_worker):
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     loss = replica.gradient.micro_batch_loss
     def held(*arguments):
-        if replica.open_step.step == 2 and replica.open_step.waves == 1:
+        if replica.open_step.step == 2 and replica.open_step.waves == wave:
             Path(pipe).write_text("in the wave")
             Path(pipe).read_text()
         return loss(*arguments)
@@ -163,30 +225,42 @@ def main():
         next(iterations)
         workers = client.scheduler_info(n_workers=-1)["workers"]
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
-        client.run(stops_in_a_wave, run="demo", pipe=sys.argv[3], workers=[address])
+        client.run(stops_in_a_wave, run="demo", pipe=sys.argv[3], wave=int(sys.argv[5]), workers=[address])
         list(iterations)
 
 try:
     main()
+    raise RuntimeError("no wave was held")
 except BaseException as error:
     Path(sys.argv[3]).write_text(f"the driver ended: {error!r}")
 """
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("eta", "batches", "wave"), [(0, "own", 1), (1, "first_come", 0)])
 def test_a_driver_that_is_killed_in_the_midst_of_a_wave_goes_on_with_the_committed_waves(
-    make_config: Config, cluster_client: Client, kept: None, tmp_path: Path
+    eta: int, batches: str, wave: int, make_config: Config, cluster_client: Client, kept: None, tmp_path: Path
 ) -> None:
-    config = make_config(run={"iterations": 4}, trainer=STREAMED, store={"keep_versions": 9}, checkpoint={"every": 0})
+    config = make_config(
+        run={"iterations": 4, "eta": eta}, trainer={**STREAMED, "batches": batches}, store={"keep_versions": 9},
+        checkpoint={"every": 0},
+    )  # fmt: skip
     (tmp_path / "config.yaml").write_text(dump_config(config))
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "security").write_bytes(pickle.dumps(cluster_client.security))
-    given = (tmp_path / "config.yaml", cluster_client.scheduler.address, tmp_path / "pipe", tmp_path / "security")
+    address, security = cluster_client.scheduler.address, tmp_path / "security"
+    given = (
+        tmp_path / "config.yaml",
+        address,
+        tmp_path / "pipe",
+        security,
+        wave,
+    )  # with eta 1 a step may have one wave only
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, *map(str, given)])
     assert (tmp_path / "pipe").read_text() == "in the wave"
     directory = tmp_path / "demo"
     committed = [groups_of(wave) for wave in read_waves(directory / "waves", 2)]
-    assert len(committed) >= 2 and not (directory / "batches" / "batch-000002.json").exists()
+    assert len(committed) > wave and not (directory / "batches" / "batch-000002.json").exists()
     driver.kill()
     driver.wait()
     (tmp_path / "pipe").write_text("go on")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from libra.config import RunConfig
 from libra.events import Event, QuantumFinished, from_dict
+from libra.observe.metrics import read_metrics
 from libra.policy.log_replay import replay
 from libra.store.batch_membership import read_batch_facts
 from libra.store.event_log import read_events
@@ -53,7 +54,7 @@ def check_taken_again(directory: Path, config: RunConfig, steps: int, *, alone: 
 
 
 def check_whole(directory: Path, steps: int, config: RunConfig) -> None:
-    """Every trajectory is stored once, every quantum was done once, every group is in one wave of its own batch."""
+    """Every trajectory is stored once, every quantum was done once, every group is in one wave, of its own batch or in time."""
     trainer = config.trainer
     with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as stored:
         assert stored.num_trajectories == steps * trainer.prompts * trainer.group_size
@@ -62,7 +63,11 @@ def check_whole(directory: Path, steps: int, config: RunConfig) -> None:
         (event.key.split("-e")[0], event.quantum) for event in events if isinstance(event, QuantumFinished)
     )
     assert quanta and set(quanta.values()) == {1}
-    for batch in range(steps):
-        groups = [group for wave in waves_of(directory, batch) for group in wave]
-        assert sorted(groups) == [(batch, g) for g in range(trainer.prompts)]
+    taken = [[group for wave in waves_of(directory, batch) for group in wave] for batch in range(steps)]
+    every = [(batch, g) for batch in range(steps) for g in range(trainer.prompts)]
+    assert sorted(group for groups in taken for group in groups) == every
+    for batch, groups in enumerate(taken):
+        assert len(groups) == trainer.prompts
+        assert trainer.batches == "first_come" or all(iteration == batch for iteration, _ in groups)
+    assert all(row["lag_max"] <= config.run.eta for row in read_metrics(directory) if "lag_max" in row)
     assert replayed_differences(events) == []

@@ -8,7 +8,7 @@ from typing import Final
 from libra.observe.html import duration, missing, number, table
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
-from libra.observe.streamed_steps import EngineTurn, Wave
+from libra.observe.streamed_steps import EngineTurn, Wave, groups_text
 from libra.untrusted import shown_line
 
 MAX_STEPS: Final = 20
@@ -49,7 +49,7 @@ def _step_row(step: int, waves: dict[int, Wave], *, taken: bool) -> tuple[object
     trained = [(place, wave) for place, wave in numbered if wave.train_s is not None]
     helped = ", ".join(f"wave {place}: {wave.hybrids}" for place, wave in trained if wave.hybrids)
     return (
-        step, sum(wave.groups for _, wave in trained), " + ".join(str(wave.groups) for _, wave in numbered),
+        step, sum(wave.groups for _, wave in trained), " + ".join(groups_text(wave.groups, wave.others) for _, wave in numbered),
         number(sum(wave.train_s or 0.0 for _, wave in trained), ",.2f", " s"), helped or "–", "taken" if taken else "open",
     )  # fmt: skip
 
