@@ -6,7 +6,18 @@ from collections.abc import Iterable
 
 from libra import events
 from libra.observe.decision_words import late_words
-from libra.policy import Command, OpenBatch, OpenGate, OpenWave, Place, Prefer, SetPriority, TakeSteps, Turn
+from libra.policy import (
+    Command,
+    LoadVersion,
+    OpenBatch,
+    OpenGate,
+    OpenWave,
+    Place,
+    Prefer,
+    SetPriority,
+    TakeSteps,
+    Turn,
+)
 from libra.untrusted import shown_line
 
 MAX_EVENT_CHARS = 3000
@@ -23,6 +34,7 @@ NAMES = {
     "OpenBatch": "batch openings",
     "OpenWave": "wave openings",
     "Turn": "turns of engines",
+    "LoadVersion": "loads of versions",
     "TakeSteps": "choices of how steps are taken",
 }
 """The name of each command, in the plural."""
@@ -37,7 +49,7 @@ def subject_of(command: Command) -> Subject:
             return "gate", iteration
         case OpenBatch(batch=batch) | OpenWave(batch=batch):
             return "batch", batch
-        case Turn(worker=worker):
+        case Turn(worker=worker) | LoadVersion(worker=worker):
             return "worker", worker
         case TakeSteps():
             return "steps", "steps"

@@ -198,6 +198,11 @@ def _staleness(config: RunSections) -> Iterator[str]:
             f"staleness.window: {section.window} versions, and staleness.over_age=wait with run.eta={run.eta} lets {most} live; "
             f"type staleness.window={most} or less, or run.eta={section.window - 1}"
         )
+    if section.versions == "one" and config.cluster.hybrid_workers:
+        yield (
+            f"staleness.versions: one, and with cluster.hybrid_workers={config.cluster.hybrid_workers} an engine that changes its "
+            "role would start its trajectories again; type staleness.versions=many, or cluster.hybrid_workers=0"
+        )
     if section.over_age != "wait" and most_waves(config):
         yield (
             f"staleness.over_age: {section.over_age}, and with trainer.streaming={trainer.streaming} a batch is the groups of its "

@@ -141,6 +141,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("run", "seed", {"run": (), "plan": (), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
     ("staleness", "eta", _of("run", "plan", "simulate")),
+    ("staleness", "versions", _run(above("run.eta", 0))),
     ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
     (
         "model",

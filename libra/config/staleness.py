@@ -22,6 +22,10 @@ class StalenessSection(Section):
     window: Annotated[int, Field(ge=2)] | None = None
     """Weight versions alive at once: the newest, and all since the oldest that a group being generated has tokens of. A batch
     waits for the groups that would widen it. None: no bound of its own (`over_age` wait leaves `run.eta` + 1)."""
+    versions: Literal["many", "one"] = "many"
+    """Weight versions in one trajectory. many: engines take new weights at once, and their trajectories go on with them. one: a
+    trajectory keeps the weights that it began with. An engine then takes new ones when all that began there have ended, and until
+    then none begins there; a trajectory whose engine is lost begins again from its prompt. Not with `cluster.hybrid_workers`."""
     in_flight: AtLeastOne | None = None
     """Batches generated at once: an iteration begins when the batch that many before it is taken. 1: while a step trains, only the
     next batch is generated. None: `run.eta` + 1, all that the bound allows."""

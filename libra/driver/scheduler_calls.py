@@ -19,7 +19,7 @@ from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
-from libra.policy import Admission, TailSettings, Waves, WaySettings, staleness_of
+from libra.policy import Admission, TailSettings, Waves, WaySettings, keeps_version, staleness_of
 from libra.policy.step_lengths import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.gang_plugin import GangPlugin
@@ -77,6 +77,7 @@ class SchedulerCalls:
             epoch=self.spec.epoch,
             directory=str(self.spec.directory),
             **asdict(staleness_of(config)),
+            one_version=keeps_version(config),
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             waves=most_waves(config),

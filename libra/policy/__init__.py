@@ -16,6 +16,7 @@ from libra.policy.messages import (
     GroupsNamed,
     HomeForgotten,
     KVTransferred,
+    LoadVersion,
     Move,
     OpenBatch,
     OpenGate,
@@ -34,6 +35,7 @@ from libra.policy.messages import (
     boundaries_of,
     groups_named,
 )
+from libra.policy.one_version import OneVersion
 from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.ordering import (
     LEARNS_EVERY,
@@ -45,7 +47,7 @@ from libra.policy.ordering import (
     make_ordering,
 )
 from libra.policy.paper_rule import PaperRule
-from libra.policy.staleness import Capacity, StalenessPolicy, Verdict, judge, staleness_of
+from libra.policy.staleness import Capacity, StalenessPolicy, Verdict, judge, keeps_version, staleness_of
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.turning import Turn
 from libra.policy.waves import Waves
@@ -71,9 +73,11 @@ __all__ = [
     "Inspectable",
     "KVTransferred",
     "KnownLengths",
+    "LoadVersion",
     "MeasuredStep",
     "Mlfq",
     "Move",
+    "OneVersion",
     "OnlineLearner",
     "OpenBatch",
     "OpenGate",
@@ -106,6 +110,7 @@ __all__ = [
     "groups_named",
     "joined_of",
     "judge",
+    "keeps_version",
     "learns_after",
     "make_ordering",
     "off_by_frac",

@@ -82,6 +82,8 @@ class Dispatcher:
             str, WorkerJoined
         ] = {}  # of trajectories that have none now: an engine that may have their KV
         self._serial = 0
+        self.allowed: Callable[[str, str], bool] | None = None
+        """Whether a generation of a trajectory may be at a worker; None: at any."""
         self._quantum_s: dict[str, float] = {}
 
     # ---------------------------------------------------------------- events and commands
@@ -331,7 +333,7 @@ class Dispatcher:
         if best is None:
             return None
         if reason == "home":
-            worker, reason = self._loads.move(best[2], queue.free) or (worker, reason)
+            worker, reason = self._loads.move(best[2], self._open_to(best[2], queue)) or (worker, reason)
         return Place(best[2], Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: PhaseQueue, entry: Entry) -> str | None:
@@ -361,13 +363,20 @@ class Dispatcher:
 
     def _roomiest(self, queue: PhaseQueue, key: str, workers: Iterable[str]) -> str | None:
         """The one of ``workers`` with a free slot and KV memory for ``key`` that finishes first; of many, a sample is compared."""
-        free = [worker for worker in workers if worker in queue.free]
+        allowed = self.allowed
+        free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(key, worker))]
         step = len(free) // SAMPLED_HOMES
         if step > 1:
             sample = [worker for worker in free[self._serial % step :: step] if self._loads.fits(key, worker)]
             if sample:
                 return self._fastest(queue, key, sample)
         return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
+
+    def _open_to(self, key: str, queue: PhaseQueue) -> Mapping[str, int]:
+        """Free slots that ``key`` may have."""
+        if self.allowed is None:
+            return queue.free
+        return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, key: str, workers: Iterable[str]) -> str | None:
         """The best engine; among equals one with few siblings, whose lengths are correlated and add up.

@@ -235,6 +235,14 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     move: Move | None = None
 
 
+class LoadVersion(msgspec.Struct, frozen=True, gc=False):
+    """Let the engine of ``worker`` take weights of ``version``; only in runs with one version per trajectory."""
+
+    worker: str
+    version: int
+    reason: str
+
+
 class OpenGate(msgspec.Struct, frozen=True, gc=False):
     """Let iteration ``iteration`` begin."""
 
@@ -275,4 +283,4 @@ Event = (
     | BoundariesSet
     | KVTransferred
 )
-Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn | TakeSteps
+Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn | TakeSteps | LoadVersion

@@ -112,6 +112,11 @@ def judge(version: int, frontier: int, policy: StalenessPolicy, allowed: Set[Ver
     return policy.over_age
 
 
+def keeps_version(config: RunSections) -> bool:
+    """Whether each trajectory keeps the weights that it began with; those of a synchronous run do so anyway."""
+    return config.run.eta > 0 and config.staleness.versions == "one"
+
+
 def staleness_of(config: RunSections) -> StalenessPolicy:
     """The policy of a configuration; a synchronous run has the bound alone."""
     eta, section = config.run.eta, config.staleness

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
 
 
-def announce_version(scheduler: Scheduler, state: RunState, version: int) -> None:
-    """Announce a version to every rollout worker, so that running requests need not wait for a new quantum."""
+def announce_version(scheduler: Scheduler, state: RunState, version: int, only: str | None = None) -> None:
+    """Announce a version to every rollout worker, so that running requests need not wait for a new quantum; or ``only`` to one."""
     message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
     message |= {"digest": state.workers.holders.digest(version)}
     for worker, address in list(state.workers.engines.items()):
+        if only not in (None, worker):
+            continue
         if address in scheduler.workers:
             scheduler.worker_send(address, message | {"holders": state.workers.holders.nearest(version, address)})
         else:

@@ -13,11 +13,23 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from libra import events, keys
-from libra.policy import Command, Dispatcher, OpenBatch, OpenGate, OpenWave, Prefer, SetPriority, TakeSteps, Turn
+from libra.policy import (
+    Command,
+    Dispatcher,
+    LoadVersion,
+    OpenBatch,
+    OpenGate,
+    OpenWave,
+    Prefer,
+    SetPriority,
+    TakeSteps,
+    Turn,
+)
 from libra.policy.role_messages import Role
 from libra.policy.tail import TurnRefused
 from libra.policy.turning import Turned
 from libra.scheduler import dask_internals
+from libra.scheduler.announcements import announce_version
 from libra.scheduler.run_state import RunState
 
 if TYPE_CHECKING:
@@ -77,15 +89,25 @@ class Applier:
                     state.log.emit(events.WaveOpened, batch=batch, wave=wave, members=members, reason=reason)
                     task_logger.debug("%s: wave %d of batch %d of %s opens", reason, wave, batch, state.run)
                     self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
-                case TakeSteps(way=way, reason=reason):
-                    state.log.emit(events.StepsChosen, way=way, reason=reason)
-                    logging.getLogger("libra.scheduler").info("%s: %s takes its steps by %s", reason, state.run, way)
-                case Turn(worker=worker, to=to, reason=reason):
-                    state.log.emit(events.EngineTurned, worker=worker, to=str(to), reason=reason)
-                    self._scheduler.loop.add_callback(self._turn, state, command)
+                case TakeSteps() | LoadVersion() | Turn():
+                    self._change(state, command)
+                    kicks = kicks or type(command) is LoadVersion
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
+
+    def _change(self, state: RunState, command: TakeSteps | LoadVersion | Turn) -> None:
+        """How steps are taken, which weights an engine serves, or what it does."""
+        match command:
+            case TakeSteps(way=way, reason=reason):
+                state.log.emit(events.StepsChosen, way=way, reason=reason)
+                logging.getLogger("libra.scheduler").info("%s: %s takes its steps by %s", reason, state.run, way)
+            case LoadVersion(worker=worker, version=version, reason=reason):
+                task_logger.info("%s: %s takes version %d of %s", reason, worker, version, state.run)
+                announce_version(self._scheduler, state, version, only=worker)
+            case Turn(worker=worker, to=to, reason=reason):
+                state.log.emit(events.EngineTurned, worker=worker, to=str(to), reason=reason)
+                self._scheduler.loop.add_callback(self._turn, state, command)
 
     def _turn(self, state: RunState, turn: Turn) -> None:
         """Ask for the change of roles of a turn, outside of the current transition; it may be refused."""

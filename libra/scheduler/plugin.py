@@ -407,7 +407,8 @@ class LibraPlugin(SchedulerPlugin):
         for version in [v for v in state.parked.eval_gates if v <= state.admission.version]:
             for gate in state.parked.eval_gates.pop(version):
                 self.trajectories.applier.open(state, gate, keys.GRADE)
-        announce_version(self._scheduler, state, report.version)
+        if state.one is None:
+            announce_version(self._scheduler, state, report.version)
 
     def _driver_reported(self, state: RunState, report: DriverReport) -> None:
         match report:

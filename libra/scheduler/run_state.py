@@ -21,6 +21,7 @@ from libra.policy import (
     Fifo,
     Inspectable,
     Move,
+    OneVersion,
     OnlineLearner,
     Ordering,
     StalenessPolicy,
@@ -52,6 +53,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Staleness bound, and groups per optimizer step.
     over_age, window, in_flight
         The rest of the `StalenessPolicy`, whose ``eta`` is that above.
+    one_version : bool
+        Whether each trajectory keeps the weights that it began with.
     waves, wave_groups, wave_enough : int
         Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
     first_come : bool
@@ -108,6 +111,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
+    one_version: bool = False
 
     @property
     def staleness(self) -> StalenessPolicy:
@@ -209,11 +213,16 @@ class RunState:
     notices: Notices = field(default_factory=Notices)
     num_ended: int = 0
     learned_ended: int = 0
+    one: OneVersion | None = None
+
+    def __post_init__(self) -> None:
+        self.one = OneVersion() if self.registration.one_version else None
 
     def handle(self, event: Event) -> tuple[Command, ...]:
-        """Pass an event to the policy objects; the answers of the ordering."""
+        """Pass an event to the policy objects; the answers of the ordering, and the engines that take new weights."""
         self.tail.handle(event)
-        return self.policy.handle(event)
+        answers = self.policy.handle(event)
+        return answers if self.one is None else (*answers, *self.one.handle(event))
 
     @property
     def run(self) -> str:

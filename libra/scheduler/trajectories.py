@@ -89,10 +89,17 @@ class Trajectories:
 
     def register_run(self, state: RunState) -> None:
         """Notify a new run of the present workers."""
+        if state.one is not None:
+            self.dispatcher.allowed = self._allowed
         self._only = state if self._only is None and not self.tracked else _SEVERAL
         self._update_workers(new=state)
         for joined in self.workers.known.values():
             self._notify_run(state, joined)
+
+    def _allowed(self, key: str, worker: str) -> bool:
+        """Whether the version of a worker's engine is one that a trajectory may go on, or begin, with."""
+        one = self.tracked[key].run.one
+        return one is None or one.may(key, worker)
 
     def _update_workers(self, new: RunState | None = None) -> None:
         """Notify all runs but ``new`` of workers that joined, left or changed since the last call."""
@@ -191,7 +198,8 @@ class Trajectories:
         scheduler, dispatcher = self._scheduler, self.dispatcher
         self._update_workers()
         releases: list[dask_internals.Release] = []
-        alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
+        only = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
+        alone = only and dispatcher.allowed is None  # a replay does not know what versions allow
         for phase in Phase:
             for place in dispatcher.dispatch(phase):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)

@@ -12,6 +12,8 @@ Invariants
 5. A trajectory keeps its slot from one generation to the next only while the plugin reports that no trajectory waits for one.
 6. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed when the store has it, and its
    result may be lost with a worker after that.
+7. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version, whichever engine it is sent to: it begins
+   again from its prompt where that needs it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from libra.envs import StateCopy, begin_state, has_steps, run_action, run_step
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
+from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
 from libra.types import (
     FailureClass,
@@ -54,6 +57,7 @@ from libra.worker.trajectory_state import (
     end_record,
     failure_record,
     generation_record,
+    restart_record,
     returned,
     without_text,
 )
@@ -107,6 +111,10 @@ class QuantumRunner:
         return load_chat_format(
             self.context.model_dir, environment.tool_schemas, tool_format=environment.tool_format, loader=loader
         )
+
+    @cached_property
+    def _keeps_version(self) -> bool:
+        return keeps_version(self.context.spec.config)
 
     def close(self) -> None:
         """Stop writing records."""
@@ -230,6 +238,8 @@ class QuantumRunner:
         rollout = context.spec.config.rollout
         await serving.pull()
         started_s = time.time()
+        if self._keeps_version and self._ends_version(state, {serving.engine.version}, started_s):
+            return
         begun = None if state.context else await begin_state(context.environment, state.prompt, str(state.tid))
         prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
         context_ids = state.context_ids if prompt_ids is None else prompt_ids
@@ -261,6 +271,8 @@ class QuantumRunner:
             ),
         )
         self.engine.turn_ended()
+        if self._keeps_version and self._ends_version(state, set(output.weight_versions.tolist()), started_s):
+            return
         text, calls = "", tuple[ToolCall, ...]()
         if output.stop_reason is StopReason.LENGTH and part < left:
             output = replace(output, stop_reason=StopReason.PARKED)
@@ -281,6 +293,17 @@ class QuantumRunner:
             self._append(state)
         if state.phase is None:
             self._forget(state)
+
+    def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
+        """Begin a trajectory that is to have one version again if tokens of ``versions`` would give it more.
+
+        The scheduler sends it to engines of its version (`libra.policy.one_version`); none may be left.
+        """
+        if len(had := state.versions | versions) < 2:
+            return False
+        self._commit(state, restart_record(min(had), max(had)), started_s)
+        self._forget(state)
+        return True
 
     def _forget(self, state: TrajectoryState) -> None:
         """Free the engine's KV of a trajectory that continues on another worker, or has ended."""

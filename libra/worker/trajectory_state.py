@@ -7,7 +7,8 @@ Invariants
 3. Exactly one of these holds: it needs a generation, it needs an action, it has ended.
 4. A failure ends it only after ``resample`` others. Until then, after a failure that the tokens cannot cause, the failed
    turn is generated again with the same random numbers, so that the sample does not depend on the failure. Any other
-   failure begins a fresh draw from the prompt, in the same journal. Neither depends on length or time.
+   failure begins a fresh draw from the prompt, in the same journal. Neither depends on length or time. So does a trajectory that is
+   to have one version, where its engine serves another one; that counts as no failure.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ def failure_record(failure: FailureClass, detail: str) -> dict[str, Any]:
     return {"kind": "failure", "failure": str(failure), "detail": storable(detail[:MAX_ERROR_CHARS])}
 
 
+def restart_record(began: int, serves: int) -> dict[str, Any]:
+    """Record that begins a trajectory again, which is to have one version: it began with one, and its engine serves another."""
+    return {"kind": "restart", "began": began, "serves": serves}
+
+
 def is_unfinished(generation: Mapping[str, Any]) -> bool:
     """Whether a generation record is a part of a turn that goes on; the record of the last part has text and calls of the whole."""
     return bool(generation["stop_reason"] == StopReason.PARKED)
@@ -179,6 +185,12 @@ class TrajectoryState:
         return Phase.TOOL if self.calls or self.answered else Phase.ROLLOUT
 
     @property
+    def versions(self) -> set[int]:
+        """Versions of the tokens of this draw."""
+        made = (r["weight_versions"] for r in self.records[self.first :] if r["kind"] == "generation")
+        return {int(version) for each in made for version in np.unique(each)}
+
+    @property
     def context_ids(self) -> NDArray[np.int32]:
         """All tokens so far (T,)."""
         return np.concatenate(self.context) if self.context else np.zeros(0, np.int32)
@@ -200,6 +212,8 @@ class TrajectoryState:
                     self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and not at the end")
                 elif self.num_context_tokens >= self.max_context_tokens:
                     self._finish(EndReason.LENGTH, FailureClass.POLICY, "the context is full")
+            case "restart":
+                self._begin_again()
             case "failure":
                 self._failed(FailureClass(record["failure"]), record["detail"])
 
@@ -232,10 +246,14 @@ class TrajectoryState:
             return
         self.retried.append(failure)
         if not failure.keeps_records:
-            self.draw += 1
-            self.first = len(self.records)
-            self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
-            self.answered, self.state, self.unfinished = False, None, []
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """A fresh draw from the prompt."""
+        self.draw += 1
+        self.first = len(self.records)
+        self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
+        self.answered, self.state, self.unfinished = False, None, []
 
     def _extend(self, token_ids: NDArray[np.int32]) -> None:
         self.context.append(token_ids)

@@ -1,0 +1,82 @@
+"""``staleness.versions=one``, live: every trajectory has one version, also when the engine of some is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from libra.config import RunConfig
+from libra.driver.session import Session
+from libra.observe.invariants import check_invariants
+from libra.store.event_log import read_events
+from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_journal import Journal
+
+Config = Callable[..., RunConfig]
+LONG = {"max_turns": 6, "slots": 2, "max_new_tokens": 8}
+
+
+def mixed(directory: Path) -> int:
+    """Trajectories with tokens of several versions."""
+    store = TrajectoryStore.open(directory / "trajectories.zarr")
+    every = (store.trajectory(index) for index in range(store.num_trajectories))
+    return sum(len(set(t.weight_version[t.is_action].tolist())) > 1 for t in every)
+
+
+def restarts(directory: Path) -> int:
+    """Trajectories that began again, of a run that keeps its journals."""
+    names = {path.name.split(".")[0] for path in (directory / "journal").glob("*.rec")}
+    return sum(r["kind"] == "restart" for name in names for r in Journal(directory / "journal").read(name))
+
+
+def loads(directory: Path) -> list[int]:
+    return [
+        event["version"]
+        for event in read_events(directory / "events.jsonl").events
+        if event["name"] == "version_served"
+    ]
+
+
+@pytest.mark.parametrize("versions", ["one", "many"])
+def test_a_trajectory_keeps_the_weights_that_it_began_with(
+    versions: str, make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(
+        run={"iterations": 6, "eta": 2}, staleness={"versions": versions}, rollout=LONG, store={"keep_journals": True}
+    )
+    with Session(config, client=cluster_client) as session:
+        rows = list(session.iterations())
+        directory = session.directory
+    assert len(rows) == 6 and max(row["lag_max"] for row in rows) <= 2
+    assert (mixed(directory) == 0) == (versions == "one")  # with many, some go on with the next version
+    verdicts = {promise.name.split(",")[0]: promise.verdict for promise in check_invariants(directory)}
+    assert verdicts.pop("C1") == ("holds" if versions == "one" else "not promised")
+    assert set(verdicts.values()) == {"holds"}
+    assert restarts(directory) == 0  # engines wait for what is under way
+    assert max(loads(directory)) >= 3 and loads(directory) == sorted(loads(directory))
+
+
+@pytest.mark.timeout(300)
+def test_trajectories_of_an_engine_that_is_killed_begin_again(make_config: Config) -> None:
+    config = make_config(
+        run={"iterations": 4, "eta": 2},
+        staleness={"versions": "one"},
+        rollout=LONG,
+        trainer={"prompts": 3},
+    )
+    with Session(config) as session:
+        iterations = session.iterations()
+        rows = [next(iterations)]
+        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        (address,) = (address for address, worker in workers.items() if worker["name"] == "rollout-0")
+        (pid,) = session.client.run(os.getpid, workers=[address]).values()
+        os.kill(pid, signal.SIGKILL)
+        rows += iterations
+        directory = session.directory
+    assert len(rows) == 4 and mixed(directory) == 0
+    assert not [promise for promise in check_invariants(directory) if promise.verdict != "holds"]
