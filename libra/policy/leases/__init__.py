@@ -1,0 +1,12 @@
+"""Leases: one table for all resources that are neither a generation's nor training's (ARL-Tangram, 3.2)."""
+
+from __future__ import annotations
+
+from libra.policy.leases.quotas import Quota, read_quota
+from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Resources, Revoke, described
+from libra.policy.leases.speed_up import SpeedUp
+from libra.policy.leases.table import LeaseTable
+
+__all__ = [
+    "KINDS", "Lease", "LeaseRequest", "LeaseTable", "Quota", "Resources", "Revoke", "SpeedUp", "described", "read_quota",
+]  # fmt: skip

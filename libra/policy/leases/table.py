@@ -1,0 +1,382 @@
+"""The lease table: who holds which resources of which worker, and who gets some next.
+
+One table for everything that is neither a generation nor training: actions, sessions, services. Live and in virtual time it is the
+same object; time arrives with every call and never goes back.
+
+Invariants
+----------
+1. Leases of a worker never hold more of any kind than it has. (If it declares less than is held, it grants nothing until enough is
+   released.) Of a quota they never hold more than `libra.policy.leases.quotas` promises.
+2. A holder has at most one lease or request. A request is granted once; what is granted is its least, or a larger legal number of
+   cores of its curve, and the same amounts of all else.
+3. Arrival order: requests are considered in their order (priority, then arrival). One that does not fit keeps the kinds that it
+   lacks: no later request is granted any of these kinds, nor of those that it lacked before, when a later one was granted
+   something else. Of requests for the same kinds, the longest prefix whose minima fit is granted.
+4. Bounded wait: once a request is the first of its line, each kind that it lacks goes to it next. A request that is larger than
+   every present worker keeps nothing, and waits for a worker (`LeaseTable.stranded`).
+5. Enlargement takes only cores that are free after the prefix, and never holds a request back that fits: without it the same
+   requests are granted at this moment, in the same order.
+6. No lease outlives its holder: `withdraw` ends those of a worker, `expired` those of sessions out of use.
+7. An `admit` that grants and revokes nothing changes no later answer. A log has grants only, so that a replay asks less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from libra.policy.leases.enlargement import Candidate, Pressure, enlarged
+from libra.policy.leases.quotas import Quota
+from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Resources, Revoke, described, quota_kind
+from libra.policy.leases.speed_up import SpeedUp
+from libra.policy.leases.waiting import Place, WaitingRequests
+from libra.policy.messages import Priority
+
+FORGETTING = 0.1
+"""Weight of the newest action in its tool's mean seconds."""
+CORES = KINDS.index("cores")
+NOTHING = (0,) * len(KINDS)
+
+
+class LeaseTable:
+    """One per scheduler.
+
+    Parameters
+    ----------
+    enlarges : bool
+        Whether elastic actions may get more than their least.
+    """
+
+    def __init__(self, *, enlarges: bool = True) -> None:
+        self._enlarges = enlarges
+        self._capacity: dict[str, tuple[int, ...]] = {}
+        self._free: dict[str, list[int]] = {}
+        self._quotas: dict[str, Quota] = {}
+        self._curves: dict[str, SpeedUp] = {}
+        self._seconds: dict[str, float] = {}  # of a tool's action with its least cores
+        self._waiting = WaitingRequests()
+        self._delayed: dict[str, tuple[Place, LeaseRequest]] = {}
+        self._leases: dict[str, Lease] = {}
+        self._stranded: dict[str, tuple[Place, LeaseRequest]] = {}  # no present worker is large enough
+        self._kept: dict[
+            str, frozenset[str]
+        ] = {}  # kinds that a waiting holder lacked when a later one was granted something
+        self._revoking: set[str] = set()
+        self._serial = 0
+        self.pressure = Pressure()
+
+    # ---------------------------------------------------------------- what there is
+
+    def supply(self, worker: str, capacity: Resources) -> None:
+        """``worker`` has so much from now on; what is held there stays held."""
+        before = self._capacity.get(worker, NOTHING)
+        free = self._free.setdefault(worker, [0] * len(KINDS))
+        for index, (old, new) in enumerate(zip(before, capacity.local, strict=True)):
+            free[index] += new - old
+        self._capacity[worker] = capacity.local
+        for place, request in self._stranded.values():
+            self._waiting.join(place, request)
+        self._stranded.clear()
+
+    def withdraw(self, worker: str) -> tuple[Lease, ...]:
+        """``worker`` is gone; returns the leases that ended with it."""
+        ended = tuple(lease for lease in self._leases.values() if lease.worker == worker)
+        for lease in ended:
+            self._end(lease)
+        self._capacity.pop(worker, None)
+        self._free.pop(worker, None)
+        return ended
+
+    def limit(self, name: str, quota: Quota) -> None:
+        """Units of ``name`` are limited from now on; the same limit again changes nothing."""
+        known = self._quotas.get(name)
+        if known is None or not known.limits(quota):
+            if known is not None:
+                quota.held = known.held
+            self._quotas[name] = quota
+
+    def declare(self, tool: str, curve: SpeedUp) -> None:
+        """Actions of ``tool`` are elastic."""
+        self._curves.setdefault(tool, curve)
+
+    # ---------------------------------------------------------------- who asks, and who has ended
+
+    def request(self, request: LeaseRequest, priority: Priority) -> None:
+        """``request`` waits from now on, in place of an earlier one of its holder, which has no lease; its quotas have limits."""
+        holder = request.holder
+        assert holder not in self._leases, f"{holder} requests a lease and holds one"
+        assert all(name in self._quotas for name, _ in request.least.quotas), request
+        again = self.waits(holder)
+        self.cancel(holder)
+        if request.least.cores and not again:
+            self.pressure.came(self._waiting.wanting("cores"))
+        self._serial += 1
+        place = (priority, self._serial)
+        if request.not_before_s > 0:
+            self._delayed[holder] = place, request
+        else:
+            self._waiting.join(place, request)
+
+    def reorder(self, holder: str, priority: Priority) -> None:
+        """A waiting request has another priority."""
+        request = self._request(holder)
+        if request is not None:
+            self.request(request, priority)
+
+    def cancel(self, holder: str) -> None:
+        """``holder`` no longer waits."""
+        self._waiting.leave(holder)
+        self._delayed.pop(holder, None)
+        self._stranded.pop(holder, None)
+        self._kept.pop(holder, None)
+
+    def release(self, holder: str, seconds: float | None = None) -> Lease | None:
+        """The lease of ``holder`` has ended, whatever ended it; ``seconds``: how long its action ran, None: it did not end well."""
+        lease = self._leases.get(holder)
+        if lease is None:
+            return None
+        self._end(lease)
+        if seconds is not None and lease.tool:
+            self._learn(lease, seconds)
+        return lease
+
+    def touch(self, holder: str, at_s: float) -> None:
+        """A session was used; it lasts ``hold_s`` from now."""
+        lease = self._leases.get(holder)
+        if lease is not None:
+            self._leases[holder] = msgspec.structs.replace(lease, used_s=at_s)
+
+    def expired(self, at_s: float) -> tuple[Lease, ...]:
+        """Sessions out of use; their leases have ended now."""
+        ended = tuple(each for each in self._leases.values() if each.until_s is not None and each.until_s <= at_s)
+        for lease in ended:
+            self._end(lease)
+        return ended
+
+    # ---------------------------------------------------------------- queries
+
+    def lease(self, holder: str) -> Lease | None:
+        """What ``holder`` has."""
+        return self._leases.get(holder)
+
+    def leases(self) -> tuple[Lease, ...]:
+        """All of them, the oldest first."""
+        return tuple(self._leases.values())
+
+    def waits(self, holder: str) -> bool:
+        """Whether ``holder`` has a request."""
+        return holder in self._waiting or holder in self._delayed or holder in self._stranded
+
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting) + len(self._delayed) + len(self._stranded)
+
+    def held(self, worker: str) -> Resources:
+        """What the leases of ``worker`` hold."""
+        pairs = zip(self._capacity.get(worker, NOTHING), self._free.get(worker, NOTHING), strict=True)
+        return _vector(tuple(has - free for has, free in pairs))
+
+    def capacity(self) -> dict[str, Resources]:
+        """What every worker has."""
+        return {worker: _vector(amounts) for worker, amounts in self._capacity.items()}
+
+    def num_enlarged(self) -> int:
+        """Leases with more cores than their least."""
+        return sum(lease.resources.cores > lease.least_cores for lease in self._leases.values())
+
+    def stranded(self) -> tuple[LeaseRequest, ...]:
+        """Requests that no present worker could take even if it were free, by holder; as of the last `admit`."""
+        return tuple(self._stranded[holder][1] for holder in sorted(self._stranded))
+
+    def next_s(self, at_s: float) -> float | None:
+        """When time alone may let a request go, or end a session: after ``at_s``; None: it never does."""
+        times = [request.not_before_s for _, request in self._delayed.values()]
+        times += [lease.until_s for lease in self._leases.values() if lease.until_s is not None]
+        for kinds in self._waiting.lines():
+            first = self._waiting.first(kinds)
+            assert first is not None
+            times += [self._quotas[name].next_s(at_s, units) for name, units in first[1].least.quotas]
+        return min((each for each in times if at_s < each < float("inf")), default=None)
+
+    def expected_s(self, tool: str) -> float | None:
+        """Mean seconds of an action of ``tool`` with its least cores; None: none has ended."""
+        return self._seconds.get(tool)
+
+    # ---------------------------------------------------------------- admission
+
+    def admit(self, at_s: float) -> tuple[Lease | Revoke, ...]:
+        """Grant what fits now, in order, then enlarge; returns the grants in order, then what is to be revoked for the first that
+        does not fit."""
+        for holder in [h for h, (_, request) in self._delayed.items() if request.not_before_s <= at_s]:
+            self._waiting.join(*self._delayed.pop(holder))
+        granted: list[str] = []
+        passed: list[tuple[LeaseRequest, frozenset[str]]] = []
+        lines = {kinds: first for kinds in self._waiting.lines() if (first := self._waiting.first(kinds))}
+        blocked: frozenset[str] = frozenset()
+        while lines:
+            kinds = min(lines, key=lambda each: lines[each][0]) if len(lines) > 1 else next(iter(lines))
+            place, request = lines.pop(kinds)
+            worker, lacks = (None, kinds & blocked) if kinds & blocked else self._find(request, at_s)
+            if lacks:
+                passed.append((request, lacks))
+                blocked |= lacks | self._kept.get(request.holder, frozenset())
+                continue
+            self.cancel(request.holder)
+            if worker is None:
+                self._stranded[request.holder] = place, request
+            else:
+                self._grant(request, worker, at_s)
+                granted.append(request.holder)
+            if (behind := self._waiting.first(kinds)) is not None:
+                lines[kinds] = behind
+        if granted:
+            for request, lacks in passed:
+                self._kept[request.holder] = self._kept.get(request.holder, frozenset()) | lacks
+            self._enlarge(granted)
+        grants = tuple(self._leases[holder] for holder in granted)
+        return (*grants, *self._revocations(passed[0][0], at_s)) if passed else grants
+
+    def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, frozenset[str]]:
+        """The worker for a request; None with the kinds that it lacks, or with none if no present worker is large enough."""
+        need = request.least.local
+        fits: list[str] = []
+        able, lacks = False, set[str]()
+        for worker in (request.only,) if request.only else self._capacity:
+            capacity, free = self._capacity.get(worker), self._free.get(worker)
+            if capacity is None or free is None or any(has < want for has, want in zip(capacity, need, strict=True)):
+                continue
+            able = True
+            short = [kind for kind, has, want in zip(KINDS, free, need, strict=True) if has < want]
+            lacks.update(short)
+            if not short:
+                fits.append(worker)
+        if not able:
+            return None, frozenset()
+        short_of = {quota_kind(name) for name, units in request.least.quotas if not self._quotas[name].may(at_s, units)}
+        if short_of or not fits:
+            return None, frozenset(short_of if fits else lacks | short_of)
+        if request.home in fits:
+            return request.home, frozenset()
+        free_of = self._free
+        if request.tool in self._curves or not need[CORES]:  # where it can grow, or beside as few others as possible
+            return max(fits, key=lambda worker: (free_of[worker], worker)), frozenset()
+        return min(fits, key=lambda worker: (free_of[worker][CORES], worker)), frozenset()  # larger holes stay whole
+
+    def _grant(self, request: LeaseRequest, worker: str, at_s: float) -> None:
+        least = request.least
+        for index, amount in enumerate(least.local):
+            self._free[worker][index] -= amount
+        for name, units in least.quotas:
+            self._quotas[name].take(at_s, units)
+        reason = "home" if worker == request.home else f"fits: {described(least)}"
+        self._leases[request.holder] = Lease(
+            request.holder, worker, least, least.cores, request.tool, at_s, at_s,
+            request.hold_s, request.revocable, request.price_s, reason,
+        )  # fmt: skip
+
+    def _enlarge(self, granted: list[str]) -> None:
+        if not self._enlarges:
+            return
+        candidates = [
+            Candidate(
+                lease.holder,
+                lease.worker,
+                lease.resources.cores,
+                self._curves[lease.tool],
+                self.expected_s(lease.tool) or 1.0,
+            )
+            for lease in map(self._leases.__getitem__, granted)
+            if lease.tool in self._curves
+        ]
+        if not candidates:
+            return
+        free_cores = {worker: max(0, free[CORES]) for worker, free in self._free.items()}
+        line = max(self._waiting.wanting("cores"), self.pressure.mean)
+        for holder, cores, reason in enlarged(candidates, free_cores, line, self._total_cores()):
+            lease = self._leases[holder]
+            self._free[lease.worker][CORES] -= cores - lease.resources.cores
+            self._leases[holder] = msgspec.structs.replace(
+                lease, resources=lease.resources.with_cores(cores), reason=f"{lease.reason}; {reason}"
+            )
+
+    def _total_cores(self) -> int:
+        return sum(capacity[CORES] for capacity in self._capacity.values())
+
+    def _revocations(self, request: LeaseRequest, at_s: float) -> tuple[Revoke, ...]:
+        """Revocable leases of one worker whose end lets ``request`` run there: the cheapest first, among equals those used longest
+        ago. None if another lease there is expected to end sooner than the revoked ones are restored."""
+        best: tuple[float, tuple[Lease, ...]] | None = None
+        need = request.least.local
+        for worker, free in self._free.items():
+            if request.only not in ("", worker) or any(
+                h < n for h, n in zip(self._capacity[worker], need, strict=True)
+            ):
+                continue
+            here = [lease for lease in self._leases.values() if lease.worker == worker]
+            missing = [n - f for n, f in zip(need, free, strict=True)]
+            for lease in here:
+                if lease.holder in self._revoking:
+                    missing = [m - a for m, a in zip(missing, lease.resources.local, strict=True)]
+            taken: list[Lease] = []
+            for lease in sorted(here, key=lambda each: (each.price_s, each.used_s, each.holder)):
+                helps = any(m > 0 and a > 0 for m, a in zip(missing, lease.resources.local, strict=True))
+                if lease.revocable and lease.holder not in self._revoking and helps:
+                    taken.append(lease)
+                    missing = [m - a for m, a in zip(missing, lease.resources.local, strict=True)]
+            price = sum(lease.price_s for lease in taken)
+            if (
+                taken
+                and all(m <= 0 for m in missing)
+                and price < self._wait_s(here, at_s)
+                and (best is None or price < best[0])
+            ):
+                best = price, tuple(taken)
+        if best is None:
+            return ()
+        self._revoking.update(lease.holder for lease in best[1])
+        reason = f"{request.holder} needs {described(request.least)}"
+        return tuple(
+            Revoke(lease.holder, lease.worker, f"{reason}; restoring it takes {lease.price_s:.3g} s")
+            for lease in best[1]
+        )
+
+    def _wait_s(self, leases: Iterable[Lease], at_s: float) -> float:
+        """Expected seconds until the first of ``leases`` that is no session ends; infinite if none is expected to."""
+        ends = (
+            lease.granted_s + expected - at_s
+            for lease in leases
+            if not lease.revocable and (expected := self._seconds.get(lease.tool)) is not None
+        )
+        return max(0.0, min(ends, default=float("inf")))
+
+    # ---------------------------------------------------------------- bookkeeping
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.holder]
+        self._revoking.discard(lease.holder)
+        free = self._free.get(lease.worker)
+        if free is not None:
+            for index, amount in enumerate(lease.resources.local):
+                free[index] += amount
+        for name, units in lease.resources.quotas:
+            self._quotas[name].give_back(units)
+
+    def _learn(self, lease: Lease, seconds: float) -> None:
+        curve = self._curves.get(lease.tool)
+        if curve is not None:
+            curve.ended(lease.resources.cores, seconds)
+            seconds *= curve.speed(lease.resources.cores)
+        mean = self._seconds.get(lease.tool, seconds)
+        self._seconds[lease.tool] = round(mean + FORGETTING * (seconds - mean), 9)
+
+    def _request(self, holder: str) -> LeaseRequest | None:
+        for table in (self._delayed, self._stranded):
+            if holder in table:
+                return table[holder][1]
+        return self._waiting.request(holder)
+
+
+def _vector(amounts: tuple[int, ...]) -> Resources:
+    slots, cores, memory_bytes, gpus = amounts
+    return Resources(slots, cores, memory_bytes, gpus)

@@ -1,0 +1,77 @@
+"""Quotas: never exceeded in any window, never held back for no reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import ConfigError
+from libra.policy import Priority
+from libra.policy.leases import LeaseRequest, LeaseTable, Quota, Resources, read_quota
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.3, 1.1]), st.integers(1, 3)), max_size=60))
+def test_a_rate_holds_in_every_window_and_nothing_waits_longer_than_it_must(
+    units: int, arrivals: list[tuple[float, int]]
+) -> None:
+    quota, at_s, granted = Quota(units, 1.0), 0.0, list[tuple[float, int]]()
+    for wait_s, wanted in arrivals:
+        at_s += wait_s
+        in_window = sum(u for t, u in granted if t + 1.0 > at_s)
+        assert quota.may(at_s, wanted) == (in_window + wanted <= units)
+        if wanted <= units:
+            next_s = quota.next_s(at_s, wanted)
+            assert sum(u for t, u in granted if t + 1.0 > next_s) + wanted <= units
+        if quota.may(at_s, wanted):
+            quota.take(at_s, wanted)
+            granted.append((at_s, wanted))
+
+
+def test_ten_a_second_is_never_exceeded_over_ten_thousand_random_arrivals() -> None:
+    rng = np.random.default_rng(7)
+    table = LeaseTable()
+    table.supply("a", Resources(slots=20_000))
+    table.limit("search", read_quota("search", "10/s"))
+    arrivals = iter(np.cumsum(rng.exponential(0.08, 10_000)).tolist())
+    granted: list[float] = []
+    next_s: float | None = next(arrivals)
+    arrived = 0
+    at_s = 0.0
+    while len(granted) < 10_000:
+        free_s = table.next_s(at_s)
+        at_s = min(each for each in (next_s, free_s) if each is not None)
+        while next_s is not None and next_s <= at_s:
+            table.request(LeaseRequest(str(arrived), Resources(1, quotas=(("search", 1),))), Priority(0, 0, 0))
+            arrived += 1
+            next_s = next(arrivals, None)
+        for lease in table.admit(at_s):
+            granted.append(at_s)
+            table.release(lease.holder)
+    assert len(granted) == arrived == 10_000
+    assert all(later >= earlier + 1.0 for earlier, later in zip(granted, granted[10:], strict=False))
+    assert granted[-1] < 10_000 / 10 + 2.0  # the limit is used in full: 12.5 arrive in a second
+
+
+def test_a_number_at_once_is_given_back_with_the_lease() -> None:
+    quota = Quota(2, None)
+    quota.take(0.0)
+    quota.take(0.0)
+    assert not quota.may(100.0)
+    quota.give_back()
+    assert quota.may(100.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "per_s"),
+    [("10/s", 10, 1.0), (" 300 / min", 300, 60.0), ("5000/h", 5000, 3600.0), (4, 4, None), ("4", 4, None)],
+)
+def test_what_a_configuration_writes(text: str | int, units: int, per_s: float | None) -> None:
+    assert read_quota("search", text).limits(Quota(units, per_s))
+
+
+@pytest.mark.parametrize("text", [0, "0/s", "-1/s", "ten/s", "10/day", True, "1.5/s"])
+def test_what_is_no_quota_is_refused_with_what_to_type(text: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"quota 'search': got .*; type a rate such as 10/s"):
+        read_quota("search", text)

@@ -1,0 +1,49 @@
+"""Speed-up curves: what may be declared, and what is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import ConfigError
+from libra.policy.leases import SpeedUp
+
+
+def test_speeds_are_relative_to_the_least_and_sizes_between_have_that_of_the_smaller() -> None:
+    curve = SpeedUp(2, 8, {2: 2.0, 4: 3.0, 8: 4.0})
+    assert curve.sizes == (2, 4, 8)
+    assert [curve.speed(cores) for cores in (2, 3, 4, 7, 8)] == [1.0, 1.0, 1.5, 1.5, 2.0]
+    assert SpeedUp(1, 3, [1, 1.5, 1.5]).speed(3) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ([1, -2, 3, 4], "the speed with 2 cores is -2; type a number above 0"),
+        ([1, 2, 1.5, 4], "the speed falls to 1.5 with 3 cores, from 2"),
+        ([1, 2], r"elastic has 2 speeds; cores=\(1, 4\) have 4 sizes"),
+        ({2: 1.0}, "elastic lacks 1"),
+        ({1: 1.0, 9: 2.0}, "elastic has 9; its sizes are cores from 1 to 4"),
+        ({1: 1.0, 2: float("nan")}, "the speed with 2 cores is nan"),
+        ("measured", "elastic is 'measured'; type the speeds, e.g."),
+    ],
+)
+def test_a_curve_that_makes_no_sense_is_refused(declared: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"tool 'tests': {message}"):
+        SpeedUp(1, 4, declared, "tool 'tests'")
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.0, 100.0)), max_size=100))
+def test_a_measured_curve_never_falls_and_begins_at_one(samples: list[tuple[int, float]]) -> None:
+    curve = SpeedUp(1, 8, "measure")
+    for cores, seconds in samples:
+        curve.ended(cores, seconds)
+    speeds = [curve.speed(size) for size in curve.sizes]
+    assert speeds == sorted(speeds)
+    assert speeds[0] == 1.0
+    counted = {size: sum(cores == size for cores, _ in samples) for size in curve.sizes}
+    rarest = min(counted.values())
+    assert curve.unmeasured(8) == (next(s for s in curve.sizes if counted[s] == rarest) if rarest < 4 else None)
