@@ -18,6 +18,7 @@ import click
 
 from libra.cli.cluster_commands import cluster
 from libra.cli.deliver import deliver
+from libra.cli.diagnose import diagnose
 from libra.cli.inspect import inspect
 from libra.cli.new_project import init
 from libra.cli.page import page
@@ -47,7 +48,7 @@ def cli() -> None:
     """
 
 
-for _command in (deliver, inspect, page, report, runs, trace):
+for _command in (deliver, diagnose, inspect, page, report, runs, trace):
     cli.add_command(_command)
 
 _CONFIG = click.argument("config", metavar="CONFIG")

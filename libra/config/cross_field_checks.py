@@ -286,10 +286,10 @@ def _loss(config: RunSections) -> Iterator[str]:
 
 def _mismatch(config: RunSections) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.mismatch_action != "warn" and trainer.mismatch_alarm is None:
+    if trainer.mismatch_action != "warn" and trainer.mismatch_alarm is None and trainer.mismatch_k3_alarm is None:
         yield (
             f"trainer.mismatch_action: {trainer.mismatch_action} needs an alarm, and trainer.mismatch_alarm=null; type "
-            "trainer.mismatch_alarm=0.05, or trainer.mismatch_action=warn"
+            "trainer.mismatch_alarm=0.05 or trainer.mismatch_k3_alarm=1e-3, or trainer.mismatch_action=warn"
         )
 
 

@@ -36,6 +36,7 @@ FREE_FIELDS = (
     "trainer.max_row_tokens",
     "trainer.micro_batch_tokens",
     "trainer.mismatch_alarm",
+    "trainer.mismatch_k3_alarm",
     "trainer.mismatch_action",
     "trainer.no_signal",
     "trainer.no_signal_batches",

@@ -29,6 +29,9 @@ from libra.config.algorithms import (
 from libra.config.own_parts import OwnOr
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 
+FEWEST_MISMATCH_TOKENS = 64
+"""Tokens of an engine or length class from which its mismatch can raise an alarm: k3 of few has a long right tail."""
+
 
 class TrainerSection(Section):
     """The algorithm, its batch and its optimizer (AdamW)."""
@@ -198,9 +201,13 @@ class TrainerSection(Section):
     them. Bounds memory; the result changes only by the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
     """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the trained weights, is
-    above this many nats. float32 has about 1e-6, bfloat16 about 0.01. None: it is only recorded."""
+    above this many nats, in all or for one engine or length class. float32 has about 1e-6, bfloat16 about 0.01. None: it is only
+    recorded."""
+    mismatch_k3_alarm: Annotated[float, Field(gt=0)] | None = None
+    """The same for the k3 estimate of KL(rollout | trainer) of these tokens, in nats: about half the mean square of the gap, so
+    that few large gaps count. float32 has about 1e-12, bfloat16 about 1e-4; 1e-3 is far from both. None: it is only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "warn"
-    """What the alarm does: log a line; end the run after this step (`libra resume` continues it); or end it before this step."""
+    """What either alarm does: log a line; end the run after this step (`libra resume` continues it); or end it before this step."""
     layout: LayoutName = "ddp"
     """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
     shards (fsdp2), which needs 1 / replicas of the memory and more network. No effect with one replica."""

@@ -185,6 +185,18 @@ class QuarantinedReport(EngineReport, frozen=True, tag="quarantined", kw_only=Tr
     out: bool
 
 
+class RecheckedReport(EngineReport, frozen=True, tag="rechecked", kw_only=True):
+    """The engine answered the check of its version once more, before it loads another; ``gap`` None: it is infinite."""
+
+    version: int
+    passed: bool
+    layer: str
+    method: str
+    gap: float | None
+    tolerance: float
+    detail: str
+
+
 class DeclaredReport(Report, frozen=True, tag="declared"):
     """Declared capacity of the engine of the worker ``name``."""
 

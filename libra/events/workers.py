@@ -71,6 +71,23 @@ class EngineQuarantined(Event, frozen=True):
     out: bool
 
 
+class VersionRechecked(Event, frozen=True):
+    """The engine of ``worker`` answered the check for ``version`` once more, before it loads the next one.
+
+    ``passed``: it still held the version; else ``layer`` ("(all)": only log-probabilities) disagrees by ``gap`` (None: it gave no
+    number), allowed was ``tolerance``, both in the unit of ``method``. Only in runs with a mismatch alarm.
+    """
+
+    version: int
+    worker: str
+    passed: bool
+    layer: str
+    method: str
+    gap: float | None
+    tolerance: float
+    detail: str
+
+
 class WorkerJoined(Event, frozen=True):
     """A Dask worker joined."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from libra.errors import MismatchAlarm, TrainError, shell_path
 from libra.events.reports import IterationReport, PublishedReport, StepReport
 from libra.train.mismatch import alarm_text
+from libra.train.mismatch_parts import metrics_of
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
 from libra.worker.gang_member import turn
 from libra.worker.host import LibraHost, host_here
@@ -53,7 +54,7 @@ def finished_step(
     trainer = host.training
     if (reason := pause_reason(host.spec, result.as_dict())) is not None:
         trainer.paused = result.step, reason
-    numbers = {**result.as_dict(), "rank": rank, "train_s": train_s, **found}
+    numbers = {**result.as_dict(), **metrics_of(result.mismatch_parts), "rank": rank, "train_s": train_s, **found}
     numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
     if rank == 0:
         write_step_record(host.spec, result.step, numbers)
@@ -156,11 +157,10 @@ def summary(
 def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
     """Why no step may follow the one with these numbers, None if one may; logs the mismatch of engine and trainer."""
     trainer, step = spec.config.trainer, int(numbers["step"])
-    mean, largest = float(numbers["mismatch_mean_abs"]), float(numbers["mismatch_max_abs"])
-    count = int(numbers["mismatch_tokens"])
     logger.info(
         "mismatch: step %d: |log p(rollout) - log p(trainer)| mean %.3g, max %.3g, k3 %.3g, effective %.4f of %d tokens",
-        step, mean, largest, numbers["mismatch_k3"], numbers["mismatch_effective_frac"], count,
+        step, numbers["mismatch_mean_abs"], numbers["mismatch_max_abs"], numbers["mismatch_k3"],
+        numbers["mismatch_effective_frac"], numbers["mismatch_tokens"],
     )  # fmt: skip
     if trainer.old_logp != "behaviour":
         logger.info(
@@ -169,7 +169,7 @@ def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
             trainer.old_logp, step, numbers["exact_old_frac"], numbers["clip_low_frac"], numbers["clip_high_frac"],
             numbers["correction_frac"], numbers["effective_sample_frac"],
         )  # fmt: skip
-    text = alarm_text(mean, largest, count, trainer.mismatch_alarm, step)
+    text = alarm_text(numbers, step, mean_nats=trainer.mismatch_alarm, k3_nats=trainer.mismatch_k3_alarm)
     if text is None or trainer.mismatch_action != "pause":
         return None
     return (

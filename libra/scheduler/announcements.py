@@ -18,6 +18,7 @@ from libra.events.reports import (
     JoinedReport,
     PublishedReport,
     QuarantinedReport,
+    RecheckedReport,
     ServedReport,
 )
 from libra.policy import Move
@@ -96,6 +97,9 @@ def engine_reported(state: RunState, report: EngineReport) -> None:
             engine: dict[str, Any] = {"tp": report.tp, "bucket": report.bucket, "stats": report.stats}
             state.log.emit(events.VersionServed, worker=name, version=version, load_s=report.load_s, **engine)
             state.log.emit(events.VersionChecked, version=version, worker=name, **asdict(report.check))
+        case RecheckedReport():
+            found = {key: value for key, value in asdict(report).items() if key not in ("name", "address")}
+            state.log.emit(events.VersionRechecked, worker=name, **found)
         case AsleepReport():
             workers.asleep.add(address)
         case AwakeReport():

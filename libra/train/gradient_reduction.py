@@ -166,13 +166,16 @@ def _core_slices(
             f"training group: rank {group.rank} of {group.size} lost the others in a pass: {str(error).splitlines()[0]}; "
             "a new group repeats the step"
         ) from error
-    facts = group.gather({"weight": weight, "fault": fault, "sums": part.sums, "maxima": part.maxima})
+    facts = group.gather(
+        {"weight": weight, "fault": fault, "sums": part.sums, "maxima": part.maxima, "worst": part.worst}
+    )
     faults = [f"rank {rank}: {fact['fault']}" for rank, fact in enumerate(facts) if fact["fault"]]
     if faults:
         raise TrainError("; ".join(faults))
     tally.add(**{name: value for name, value in part.sums.items() if name.endswith("_s")})
     for fact in facts:
         tally.take(fact["sums"], fact["maxima"])
+        tally.worst += fact["worst"]
     return float(sum(fact["weight"] for fact in facts))
 
 

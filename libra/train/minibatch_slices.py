@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "target": _joined([s.target for s in samples], np.int64),
         "behaviour_logp": _joined([s.behaviour_logp for s in samples], np.float32),
         "current": _joined([s.current for s in samples], np.bool_),
+        "origin": _origins(samples),
     }
     known = [s.proximal_logp for s in samples if s.proximal_logp is not None]
     return tensors | {
@@ -58,6 +60,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The slice that `to_tensors` made."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     samples, tokens, actions, proximal, kept, rewarded = [], 0, 0, 0, 0, 0
+    origins = json.loads(arrays["origin"].tobytes())
     for number, (num_tokens, num_actions, *has, counted) in enumerate(arrays["counts"].tolist()):
         has_proximal, has_kept, has_rewards = has
         here = slice(actions, actions + num_actions)
@@ -73,11 +76,20 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
                 token_advantage=arrays["token_advantage"][rewarded : rewarded + num_actions] if has_rewards else None,
                 kept=arrays["kept"][kept : kept + num_actions] if has_kept else None,
                 counted=bool(counted),
+                name=origins[number][0],
+                turn_at=np.array(origins[number][1], np.int64),
+                engines=tuple(origins[number][2]),
             )
         )
         tokens, actions, proximal = tokens + num_tokens, actions + num_actions, proximal + num_actions * has_proximal
         kept, rewarded = kept + num_actions * has_kept, rewarded + num_actions * has_rewards
     return samples
+
+
+def _origins(samples: Sequence[Sample]) -> Tensor:
+    """Names, turns and engines of the samples, as bytes of JSON."""
+    text = json.dumps([[s.name, s.turn_at.tolist(), s.engines] for s in samples])
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> Tensor:

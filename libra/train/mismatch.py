@@ -1,7 +1,9 @@
 """The mismatch of one step, rollout against trainer on the same tokens under the same weights, and its alarm.
 
 With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of w - 1 - g (never negative,
-an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 if the two agree.
+an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 if the two agree. Mean |g| and k3
+are kept per engine and per length class too (`libra.train.mismatch_parts`): one engine of many that goes wrong hardly moves the
+mean.
 
 Invariants
 1. Only tokens whose weights and KV cache are both of the version being trained count: staleness is not mismatch. Tokens that
@@ -17,7 +19,7 @@ Shape legend: N tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,9 @@ from torch import Tensor
 
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
+from libra.train.mismatch_parts import add_actions, parts_of, worst_part
 from libra.train.samples import Sample
+from libra.train.sequence_packing import MicroBatch
 from libra.train.step_report import Tally
 
 logger = logging.getLogger(__name__)
@@ -48,13 +52,26 @@ def observe(tally: Tally, logp_N: Tensor, behaviour_logp_N: Tensor) -> None:
     tally.at_least(mismatch=float(gap_N.abs().max()))
 
 
+def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
+    """The current tokens of a micro-batch, in all and by engine and length class; ``logp_N``: the trainer's of all its actions."""
+    current_N = batch.current_N
+    observe(tally, logp_N[current_N], batch.behaviour_logp_N[current_N])
+    gaps, first = (logp_N - batch.behaviour_logp_N).double().cpu().numpy(), 0
+    for sample in batch.samples:
+        actions = np.flatnonzero(sample.current)
+        add_actions(tally, sample, actions, gaps[first + actions])
+        first += sample.num_actions
+
+
 def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperature: float) -> None:
     """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that length."""
     for sample in samples:
         for begin, end in stretches(sample):
             ids = np.append(sample.token_ids, sample.target[-1])[: sample.action_at[end - 1] + 2]
             logp = score_alone(model, ids, int(sample.action_at[begin]) + 1, temperature)
-            observe(tally, torch.from_numpy(logp), torch.from_numpy(sample.behaviour_logp[begin:end]))
+            behaviour = sample.behaviour_logp[begin:end]
+            observe(tally, torch.from_numpy(logp), torch.from_numpy(behaviour))
+            add_actions(tally, sample, np.arange(begin, end), (logp - behaviour).astype(np.float64))
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
@@ -67,30 +84,57 @@ def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
             yield int(begin), int(end)
 
 
+def numbers_of(tally: Tally) -> dict[str, Any]:
+    """The fields of the report of a step that `alarm_text` reads, of a step that is not taken yet."""
+    return {
+        "mismatch_mean_abs": tally.mean("mismatch_sum", "mismatch_tokens"),
+        "mismatch_max_abs": tally.maxima.get("mismatch", 0.0),
+        "mismatch_k3": tally.mean("mismatch_k3", "mismatch_tokens"),
+        "mismatch_tokens": int(tally.sums.get("mismatch_tokens", 0)),
+        "mismatch_parts": parts_of(tally),
+    }
+
+
 def alarm_text(
-    mean_nats: float, max_nats: float, num_tokens: int, threshold_nats: float | None, step: int
+    numbers: Mapping[str, Any], step: int, *, mean_nats: float | None = None, k3_nats: float | None = None
 ) -> str | None:
-    """The alarm of a step's mismatch, None if it is within the threshold."""
-    if threshold_nats is None or mean_nats <= threshold_nats:
-        return None
-    return (
-        f"trainer.mismatch_alarm: step {step}: |log p(rollout) - log p(trainer)| is {mean_nats:.3g} nats on average (largest "
-        f"{max_nats:.3g}, {num_tokens} tokens of version {step}), above {threshold_nats:g}: engine and trainer do not compute the "
-        "same model"
+    """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part of enough tokens.
+
+    ``numbers`` has the fields ``mismatch_...`` of a step's report; ``mean_nats`` is ``trainer.mismatch_alarm``, ``k3_nats``
+    ``trainer.mismatch_k3_alarm``; None: no threshold.
+    """
+    checks = (
+        ("mismatch_alarm", "|log p(rollout) - log p(trainer)|", "mean_abs", mean_nats),
+        ("mismatch_k3_alarm", "KL(rollout | trainer) by k3", "k3", k3_nats),
     )
+    for name, what, figure, threshold in checks:
+        where, value, tokens = "", float(numbers[f"mismatch_{figure}"]), int(numbers["mismatch_tokens"])
+        if threshold is None:
+            continue
+        if value <= threshold:
+            part = worst_part(numbers.get("mismatch_parts", {}), figure)
+            if part is None or part[1] <= threshold:
+                continue
+            where, value, tokens = f" of {part[0]}", part[1], part[2]
+        return (
+            f"trainer.{name}: step {step}: {what}{where} is {value:.3g} nats on average (largest "
+            f"{float(numbers['mismatch_max_abs']):.3g}, {tokens} tokens of version {step}), above {threshold:g}: engine and "
+            "trainer do not compute the same model"
+        )
+    return None
 
 
-def raise_alarm(tally: Tally, threshold_nats: float | None, action: str, step: int) -> None:
-    """Before the first optimizer step: MismatchAlarm if ``action`` is "stop" and the threshold is passed."""
-    count = int(tally.sums.get("mismatch_tokens", 0))
-    text = alarm_text(
-        tally.mean("mismatch_sum", "mismatch_tokens"), tally.maxima.get("mismatch", 0.0), count, threshold_nats, step
-    )
+def raise_alarm(tally: Tally, mean_nats: float | None, k3_nats: float | None, action: str, step: int) -> None:
+    """Before the first optimizer step: MismatchAlarm if ``action`` is "stop" and a threshold is passed."""
+    if mean_nats is None and k3_nats is None:
+        return
+    text = alarm_text(numbers_of(tally), step, mean_nats=mean_nats, k3_nats=k3_nats)
     if text is None:
         return
     if action == "stop":
+        name = text.split(":", 1)[0]
         raise MismatchAlarm(
             f"{text}. The step was not taken, weights stay those of version {step}. To continue: libra resume RUN with "
-            f"trainer.mismatch_alarm above it, or trainer.mismatch_action=warn"
+            f"{name} above it, or trainer.mismatch_action=warn"
         )
     logger.warning("%s", text)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from libra.train.balanced_partition import karmarkar_karp
 from libra.train.checkpoint import ReplicaSnapshot, load_checkpoint, load_optimizer, save_checkpoint
 from libra.train.gradient_reduction import PartialGradient, add_slices, offer_weights, sum_over_core
 from libra.train.lazy_batch import LazyBatch, samples_of
+from libra.train.mismatch_parts import largest, parts_of
 from libra.train.model_layout import local
 from libra.train.model_loading import load_model
 from libra.train.old_policies import Published, under_average, under_versions
@@ -299,7 +301,9 @@ class Replica(ReplicaState):
         torch._foreach_div_([local(p.grad) for p in self.optimized().values() if p.grad is not None], divisor)
         tally.add(loss=tally.sums.pop("loss_sum", 0.0) / divisor)
         if not tally.stepped:
-            mismatch.raise_alarm(tally, self.settings.mismatch_alarm, self.settings.mismatch_action, step)
+            settings = self.settings
+            alarms = settings.mismatch_alarm, settings.mismatch_k3_alarm
+            mismatch.raise_alarm(tally, *alarms, settings.mismatch_action, step)
         self.apply_gradient(step, tally)
         if partial.connected:
             offer_weights(self)
@@ -319,7 +323,8 @@ class Replica(ReplicaState):
             tally.add(**self.hybrids.traffic())
         tally.at_least(peak_bytes=self._memory.peak_bytes())
         lr, total_s = self.optimizer.param_groups[0]["lr"], time.perf_counter() - began_s
-        self.last_report = tally.report(step=step, digest=content, lr=lr, total_s=total_s)
+        report = tally.report(step=step, digest=content, lr=lr, total_s=total_s)
+        self.last_report = replace(report, mismatch_parts=parts_of(tally), mismatch_worst=largest(tally.worst))
         self.steps_done = step + 1
         return self.last_report
 

@@ -43,6 +43,10 @@ class Sample:
         In place of ``advantage``, where tokens have rewards of their own.
     turn_at : int64 array
         Positions of inputs whose next token is the first of a generation.
+    engines : tuple of str
+        The worker that ended each of these generations.
+    name : str
+        Of the trajectory.
     counted : bool
         False for a late correction of a trajectory that was trained before: it adds to the gradient of the policy loss alone,
         and counts in no denominator.
@@ -62,6 +66,8 @@ class Sample:
     group: tuple[int, int] = (0, 0)
     token_advantage: NDArray[np.float64] | None = None
     counted: bool = True
+    engines: tuple[str, ...] = ()
+    name: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +123,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         at = int(where[~np.isfinite(behaviour_logp)][0])
         raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
     token_ids = trajectory.token_ids.astype(np.int64)
+    begun = [turn for turn in trajectory.turns if "prompt_tokens" in turn]
     made_by, kept_by = trajectory.weight_version[where], trajectory.kv_version[where]
     return Sample(
         token_ids=token_ids[: where[-1]],
@@ -129,5 +136,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         reward=float(trajectory.reward),
         group=(trajectory.trajectory_id.iteration, trajectory.trajectory_id.group),
         counted=trajectory.counted,
-        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in trajectory.turns if "prompt_tokens" in turn], np.int64),
+        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in begun], np.int64),
+        engines=tuple(str(turn.get("worker", "")) for turn in begun),
+        name=str(trajectory.trajectory_id),
     )

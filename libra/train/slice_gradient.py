@@ -121,7 +121,7 @@ class SliceGradient:
             micro_batches=1,
         )
         if not tally.stepped and not self.settings.exact_logprobs:
-            mismatch.observe(tally, logp_N.detach()[batch.current_N], batch.behaviour_logp_N[batch.current_N])
+            mismatch.observe_batch(tally, batch, logp_N.detach())
         return self.objective.aggregation.weighted_sum(loss_N, batch.sequences)
 
     def with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One training step. Every field is a JSON number or string; means are over the action tokens forwarded.
+    """One training step. Every field is JSON; means are over the action tokens forwarded.
 
     Attributes
     ----------
@@ -36,6 +36,11 @@ class StepReport:
         For tokens whose weights and KV cache are of the version being trained, before the first optimizer step
         (`libra.train.mismatch`): |log p_rollout - log p_trainer|, k3 of rollout against trainer in nats, and the effective
         sample size of p_trainer / p_rollout over the number of tokens.
+    mismatch_parts : dict
+        tokens, mean_abs, k3 and max_abs of the same by engine and by length class (`libra.train.mismatch_parts`).
+    mismatch_worst : list of dict
+        The tokens with the largest gaps: trajectory, token (position), token_id, engine, and both log-probabilities (rollout,
+        trainer).
     pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
         Wall seconds, the total with the digest; forwarded tokens over total_s.
     kl_coef : float
@@ -112,9 +117,11 @@ class StepReport:
     rejected_frac: float = 0.0
     old_logp_s: float = 0.0
     kl_coef: float = 0.0
+    mismatch_parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    mismatch_worst: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat and JSON-able."""
+        """JSON-able."""
         return asdict(self)
 
 
@@ -130,6 +137,8 @@ class Tally:
     maxima: dict[str, float] = field(default_factory=dict)
     stepped: bool = False
     """Whether the weights have moved since the step began."""
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    """Tokens with the largest gaps between engine and trainer."""
 
     def part(self) -> Tally:
         """An empty tally for one slice of a minibatch."""

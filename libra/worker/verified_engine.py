@@ -14,10 +14,12 @@ Invariants
 3. An engine whose process died and was replaced (its ``restarts`` grew) is checked again before any token counts.
 4. A check is made of version 0 too; tolerances are measured there and kept, until an engine of another kind is woken: its
    own are measured at the version it was started from, once it has passed the check of that version.
-5. A version whose file is not the one announced (WeightsError) changes nothing: the engine keeps its version.
-6. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends with EngineAsleep.
+5. With ``recheck`` an engine answers the check of its version once more before it loads the next one: a layer that changed after
+   the check is reported. The next load replaces all weights, so nothing else follows.
+6. A version whose file is not the one announced (WeightsError) changes nothing: the engine keeps its version.
+7. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends with EngineAsleep.
    A generation under way ends as usual, or is aborted with EngineAsleep, and its tokens are dropped.
-7. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns to serving; a later one,
+8. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns to serving; a later one,
    and ``wake`` at any point, leave the engine asleep with nothing in memory, to be woken as its previous kind.
 """
 
@@ -42,6 +44,7 @@ from libra.events.reports import (
     CheckNumbers,
     EngineReport,
     QuarantinedReport,
+    RecheckedReport,
     ServedReport,
 )
 from libra.rollout import RolloutEngine
@@ -134,6 +137,8 @@ class Serving:
         Directory for links to a restarted engine's files.
     one_model : asyncio.Lock
         Held while an engine starts again.
+    recheck : bool
+        Check a version again before leaving it.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class Serving:
         store: WeightStore,
         scratch: Path | None = None,
         one_model: asyncio.Lock | None = None,
+        recheck: bool = False,
     ) -> None:
         self.starter = EngineStarter(model_dir, build, scratch, one_model or asyncio.Lock())
         self.engine_check = EngineCheck(store)
@@ -153,6 +159,7 @@ class Serving:
         self.engine: RolloutEngine = self.starter.make(None)
         self.announced = 0
         self.verified: int | None = None
+        self._recheck, self._held = recheck, cast("Questions | None", None)  # of the version that passed last
         self.out: EngineError | None = None
         self.asleep = False  # or about to be, or not yet awake
         self.quarantines = 0
@@ -353,6 +360,7 @@ class Serving:
         started_s = time.perf_counter()
         self.announced = max(self.announced, version.number)  # turns that arrive now wait
         engine, engine_check = self.engine, self.engine_check
+        await self._leave_version()
         before = sorted({engine.version, version.number - 1} - {version.number})
         check = await asyncio.to_thread(engine_check.published, version)
         # Work that needs no engine comes first: the engine serves its version meanwhile.
@@ -391,7 +399,7 @@ class Serving:
             self._quarantine(version, verdict, out=True)
             await self.engine.close()
             raise self.out
-        self.verified = version.number
+        self.verified, self._held = version.number, questions
         now_s = time.perf_counter()
         logger.info(
             "version %d checked by %s (%.3f s): %s",
@@ -411,6 +419,32 @@ class Serving:
             stopped_s=round(now_s - times.stopped_s, 6),
         )
         self._report(ServedReport(version=version.number, load_s=round(times.load_s, 6), check=numbers))
+
+    async def _leave_version(self) -> None:
+        """Report whether the engine still holds the version that it has passed the check of."""
+        held, engine = self._held, self.engine
+        if not self._recheck or held is None or not held.version.number == self.verified == engine.version:
+            return
+        try:
+            verdict = await self.engine_check.verdict(engine, held)
+        except EngineError as error:
+            verdict = no_answer(held.check, error)
+        if not verdict.passed:
+            logger.error(
+                "engine no longer holds version %d, of which it has passed the check: %s: %s",
+                self.verified, verdict.layer, verdict.detail,
+            )  # fmt: skip
+        self._report(
+            RecheckedReport(
+                version=held.version.number,
+                passed=verdict.passed,
+                layer=verdict.layer,
+                method=verdict.method,
+                gap=verdict.gap if math.isfinite(verdict.gap) else None,
+                tolerance=verdict.tolerance,
+                detail=verdict.detail,
+            )
+        )
 
     async def _restart(self, questions: Questions) -> CheckVerdict:
         """Start an engine from only the version's own files, and check it."""

@@ -44,6 +44,7 @@ class WorkerEngine:
 
     def __init__(self, context: WorkerContext, kind: EngineKind) -> None:
         self.context, self.kind = context, kind
+        alarms = context.spec.config.trainer
         self.serving = Serving(
             Path(context.spec.from_checkpoint or context.model_dir),
             build=partial(make_engine, context.spec.config, kind),
@@ -52,6 +53,7 @@ class WorkerEngine:
             store=context.weights.store,
             scratch=Path(context.worker.local_directory),
             one_model=ONE_MODEL_AT_A_TIME,
+            recheck=alarms.mismatch_alarm is not None or alarms.mismatch_k3_alarm is not None,
         )
         self.kv: KVTransfers | None = None
         self.contended = False

@@ -11,6 +11,7 @@ from libra.config import RunConfig
 from libra.driver.session import Session, run
 from libra.errors import MismatchAlarm
 from libra.observe.metrics import read_metrics
+from libra.observe.mismatch_diagnosis import diagnose
 from libra.store.event_log import read_events
 from libra.weights import WeightStore
 
@@ -58,13 +59,16 @@ def test_a_run_goes_on_past_a_stale_head(make_config: Config, cluster_client: Cl
     assert events.index(told) < events.index(next(event for event in checked if event["version"] == 2))
 
 
-def test_exact_logprobs_leave_no_gap_in_a_run(make_config: Config, cluster_client: Client) -> None:
-    config = make_config(run={"iterations": 3}, rollout={"exact_logprobs": True}, trainer={"lr": 1e-2})
+def test_exact_logprobs_leave_no_gap_in_fifty_steps(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(run={"iterations": 50}, rollout={"exact_logprobs": True}, trainer={"lr": 1e-2})
     summary = run(config, client=cluster_client)
-    assert all(values["mismatch_tokens"] > 0 for values in summary.iterations)
-    assert [values["mismatch_max_abs"] for values in summary.iterations] == [0.0, 0.0, 0.0]
+    assert len(summary.iterations) == 50 and all(values["mismatch_tokens"] > 0 for values in summary.iterations)
+    for name in ("mismatch_max_abs", "mismatch_k3", "mismatch_k3/rollout-0", "mismatch_mean_abs/rollout-0"):
+        assert {values[name] for values in summary.iterations} == {0.0}, name
     metrics = [row for row in read_metrics(summary.directory) if "mismatch_k3" in row]
-    assert [row["mismatch_effective_frac"] for row in metrics] == [1.0, 1.0, 1.0]
+    assert [row["mismatch_effective_frac"] for row in metrics] == [1.0] * 50
+    found = diagnose(summary.directory)
+    assert (found.first, found.steps, found.threshold) == (None, 50, 0.0)
 
 
 def test_pause_takes_the_step_and_no_further_one_until_the_run_is_resumed(

@@ -114,7 +114,9 @@ def test_stop_refuses_the_step_and_names_the_numbers(make_replica, trajectory):
     assert replica.steps_done == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in replica.weights().items())
     with pytest.raises(MismatchAlarm):
-        raise_alarm(Tally(sums={"mismatch_tokens": 2, "mismatch_sum": 1.0}), 0.1, "stop", 3)
+        raise_alarm(Tally(sums={"mismatch_tokens": 2, "mismatch_sum": 1.0}), 0.1, None, "stop", 3)
+    with pytest.raises(MismatchAlarm, match=r"trainer\.mismatch_k3_alarm above it"):
+        raise_alarm(Tally(sums={"mismatch_tokens": 2, "mismatch_k3": 1.0}), 0.7, 0.1, "stop", 3)
 
 
 def test_warn_says_so_and_takes_the_step(make_replica, trajectory, caplog):
@@ -125,9 +127,11 @@ def test_warn_says_so_and_takes_the_step(make_replica, trajectory, caplog):
 
 
 def test_no_alarm_at_the_threshold_or_without_one():
-    assert alarm_text(0.05, 1.0, 10, 0.05, 0) is None
-    assert alarm_text(9.0, 9.0, 10, None, 0) is None
-    assert "0.06 nats" in alarm_text(0.06, 1.0, 10, 0.05, 0)
+    numbers = {"mismatch_mean_abs": 0.05, "mismatch_max_abs": 1.0, "mismatch_k3": 0.002, "mismatch_tokens": 10}
+    assert alarm_text(numbers, 0, mean_nats=0.05, k3_nats=0.002) is None
+    assert alarm_text(numbers, 0) is None
+    assert "trainer.mismatch_alarm: step 0" in alarm_text(numbers, 0, mean_nats=0.04, k3_nats=0.001)
+    assert "k3 is 0.002 nats" in alarm_text(numbers, 0, mean_nats=0.05, k3_nats=0.001)
 
 
 def test_a_sample_knows_where_its_turns_begin(make_replica, trajectory):
@@ -143,3 +147,60 @@ def test_the_digest_that_is_kept_is_never_that_of_other_weights(make_replica, tr
     assert replica.content == report.digest == digest(replica.weights())
     replica.take_weights(other)
     assert replica.content is None
+
+
+def by_two_engines(made, name="good", other="bad"):
+    """The trajectory with its first turn by one engine and its second by another."""
+    for turn, worker in zip(made.turns, (name, other), strict=True):
+        turn["worker"] = worker
+    return made
+
+
+def test_parts_are_sums_over_engines_and_length_classes(make_replica, trajectory):
+    replica = make_replica()
+    made = [by_two_engines(recorded(replica, trajectory(seed))) for seed in range(3)]
+    for each in made:
+        each.behaviour_logprob[12:18] -= 0.5  # the second turn
+    report = replica.step(made, 0)
+    parts = report.mismatch_parts
+    assert {name: part["tokens"] for name, part in parts.items()} == {
+        "engine good": 3 * LENGTHS[1], "engine bad": 3 * LENGTHS[3], "length class 8": 3 * (LENGTHS[1] + LENGTHS[3])
+    }  # fmt: skip
+    assert parts["engine good"]["k3"] < 1e-9
+    assert parts["engine bad"]["k3"] == pytest.approx(np.expm1(0.5) - 0.5, rel=1e-3)
+    assert parts["engine bad"]["mean_abs"] == pytest.approx(0.5, rel=1e-3) == parts["engine bad"]["max_abs"]
+    assert parts["length class 8"]["k3"] == pytest.approx(report.mismatch_k3)
+    first = report.mismatch_worst[0]
+    assert (first["engine"], first["trainer"] - first["rollout"]) == ("bad", pytest.approx(0.5, rel=1e-3))
+    assert made[0].token_ids[first["token"]] == first["token_id"] or first["trajectory"] != str(made[0].trajectory_id)
+
+
+def test_exact_scoring_has_the_same_parts(make_replica, trajectory):
+    replica = make_replica(exact_logprobs=True)
+    report = replica.step([by_two_engines(recorded(replica, trajectory(1)))], 0)
+    assert {name: (part["tokens"], part["k3"]) for name, part in report.mismatch_parts.items()} == {
+        "engine good": (LENGTHS[1], 0.0), "engine bad": (LENGTHS[3], 0.0), "length class 8": (LENGTHS[1] + LENGTHS[3], 0.0)
+    }  # fmt: skip
+
+
+def test_one_engine_of_many_raises_the_alarm_that_the_mean_does_not():
+    parts = {
+        "engine a": {"tokens": 900, "k3": 1e-12, "mean_abs": 1e-6},
+        "engine b": {"tokens": 100, "k3": 5e-3, "mean_abs": 0.1},
+    }
+    numbers = {
+        "mismatch_mean_abs": 0.01, "mismatch_max_abs": 1.0, "mismatch_k3": 5e-4, "mismatch_tokens": 1000, "mismatch_parts": parts,
+    }  # fmt: skip
+    assert "k3 of engine b is 0.005 nats on average (largest 1, 100 tokens" in alarm_text(numbers, 0, k3_nats=1e-3)
+    assert "of engine b is 0.1 nats" in alarm_text(numbers, 0, mean_nats=0.05)
+    assert alarm_text(numbers, 0, mean_nats=0.2, k3_nats=6e-3) is None
+    parts["engine b"]["tokens"] = 10  # too few to say
+    assert alarm_text(numbers, 0, k3_nats=1e-3) is None
+
+
+def test_a_slice_for_a_hybrid_keeps_names_and_engines(make_replica, trajectory):
+    from libra.train.minibatch_slices import from_tensors, to_tensors
+
+    sample = sample_of(by_two_engines(recorded(make_replica(), trajectory(1))), 0)
+    (back,) = from_tensors(to_tensors([sample]))
+    assert (back.name, back.engines, back.turn_at.tolist()) == (sample.name, ("good", "bad"), sample.turn_at.tolist())

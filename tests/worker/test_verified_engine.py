@@ -197,3 +197,27 @@ def test_an_engine_closed_under_a_load_is_neither_quarantined_nor_started_again(
 
     asyncio.run(asyncio.wait_for(close_under_a_load(), 120))
     assert here.reports == []
+
+
+@pytest.mark.parametrize("recheck", [True, False])
+def test_a_layer_that_changes_after_the_check_is_named_before_the_version_is_left(trainer, worker, recheck):
+    trainer = trainer("float32")
+    worker = worker(trainer)
+    worker.serving._recheck = recheck
+    layer = "model.layers.1.mlp.down_proj.weight"
+
+    async def body():
+        await worker.pull()
+        trainer.step(1e-3)
+        await worker.pull()
+        batch = worker.serving.engine._batch
+        with torch.no_grad():
+            batch.model.get_parameter(layer)[0, 0] += 0.5
+        batch.forward.weights_changed()
+        trainer.step(1e-3)
+        await worker.pull()
+        found = [(each["version"], each["passed"], each["layer"]) for each in worker.of("rechecked")]
+        assert found == ([(0, True, ""), (1, False, layer)] if recheck else [])
+        assert not worker.of("quarantined") and worker.of("served")[-1]["version"] == 2
+
+    use(worker, body)

@@ -1,0 +1,263 @@
+"""Where a mismatch of engine and trainer began: `libra diagnose RUN`, from files of the run alone.
+
+Read are the record of each step (``RUN/steps``: k3 and mean gap in all, by engine and by length class, and the tokens with the
+largest gaps), the version checks in the event log, and the text of tokens from the store. Nothing is computed again, and no model
+is loaded.
+
+A step is *above* if k3 of all its tokens, or of an engine or length class with enough of them, is above a threshold: the given one,
+``trainer.mismatch_k3_alarm``, or `FACTOR` times the median of the run's first `FIRST_STEPS` steps. The mismatch began at the first
+step that is above. Step s trains version s, and only tokens of version s count in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from libra.config.trainer import FEWEST_MISMATCH_TOKENS
+from libra.errors import ConfigError, ModelError, StoreError
+from libra.observe.run_directory import check_run_directory, finite, read_config, setting
+from libra.observe.token_text import Decode, load_decode
+from libra.seals import unseal
+from libra.store.event_log import EventReader
+from libra.store.trajectories import TrajectoryStore
+from libra.types import TrajectoryId
+
+FACTOR: Final = 100.0
+"""Without a threshold: k3 above this many times that of the first steps, which is ten times their gap."""
+FIRST_STEPS: Final = 5
+CONTEXT_TOKENS: Final = 24
+"""Tokens before a token that are shown with it."""
+CHECKS: Final = ("version_rechecked", "engine_quarantined")
+_ALL: Final = "all tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectPart:
+    """An engine, a length class, or all tokens: k3 and tokens at the first step at which it is above, and k3 at the last step."""
+
+    name: str
+    first_step: int
+    k3: float
+    mean_abs: float
+    tokens: int
+    last_k3: float
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectToken:
+    """A token with a large gap; ``text`` is what it says, ``before`` what the model had read; None: not known."""
+
+    step: int
+    trajectory: str
+    token: int
+    token_id: int
+    engine: str
+    rollout: float
+    trainer: float
+    text: str | None = None
+    before: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFinding:
+    """A layer of which an engine failed version checks, at its load (quarantined) or before it left the version; method, gap and
+    tolerance are of the first, ``version``."""
+
+    worker: str
+    layer: str
+    loading: bool
+    method: str
+    version: int
+    gap: float | None
+    tolerance: float
+    last_version: int
+    checks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `diagnose` found.
+
+    Attributes
+    ----------
+    threshold : float
+        k3 in nats; ``threshold_from`` has its origin in words.
+    steps : int
+        Steps with tokens of the version trained.
+    first, last : int or None
+        The first step that is above, and the last; None: none is.
+    parts, tokens, layers : lists
+        Empty if no step is above.
+    checked : int
+        Checks of the suspected engines from that step on, before they left a version, that they passed.
+    damaged : list of str
+        Records of steps that cannot be read.
+    """
+
+    threshold: float
+    threshold_from: str
+    steps: int
+    first: int | None = None
+    last: int | None = None
+    parts: list[SuspectPart] = field(default_factory=list)
+    tokens: list[SuspectToken] = field(default_factory=list)
+    layers: list[LayerFinding] = field(default_factory=list)
+    checked: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) -> Diagnosis:
+    """Where the mismatch of a run began; ``above``: threshold of k3 in nats.
+
+    Raises
+    ------
+    ConfigError, RunDirectoryError
+        There is no run in ``run_dir``, or none of its steps has a record with tokens of the version trained.
+    """
+    directory = check_run_directory(run_dir, "diagnose")
+    records, damaged = _records(directory)
+    if not records:
+        raise ConfigError(
+            f"{directory}: no step of it has a record of the mismatch: it took none, or trained only on tokens of older versions"
+            + (f"; damaged: {', '.join(damaged)}" if damaged else "")
+        )
+    threshold, origin = _threshold(read_config(directory), records, above)
+    over = {step: _above(record, threshold) for step, record in records.items()}
+    steps = [step for step, parts in over.items() if parts]
+    if not steps:
+        return Diagnosis(threshold, origin, len(records), damaged=damaged)
+    parts = _suspects(records, over)
+    engines = {part.name.removeprefix("engine ") for part in parts if part.name.startswith("engine ")}
+    layers, passed = _layers(directory, steps[0], engines)
+    tokens = _tokens(records, {steps[0], steps[-1]}, engines, num_tokens)
+    return Diagnosis(
+        threshold,
+        origin,
+        len(records),
+        steps[0],
+        steps[-1],
+        parts,
+        _with_text(directory, tokens),
+        layers,
+        passed,
+        damaged,
+    )
+
+
+def _records(directory: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Records of steps that have a mismatch, by step; and the names of those that cannot be read."""
+    found, damaged = dict[int, dict[str, Any]](), list[str]()
+    for path in sorted((directory / "steps").glob("step-*.json")):
+        try:
+            record = unseal(path.read_bytes())
+            step, tokens = int(record["step"]), int(record.get("mismatch_tokens", 0))
+        except (OSError, ValueError, KeyError, TypeError):
+            damaged.append(path.name)
+            continue
+        if tokens and finite(record.get("mismatch_k3")) is not None:
+            found[step] = record
+    return dict(sorted(found.items())), damaged
+
+
+def _threshold(
+    config: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]], above: float | None
+) -> tuple[float, str]:
+    if above is not None:
+        return above, "as given"
+    alarm = finite(setting(config, "trainer", "mismatch_k3_alarm"))
+    if alarm is not None:
+        return alarm, "trainer.mismatch_k3_alarm"
+    first = [float(record["mismatch_k3"]) for record in list(records.values())[:FIRST_STEPS]]
+    return FACTOR * median(first), f"{FACTOR:g} times the median of the first {len(first)} steps"
+
+
+def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    """Parts of a step with enough tokens, and all tokens."""
+    whole = {
+        "tokens": record["mismatch_tokens"], "k3": record["mismatch_k3"], "mean_abs": record["mismatch_mean_abs"],
+    }  # fmt: skip
+    parts = record.get("mismatch_parts") or {}
+    return {_ALL: whole} | {name: part for name, part in parts.items() if part["tokens"] >= FEWEST_MISMATCH_TOKENS}
+
+
+def _above(record: Mapping[str, Any], threshold: float) -> list[str]:
+    return [name for name, part in _parts(record).items() if part["k3"] > threshold]
+
+
+def _suspects(records: Mapping[int, Mapping[str, Any]], over: Mapping[int, list[str]]) -> list[SuspectPart]:
+    """Every part that is above at some step; engines first, by the step at which they are."""
+    found = dict[str, SuspectPart]()
+    last = _parts(records[max(records)])
+    for step, names in over.items():
+        for name in names:
+            if name not in found:
+                part = _parts(records[step])[name]
+                at_last = float(last[name]["k3"]) if name in last else float("nan")
+                found[name] = SuspectPart(
+                    name, step, float(part["k3"]), float(part["mean_abs"]), int(part["tokens"]), at_last
+                )
+    kinds = ("engine", _ALL.split()[0], "length")
+    return sorted(found.values(), key=lambda part: (kinds.index(part.name.split()[0]), part.first_step, -part.k3))
+
+
+def _layers(directory: Path, first: int, engines: set[str]) -> tuple[list[LayerFinding], int]:
+    """Failed checks of versions from ``first`` on, and how many the suspected engines passed before they left a version."""
+    found, passed = dict[tuple[str, str, bool], LayerFinding](), 0
+    try:
+        for _, event in EventReader(directory / "events.jsonl"):
+            if event.get("name") not in CHECKS or event["version"] < first:
+                continue
+            if event.get("passed"):
+                passed += event["worker"] in engines
+                continue
+            key = event["worker"], event["layer"], event["name"] == "engine_quarantined"
+            version, checks = event["version"], found[key].checks + 1 if key in found else 1
+            first_one = found.get(key) or LayerFinding(
+                *key, event["method"], version, event["gap"], event["tolerance"], version
+            )
+            found[key] = replace(first_one, last_version=version, checks=checks)
+    except (StoreError, KeyError, TypeError):  # as far as the log can be read; libra doctor names the damage
+        pass
+    return list(found.values()), passed
+
+
+def _tokens(
+    records: Mapping[int, Mapping[str, Any]], steps: set[int], engines: set[str], num: int
+) -> list[SuspectToken]:
+    """The tokens with the largest gaps of these steps, of the suspected engines if there are any."""
+    found = []
+    for step in sorted(steps):
+        worst = [SuspectToken(step, **token) for token in records[step].get("mismatch_worst", ())]
+        found += [token for token in worst if not engines or token.engine in engines][:num]
+    return found
+
+
+def _with_text(directory: Path, tokens: Iterable[SuspectToken]) -> list[SuspectToken]:
+    """The tokens with their text, as far as store and tokenizer have it."""
+    found = list(tokens)
+    try:
+        decode, store = load_decode(directory), TrajectoryStore.open(directory / "trajectories.zarr")
+        columns = store.columns()
+    except (ModelError, StoreError):
+        return found
+    ids = zip(*(columns[name].tolist() for name in ("iteration", "group", "sample", "split")), strict=True)
+    places = {str(TrajectoryId(*each)): row for row, each in enumerate(ids)}
+    return [_spelled(token, store, places.get(token.trajectory), decode) for token in found]
+
+
+def _spelled(token: SuspectToken, store: TrajectoryStore, row: int | None, decode: Decode) -> SuspectToken:
+    if row is None:
+        return token
+    ids = store.trajectory(row).token_ids
+    if not 0 <= token.token < len(ids) or int(ids[token.token]) != token.token_id:
+        return token  # another draw of the trajectory is in the store
+    before = decode(ids[max(0, token.token - CONTEXT_TOKENS) : token.token].tolist())
+    return SuspectToken(**{**asdict(token), "text": decode([token.token_id]), "before": before})
