@@ -84,7 +84,6 @@ def _transformers_only(config: RunSections) -> Iterator[str]:
             "vllm.kv_cache_gib sets the KV cache of a vllm engine",
         ),
         ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
-        ("rollout.speculate", rollout.speculate, "drafts of a vllm engine would change what it samples"),
         ("model.loader", config.model.loader is not None, "a vllm engine builds the model itself"),
     ):
         if given and rollout.engine == "vllm":

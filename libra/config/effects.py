@@ -155,8 +155,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),
     ("rollout", "engine max_context_tokens", _of("run", "plan")),
     ("rollout", "kv_cache_gib", _run(is_not("rollout.engine", "vllm"))),
-    ("rollout", "exact_logprobs speculate", _run(is_("rollout.engine", "transformers"))),
-    ("rollout", "kv_host_gib", _run(is_("rollout.engine", "transformers", "vllm"))),
+    ("rollout", "exact_logprobs", _run(is_("rollout.engine", "transformers"))),
+    ("rollout", "kv_host_gib speculate", _run(is_("rollout.engine", "transformers", "vllm"))),
     ("rollout", "tp", {"run": (is_not("rollout.engine", "transformers"), _ALIKE), "simulate": _CLUSTER_SIMULATED}),
     ("rollout", "keep_kv", _run(_VLLM)),
     (

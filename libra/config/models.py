@@ -119,7 +119,7 @@ class RolloutSection(Section):
     """Every turn generates exactly `max_new_tokens` tokens, and end-of-text tokens are ignored. For benchmarks."""
     speculate: bool = False
     """Draft tokens from the other samples of a group while few sequences generate, as many as pay off by measurement. A drafted
-    token is kept where it equals the one sampled, so the tokens are the same. Needs engine transformers."""
+    token is kept where it equals the one sampled, so the tokens are the same. Needs engine transformers or vllm."""
     exact_logprobs: bool = False
     """Record the log-probability of each generation scored alone and uncached, as the trainer scores it. The mismatch figures
     are then exactly 0 for equal weights. Costs a forward pass of the whole context per turn, in the engine and in the trainer.

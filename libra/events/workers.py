@@ -18,7 +18,8 @@ class VersionServed(Event, frozen=True):
 
     ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of threads have the same.
     ``stats`` counts the engine's work since it started: tokens generated, prefilled and reused, steps, busy seconds, and
-    how often its process was replaced.
+    how often its process was replaced; with ``rollout.speculate`` also tokens drafted and accepted by batch size (a power of two),
+    and ``draft_gain_batchN``: tokens per second of steps with drafts over those without.
     """
 
     version: int

@@ -22,12 +22,39 @@ FORGETTING = 0.1
 
 
 class Drafted(NamedTuple):
-    """Counters of one batch size: steps with drafts, tokens drafted, accepted, and generated in these steps."""
+    """Counters of one batch size: steps with drafts, tokens drafted, accepted, and generated in these steps, and their seconds;
+    tokens and seconds of steps without drafts."""
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     generated: int = 0
+    seconds: float = 0.0
+    plain_generated: int = 0
+    plain_s: float = 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second of steps with drafts over those of steps without; None before there are both."""
+        if not (self.steps and self.plain_generated):
+            return None
+        return (self.generated / self.seconds) / (self.plain_generated / self.plain_s)
+
+
+DraftedByRows = dict[int, Drafted]
+"""Counters by batch size, a power of two."""
+
+
+def count(by_rows: DraftedByRows, num_rows: int, drafted: int, generated: int, seconds: float) -> None:
+    """Count a step of so many sequences, for which ``drafted`` tokens were drafted, in which every sequence decoded."""
+    seconds = max(seconds, 1e-9)
+    steps, all_drafted, accepted, all_generated, spent_s, plain, plain_s = by_rows.get(_size(num_rows), Drafted())
+    if drafted:
+        steps, all_drafted, accepted = steps + 1, all_drafted + drafted, accepted + generated - num_rows
+        all_generated, spent_s = all_generated + generated, spent_s + seconds
+    else:
+        plain, plain_s = plain + generated, plain_s + seconds
+    by_rows[_size(num_rows)] = Drafted(steps, all_drafted, accepted, all_generated, spent_s, plain, plain_s)
 
 
 @dataclass(slots=True)
@@ -50,7 +77,7 @@ class _Size:
 class DraftLength:
     """The choice of an engine. ``by_rows`` has its counters by batch size, a power of two."""
 
-    by_rows: dict[int, Drafted] = field(default_factory=dict)
+    by_rows: DraftedByRows = field(default_factory=dict)
     _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def choose(self, num_rows: int) -> int:
@@ -80,11 +107,7 @@ class DraftLength:
         for means, value in ((size.tokens, generated / num_rows), (size.seconds, max(seconds, 1e-9))):
             before = means.get(length, value)
             means[length] = before + FORGETTING * (value - before)
-        if drafted:
-            steps, all_drafted, accepted, all_generated = self.by_rows.get(rows, Drafted())
-            self.by_rows[rows] = Drafted(
-                steps + 1, all_drafted + drafted, accepted + generated - num_rows, all_generated + generated
-            )
+        count(self.by_rows, num_rows, drafted, generated, seconds)
 
 
 def _size(num_rows: int) -> int:

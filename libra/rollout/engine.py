@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError
+from libra.rollout.draft_length import DraftedByRows
 from libra.rollout.kv_object import KVObject
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
@@ -77,6 +78,8 @@ class EngineStats:
         Forward passes.
     drafted_tokens, accepted_tokens : int
         Tokens that were drafted (`rollout.speculate`), and those of them that were the ones sampled.
+    drafted_by_rows : dict
+        The same by batch size, with the seconds of steps with and without drafts (`libra.rollout.draft_length.Drafted`).
     """
 
     running: int
@@ -91,11 +94,12 @@ class EngineStats:
     steps: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafted_by_rows: DraftedByRows = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """An engine's work since it started; the last seven fields of `EngineStats`."""
+    """An engine's work since it started; fields of `EngineStats`."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -105,10 +109,20 @@ class EngineCounters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
-    def stats(self, *, running: int, waiting: int, retained: int, slots: int, version: int) -> EngineStats:
-        """Add the engine's present state."""
+    def stats(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        retained: int,
+        slots: int,
+        version: int,
+        by_rows: DraftedByRows | None = None,
+    ) -> EngineStats:
+        """Add the engine's present state, and the counters of its drafts."""
         done = (getattr(self, each.name) for each in fields(self))  # in the order of `EngineStats`; `asdict` copies
-        return EngineStats(running, waiting, retained, slots, version, *done)
+        found = EngineStats(running, waiting, retained, slots, version, *done)
+        return found if not by_rows else replace(found, drafted_by_rows=dict(by_rows))
 
 
 @runtime_checkable

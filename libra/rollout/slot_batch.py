@@ -207,6 +207,7 @@ class SlotBatch:
         return self.counters.stats(
             running=int(np.count_nonzero(self.table.state == RUNNING)), waiting=len(self.queue.waiting),
             retained=int(np.count_nonzero(self.table.state == RETAINED)), slots=len(self.table.jobs), version=self.version,
+            by_rows=self.draft_length.by_rows,
         )  # fmt: skip
 
     # -- one step ----------------------------------------------------------------------------------------------------

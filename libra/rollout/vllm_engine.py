@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError, WeightsError
+from libra.rollout.draft_length import DraftedByRows
 from libra.rollout.engine import EngineCounters, EngineStats
 from libra.rollout.engine_capacity import PassMeter, kv_token_bytes
 from libra.rollout.kv_object import KVObject
@@ -59,7 +60,7 @@ class VLLMEngine:
     version : int
         Number of the weights in ``model_dir``.
     options
-        Further fields of `VLLMSettings`: tp, keep_kv, kv_cache_gib, gpu_memory_frac, eager.
+        Further fields of `VLLMSettings`: tp, keep_kv, kv_cache_gib, gpu_memory_frac, eager, speculate.
     """
 
     continues_turns = True
@@ -82,6 +83,7 @@ class VLLMEngine:
         self._since_s: float | None = None  # when the engine last became busy
         self._counters = EngineCounters()  # of processes that have ended, and of requests
         self._meter = PassMeter()
+        self._drafted: DraftedByRows | None = {} if self.settings.speculate else None
         self._kv_tokens = 0
         self._kv: VLLMKv | None = None
 
@@ -173,10 +175,12 @@ class VLLMEngine:
         core, since_s, now = self._core, self._since_s, replace(self._counters)
         now.generated_tokens += core.generated_tokens if core else 0
         now.steps += core.steps if core else 0
+        drafted = list((self._drafted or {}).values())
+        now.drafted_tokens, now.accepted_tokens = sum(s.drafted for s in drafted), sum(s.accepted for s in drafted)
         now.busy_s += time.perf_counter() - since_s if since_s is not None else 0.0
         return now.stats(
             running=len(self._queue.running), waiting=len(self._queue.waiting), retained=0, slots=self.settings.slots,
-            version=self.version,
+            version=self.version, by_rows=self._drafted,
         )  # fmt: skip
 
     def capacity(self) -> EngineCapacity:
@@ -266,7 +270,7 @@ class VLLMEngine:
 
     async def _start(self) -> None:
         async with self._lock:
-            self._core = await Core.start(self.settings, self.version, self._meter)
+            self._core = await Core.start(self.settings, self.version, self._meter, self._drafted)
             self._kv_tokens = self._core.kv_tokens
 
     async def _generate(self, request: TurnRequest) -> TurnOutput:
@@ -464,7 +468,7 @@ class VLLMEngine:
         if self._core is None:
             self.restarts += 1
             version, directory = self.version, self._directory
-            core = await Core.start(self.settings, self._first_version, self._meter)
+            core = await Core.start(self.settings, self._first_version, self._meter, self._drafted)
             self._core, self.version, self._directory = core, self._first_version, None
             if self._paused:
                 await core.pause()

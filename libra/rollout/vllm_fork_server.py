@@ -50,6 +50,7 @@ PRELOAD = (
     "vllm.plugins.lora_resolvers.hf_hub_resolver",
     "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
     "setproctitle",
+    "libra.rollout.vllm_coupled",
     "libra.rollout.vllm_scheduler",
     "libra.rollout.vllm_worker",
 )

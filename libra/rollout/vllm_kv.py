@@ -83,7 +83,10 @@ class FileKV(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: keep its blocks until they are saved, if it asked for that."""
         self._loaded.discard(request.request_id)
-        path, count = (request.kv_transfer_params or {}).get(KV_SAVE), int(request.num_computed_tokens)
+        path, count = (
+            (request.kv_transfer_params or {}).get(KV_SAVE),
+            min(request.num_computed_tokens, request.num_tokens),
+        )
         if not path or not count:
             return False, None
         blocks = list(block_ids)[: math.ceil(count / self._block_tokens)]

@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError, ModelError
 from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
+from libra.rollout.draft_length import DraftedByRows
 from libra.rollout.engine_capacity import PassMeter
 from libra.rollout.request_checks import packed_priority
 from libra.rollout.request_queue import QueuedJob
 from libra.rollout.vllm_fork_server import forked
 from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
-from libra.rollout.vllm_settings import GENERATED, PROBE, VLLMSettings, check_installed, engine_args, environment
+from libra.rollout.vllm_settings import GENERATED, GROUP, PROBE, VLLMSettings, check_installed, engine_args, environment
 from libra.rollout.vllm_worker import Part
 from libra.types import StopReason, TurnOutput
 
@@ -66,18 +67,23 @@ class EngineGone(EngineError):
 class Core:
     """A running engine process and its client. Made by `Core.start`."""
 
-    def __init__(self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None) -> None:
+    def __init__(
+        self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None, drafted: DraftedByRows | None = None
+    ) -> None:
         self.llm, self.settings = llm, settings
-        self.passes = PassWatch(meter or PassMeter())
+        self.passes = PassWatch(meter or PassMeter(), drafted)
         self.steps = self.generated_tokens = 0
         self._probes = 0
         self._count_steps()
 
     @classmethod
-    async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
+    async def start(
+        cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None, drafted: DraftedByRows | None = None
+    ) -> Core:
         """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this event loop.
 
-        ``meter``: the engine's, kept when a process was replaced; None: a new one.
+        ``meter``: the engine's, kept when a process was replaced; None: a new one. ``drafted``: so, too; None: it does not
+        speculate.
         """
         check_installed()
         from vllm.platforms import current_platform
@@ -88,9 +94,11 @@ class Core:
             on_cpu = bool(current_platform.is_cpu())
             with _BUILDING, environment(settings, on_cpu=on_cpu), forked(settings.model_dir, on_cpu=on_cpu):
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
-            core = cls(llm, settings, meter)
+            core = cls(llm, settings, meter, drafted)
             await llm.update_weight_version(str(version))
             await llm.collective_rpc("libra_continue_turns")
+            if settings.speculate:
+                await llm.collective_rpc("libra_couple_drafts")
             for temperature in (0.0, 1.0):  # kernels are compiled at their first use, for both ways of sampling
                 await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
             await llm.reset_prefix_cache()
@@ -112,7 +120,11 @@ class Core:
     async def serve(self, job: VLLMJob, now: Any, kv: dict[str, Any] | None = None) -> TurnOutput:
         """One request to its end; ``now`` is the clock, ``kv`` its ``kv_transfer_params``."""
         request = job.request
-        extra = ({GENERATED: request.generated} if request.generated else {}) | ({_KV: kv} if kv else {})
+        extra: dict[str, Any] = ({GENERATED: request.generated} if request.generated else {}) | (
+            {_KV: kv} if kv else {}
+        )
+        if self.settings.speculate and request.group:
+            extra[GROUP] = [request.group, job.name]
         context = request.context_ids.tolist()
         with _errors(job.name):
             final = None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import EngineError, ModelError
+from libra.rollout.draft_length import LENGTHS
 from libra.rollout.engine import EngineSettings
 from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes
 from libra.rollout.kv_heads import heads_of
@@ -31,6 +32,8 @@ KV_SAVE, KV_LOAD, KV_FILE_TOKENS = "libra_save", "libra_load", "libra_tokens"
 """In a request's ``kv_transfer_params``: the file to which its KV goes, the one from which it comes, and its number of tokens."""
 GENERATED = "libra_generated"
 """Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
+GROUP = "libra_group"
+"""Name, among vLLM's ``extra_args`` of a request, of its group and its trajectory, for drafts."""
 PARENT = "LIBRA_ENGINE_PARENT"
 """Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
 ended."""
@@ -60,6 +63,8 @@ class VLLMSettings(EngineSettings):
         environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
     host_kv_gib : float or None
         Host memory for KV that comes from another engine, on a CPU only; None: there is none, and KV is not exchanged.
+    speculate : bool
+        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.vllm_drafts`).
     """
 
     tp: int = 1
@@ -69,6 +74,7 @@ class VLLMSettings(EngineSettings):
     cores: str | None = None
     devices: str | None = None
     host_kv_gib: float | None = None
+    speculate: bool = False
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
@@ -150,6 +156,16 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
             kv_connector="FileKV", kv_connector_module_path="libra.rollout.vllm_kv", kv_role="kv_both"
         )
     kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
+    if settings.speculate:
+        # Drafts follow a step's tokens, so a step is scheduled after the one before it, on a GPU too.
+        kind, given["async_scheduling"] = "DraftingScheduler", False
+        given["speculative_config"] = {
+            "method": "custom_class",
+            "model": "libra.rollout.vllm_coupled.NoDrafts",
+            "num_speculative_tokens": max(LENGTHS),
+        }
+        if on_cpu:
+            given["distributed_executor_backend"] = "libra.rollout.vllm_coupled.RankProcesses"
     return AsyncEngineArgs(
         model=str(settings.model_dir),
         skip_tokenizer_init=True,

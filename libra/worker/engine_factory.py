@@ -244,6 +244,11 @@ def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
 def stats_of(engine: RolloutEngine) -> dict[str, float]:
     """An engine's counters, for the ``version_served`` event."""
     stats = engine.stats()
+    by_rows: dict[str, float] = {}
+    for rows, each in sorted(stats.drafted_by_rows.items()):
+        by_rows |= {f"drafted_tokens_batch{rows}": each.drafted, f"accepted_tokens_batch{rows}": each.accepted}
+        if each.gain is not None:
+            by_rows[f"draft_gain_batch{rows}"] = round(each.gain, 4)
     return {
         "generated_tokens": stats.generated_tokens,
         "prefilled_tokens": stats.prefilled_tokens,
@@ -253,7 +258,7 @@ def stats_of(engine: RolloutEngine) -> dict[str, float]:
         "accepted_tokens": stats.accepted_tokens,
         "busy_s": round(stats.busy_s, 6),
         "restarts": getattr(engine, "restarts", 0),
-    }
+    } | by_rows
 
 
 def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
@@ -274,6 +279,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
             threads=kind.threads,
             keep_kv=config.rollout.keep_kv,
             host_kv_gib=config.rollout.kv_host_gib,
+            speculate=config.rollout.speculate,
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_frac=config.vllm.gpu_memory_frac,
             eager=config.vllm.eager,

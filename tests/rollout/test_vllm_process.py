@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from libra.rollout.vllm_draws import skip_draws
 from libra.rollout.vllm_settings import PARENT, is_installed
-from libra.rollout.vllm_worker import skip_draws
 
 END = "from libra.rollout.vllm_scheduler import _die_with_parent; _die_with_parent(); print('lives')"
 

@@ -1,0 +1,240 @@
+"""vLLM engines that speculate: a real engine process, the same tokens and log-probabilities with drafts and without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from libra.rollout.vllm_engine import VLLMEngine
+from libra.rollout.vllm_settings import is_installed
+from libra.testing.engines import EngineContract, until
+from libra.testing.models import VOCAB, Models
+from libra.types import TurnOutput, TurnRequest
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm"),
+    pytest.mark.timeout(600),
+]
+PART = 9
+"""Tokens of a request that continues a turn."""
+
+
+class OfOneGroup(VLLMEngine):
+    """An engine whose requests are all of one group."""
+
+    async def generate(self, request: TurnRequest) -> TurnOutput:
+        """As one of the group."""
+        return await super().generate(replace(request, group="all"))
+
+
+class TestSpeculatingVLLMEngine(EngineContract):
+    """One process that drafts: updates, aborts, deaths, turns in parts and capacity are as without drafts."""
+
+    def make_engine(self, model_dir, **options):
+        return OfOneGroup(model_dir, threads=1, speculate=True, **options)
+
+
+def trajectories(group: int) -> list[list[TurnRequest]]:
+    """Samples of a group, two of each seed, whose second turn goes on in parts: (requests of a sample, in order)."""
+    rng = np.random.default_rng(group)
+    context = rng.integers(0, VOCAB, int(rng.integers(2, 40))).astype(np.int32)
+    size, new = (16, 8, 5, 4, 2, 3)[group % 6], int(rng.integers(20, 60))
+    fields: dict[str, Any] = {"temperature": (1.0, 1.0, 0.3, 0.0)[group % 4], "top_p": (1.0, 0.8)[group % 2]}
+    return [
+        [TurnRequest(f"{group}-{n}", 0, context, new, seed=n // 2, group=str(group), stop_ids=(7,), **fields)] * 2
+        for n in range(size)
+    ]
+
+
+async def serve(engine: VLLMEngine, groups: int) -> dict[str, list[TurnOutput]]:
+    """Two turns of each sample of each group, the second one in parts."""
+
+    async def sample(first: TurnRequest, second: TurnRequest) -> list[TurnOutput]:
+        found = [await engine.generate(first)]
+        begin = np.concatenate([first.context_ids, found[0].token_ids, np.array([1, 2, 3], np.int32)])
+        context, made = begin, 0
+        while made < second.max_new_tokens:
+            part = min(PART, second.max_new_tokens - made)
+            request = replace(second, turn=1, context_ids=context, max_new_tokens=part, generated=made)
+            found.append(await engine.generate(request))
+            made += len(found[-1].token_ids)
+            context = np.concatenate([context, found[-1].token_ids])
+            if found[-1].token_ids[-1] in second.stop_ids:
+                break
+        return found
+
+    outputs: dict[str, list[TurnOutput]] = {}
+    for group in range(groups):
+        samples = trajectories(group)
+        for pair, found in zip(samples, await asyncio.gather(*(sample(*pair) for pair in samples)), strict=True):
+            outputs[pair[0].trajectory_id] = found
+    return outputs
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2, "keep_kv": True, "host_kv_gib": 0.1}], ids=["tp1", "tp2-keeps-kv"])
+def test_tokens_and_logprobs_are_those_of_an_engine_without_drafts(options, tmp_path) -> None:
+    model, sides, stats = Models(tmp_path).first, [], []
+
+    async def body(speculate: bool) -> None:
+        engine = VLLMEngine(model, threads=1, slots=16, max_context_tokens=256, speculate=speculate, **options)
+        await engine.start()
+        try:
+            sides.append(await serve(engine, 12))
+            stats.append(engine.stats())
+            if options:
+                kv = await engine.export_kv("11-0")
+                assert kv is not None
+                sides[-1]["kv"] = [np.frombuffer(kv.data, np.uint8)]  # type: ignore[list-item]
+        finally:
+            await engine.close()
+
+    for speculate in (False, True):
+        asyncio.run(body(speculate))
+    plain, drafting = sides
+    assert plain.keys() == drafting.keys()
+    if options:
+        (one,), (other,) = plain.pop("kv"), drafting.pop("kv")
+        np.testing.assert_allclose(one.view(np.float32), other.view(np.float32), atol=1e-4)
+    for name, outputs in plain.items():
+        assert len(outputs) == len(drafting[name])
+        for one, other in zip(outputs, drafting[name], strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist() and one.stop_reason == other.stop_reason
+            assert one.weight_versions.tolist() == other.weight_versions.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    before, after = stats
+    assert 0 < after.accepted_tokens < after.drafted_tokens and after.generated_tokens == before.generated_tokens
+    assert after.steps < before.steps and before.drafted_tokens == 0 and before.drafted_by_rows == {}
+    assert set(after.drafted_by_rows) <= {1, 2, 4, 8} and any(each.gain for each in after.drafted_by_rows.values())
+    assert sum(each.accepted for each in after.drafted_by_rows.values()) == after.accepted_tokens
+
+
+def test_drafts_over_an_update_in_mid_turn(tmp_path) -> None:
+    """Greedy tokens of each version are those of the model; drafts from tokens of older weights change nothing."""
+    models = Models(tmp_path)
+    context = np.arange(5, 25, dtype=np.int32)
+
+    async def body() -> list[TurnOutput]:
+        engine = VLLMEngine(models.first, threads=1, slots=4, max_context_tokens=512, speculate=True)
+        await engine.start()
+        try:
+            requests = [TurnRequest(f"v{n}", 0, context, 400, temperature=0.0, group="g") for n in range(3)]
+            tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+            await until(lambda: engine.stats().accepted_tokens > 0)
+            await engine.load_version(1, models.second)
+            at = engine.stats().accepted_tokens
+            found = list(await asyncio.gather(*tasks))
+            assert engine.stats().accepted_tokens > at
+            return found
+        finally:
+            await engine.close()
+
+    for output in asyncio.run(body()):
+        versions = output.weight_versions
+        assert len(versions) == 400 and set(versions) == {0, 1} and (np.diff(versions) >= 0).all()
+        for version, directory in enumerate((models.first, models.second)):
+            mine = versions == version
+            logits = models.logits(directory, context, output.token_ids).numpy()
+            chosen = logits[np.arange(400), output.token_ids]
+            assert (logits.max(1) - chosen)[mine].max() <= 1e-3
+            np.testing.assert_allclose(
+                output.logprobs[mine], models.logprobs(directory, context, output.token_ids)[mine], atol=1e-3
+            )
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Nothing is compiled, as in an engine process."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def sampling(**changed: Any) -> Any:
+    """Sampling metadata of two requests with generators, as vLLM has it."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    nothing = torch.empty(0)
+    fields: dict[str, Any] = {
+        "temperature": torch.tensor([1.0, 0.5]), "all_greedy": False, "all_random": True, "top_p": None, "top_k": None,
+        "generators": {1: torch.Generator().manual_seed(1), 0: torch.Generator().manual_seed(0)}, "max_num_logprobs": 0,
+        "no_penalties": True, "prompt_token_ids": None, "frequency_penalties": nothing, "presence_penalties": nothing,
+        "repetition_penalties": nothing, "output_token_ids": [], "allowed_token_ids_mask": None, "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }  # fmt: skip
+    return SamplingMetadata(**(fields | changed))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_row_is_drawn_as_the_next_token_would_be_and_rejected_rows_leave_no_trace(native, eager) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    from libra.rollout.vllm_coupled import CoupledSampler
+
+    sampler = Sampler(logprobs_mode="processed_logprobs")
+    if native:
+        sampler.topk_topp_sampler.forward = sampler.topk_topp_sampler.forward_native
+    runner = SimpleNamespace(sampler=sampler, input_batch=SimpleNamespace(vocab_size=VOCAB))
+    logits = torch.randn(
+        2, 6, VOCAB, generator=torch.Generator().manual_seed(5)
+    )  # two requests, of their next six tokens
+    plain = sampling()
+    steps = [sampler(logits=logits[:, place].clone(), sampling_metadata=plain) for place in range(6)]
+    expected = torch.stack([step.sampled_token_ids[:, 0] for step in steps], 1).tolist()
+    nats = torch.stack([step.logprobs_tensors.logprobs[:, 0] for step in steps], 1)
+
+    drafting, coupled, done = sampling(), CoupledSampler(runner), [0, 0]
+    for some, other in (([True, False, True], []), ([True], [False, True])):  # which drafts are right, of both requests
+        counts, given, rows = [len(some), len(other)], [], []
+        for request, flags in enumerate((some, other)):
+            at = done[request]
+            for place, good in enumerate(flags):
+                token = expected[request][at + place]
+                given.append(token if good else (token + 1) % VOCAB)
+            rows.append(logits[request, at : at + len(flags) + 1])
+        metadata = SimpleNamespace(
+            num_draft_tokens=counts, max_spec_len=max(counts), draft_token_ids=torch.tensor(given, dtype=torch.int32)
+        )
+        output = coupled(metadata, None, torch.cat(rows).clone(), drafting)
+        found = output.sampled_token_ids.tolist()
+        kept, width = (2, 1), max(counts) + 1
+        for request in (0, 1):
+            begin, tokens = done[request], found[request]
+            assert tokens == expected[request][begin : begin + kept[request]] + [-1] * (width - kept[request])
+            mine = output.logprobs_tensors.logprobs[:, 0].view(2, width)[request, : kept[request]]
+            torch.testing.assert_close(mine, nats[request, begin : begin + kept[request]])
+            done[request] += kept[request]
+    assert done == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"no_penalties": False}, "penalties"),
+        ({"bad_words_token_ids": {0: [[1]]}}, "bad_words"),
+        ({"allowed_token_ids_mask": torch.ones(2, VOCAB, dtype=torch.bool)}, "allowed_token_ids"),
+        ({"logprob_token_ids": {0: [1]}}, "logprob_token_ids"),
+    ],
+)
+def test_settings_that_depend_on_earlier_tokens_are_refused(changed, name) -> None:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+
+    from libra.rollout.vllm_coupled import check_sampling
+
+    check_sampling(sampling())
+    with pytest.raises(ValueError, match=f"{name}.*rollout.speculate=false"):
+        check_sampling(sampling(**changed))
+    idle, active = (
+        SimpleNamespace(min_toks=each, is_argmax_invariant=lambda: False) for each in ({}, {0: (1, [], set())})
+    )
+    check_sampling(sampling(logitsprocs=LogitsProcessors([idle])))
+    unknown = SimpleNamespace(is_argmax_invariant=lambda: True)
+    for each in (active, unknown):
+        with pytest.raises(ValueError, match="a logits processor"):
+            check_sampling(sampling(logitsprocs=LogitsProcessors([each])))
