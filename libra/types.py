@@ -254,6 +254,10 @@ class TurnOutput:
         Wall seconds before the first forward pass, and from then to the end.
     prefill_s : float
         Of ``busy_s``, those before the first token; 0: not known.
+    routes : int16 array (P, L, K), optional
+        Of a mixture of experts: those chosen for the context's tokens from ``routes_from`` on and for the new ones but the last, by
+        layer.
+    routes_from : int
     """
 
     token_ids: NDArray[np.int32]
@@ -265,6 +269,8 @@ class TurnOutput:
     queued_s: float = 0.0
     busy_s: float = 0.0
     prefill_s: float = 0.0
+    routes: NDArray[np.int16] | None = None
+    routes_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +454,8 @@ class Trajectory:
         ``reward``).
     counted : bool
         Whether it counts in the denominators of its step. A late correction of one that was trained before does not.
+    routes : int16 array (T, layers, experts per token), or None
+        Experts that the engine chose for each token (``trainer.routes=replay``); -1: not recorded.
     """
 
     trajectory_id: TrajectoryId
@@ -467,6 +475,7 @@ class Trajectory:
     retried: str = ""
     late: list[float] | None = None
     counted: bool = True
+    routes: NDArray[np.int16] | None = None
 
     def take_late(self, value: float) -> None:
         """The ``value`` delivered for a late reward counts from now on."""

@@ -80,6 +80,35 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def random_moe(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random mixture of experts (Qwen3-MoE, two layers, two of eight experts) with the tokenizer of `random_model`."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    directory = tmp_path_factory.mktemp("random_moe") / "model"
+    shutil.copytree(random_model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    dense = AutoConfig.from_pretrained(random_model).to_dict()
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    shared += ("max_position_embeddings", "tie_word_embeddings", "eos_token_id", "pad_token_id")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **{name: dense[name] for name in shared}, intermediate_size=64, moe_intermediate_size=32, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def cluster_client() -> Iterator[Client]:
     """A client of three worker processes: rollout-0, tool-0, train-0."""
     from distributed import Client

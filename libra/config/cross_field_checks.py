@@ -21,7 +21,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _loss, _masks,
-        _mismatch, _token_rewards, _late, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
+        _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -280,6 +280,27 @@ def _loss(config: RunSections) -> Iterator[str]:
         yield (
             f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
             "trainer.loss=dppo"
+        )
+
+
+def _routes(config: RunSections) -> Iterator[str]:
+    rollout = config.rollout
+    if config.trainer.routes == "recompute":
+        return
+    if rollout.engine == "vllm":
+        yield (
+            "trainer.routes: replay needs engines that record routes, and rollout.engine=vllm does not; type "
+            "trainer.routes=recompute, or rollout.engine=transformers"
+        )
+    if rollout.kv_host_gib is not None:
+        yield (
+            "trainer.routes: replay needs rollout.kv_host_gib=null: KV in host memory is kept without its routes; type "
+            "trainer.routes=recompute, or rollout.kv_host_gib=null"
+        )
+    if rollout.exact_logprobs:
+        yield (
+            "trainer.routes: replay needs rollout.exact_logprobs=false, which scores both sides without routes; type "
+            "trainer.routes=recompute, or rollout.exact_logprobs=false"
         )
 
 

@@ -201,6 +201,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "kl_target", _run(_HAS_KL, is_("trainer.kl_in_reward", True))),
     ("trainer", "kl_horizon", _run(_HAS_KL, is_("trainer.kl_in_reward", True), given("trainer.kl_target"))),
     ("trainer", "gamma", _run(is_("trainer.advantage", "reinforce_pp"))),
+    ("trainer", "routes", _run()),
+    ("trainer", "balance_experts", _run(is_("trainer.routes", "replay"))),
     ("trainer", "mismatch_action", _run(either(given("trainer.mismatch_alarm"), given("trainer.mismatch_k3_alarm")))),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
     ("trainer", "late", _of("run", "plan")),

@@ -229,6 +229,14 @@ class TrainerSection(Section):
     each replica fetches its slice over the network from the workers that graded it, and reads rows that those workers
     lost from the run directory. It fetches the whole batch if several steps begin with a pass over it (`old_logp`),
     with `m2po_threshold`, or with `exact_logprobs`."""
+    routes: Literal["recompute", "replay"] = "recompute"
+    """Experts of a mixture of experts in training. recompute: as the trainer's routers choose. replay: those that the engine
+    recorded while it generated; their weights are the trainer's (Rollout Routing Replay). Removes what near ties of a router add to
+    the mismatch. Needs a qwen3_moe model, engines transformers, no `rollout.kv_host_gib` and no `rollout.exact_logprobs`; takes
+    2 x layers x experts per token bytes per token in records and engines."""
+    balance_experts: bool = False
+    """Choose which trajectories share a micro-batch so that the load of the experts is even, by recorded routes (`routes` replay).
+    The result changes only by the rounding of sums."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
     compute."""

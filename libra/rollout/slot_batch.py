@@ -15,7 +15,9 @@ Invariants
    tokens sampled at their places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
 7. Contexts of running requests with all tokens that they may still generate, plus retained contexts, never exceed
    ``kv_tokens``. That counts tokens; memory is allocated for the longest context in every slot (`libra.rollout.kv_slots`).
-8. With ``host_kv`` an evicted context goes there, and comes back when its trajectory's next request starts; ``load`` drops it.
+8. With ``record_routes`` (a mixture of experts) a turn gives out the experts of every token whose KV it computed, or of all if its
+   weights changed: the last choice for each token counts.
+9. With ``host_kv`` an evicted context goes there, and comes back when its trajectory's next request starts; ``load`` drops it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from libra.errors import EngineError
+from libra.experts import Routers
 from libra.rollout import layer_probes
 from libra.rollout.decode_forward import Forward
 from libra.rollout.draft_length import DraftLength
@@ -69,6 +72,7 @@ class SlotBatch:
         min_pass_s: float = 0.0,
         speculate: bool = False,
         host_kv: HostKV | None = None,
+        record_routes: bool = False,
     ) -> None:
         self.model, self.version, self.exact_logprobs = model, version, exact_logprobs
         self.kv_tokens = slots * max_context_tokens if kv_tokens is None else kv_tokens
@@ -77,7 +81,8 @@ class SlotBatch:
         head = model.get_output_embeddings().weight
         self.kv = SlotKV(model.config, slots + 1, max_context_tokens, head.dtype, head.device)
         self.forward = Forward(model, self.kv, fused=fused)
-        self.table = SlotTable(slots, max_context_tokens)
+        self.routers = Routers(model, listen=True) if record_routes else None
+        self.table = SlotTable(slots, max_context_tokens, self.routers.shape if self.routers is not None else ())
         self.parked = ParkedKV(self.kv, self.table, host_kv)
         self.queue: RequestQueue[Job] = RequestQueue(slots)
         self.shared = SharedContexts()
@@ -150,7 +155,7 @@ class SlotBatch:
         self.parked.loaded(version)
         for slot in running:
             table.running_job(slot).versions.append((int(table.generated[slot]), version))
-            table.cached[slot] = 0
+            table.cached[slot] = table.routed[slot] = 0
         self.kv.resize(int(table.known[running].max(initial=1)))
 
     @torch.inference_mode()
@@ -228,6 +233,7 @@ class SlotBatch:
             return self._verify(drafted, begun_s)
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
+        self._keep_routes(step)
         context_tokens, prefilled = int(self.table.known[level].sum()), len(ids_T) - step.num_rows
         ended: list[tuple[Job, TurnOutput]] = []
         if len(level):
@@ -237,6 +243,12 @@ class SlotBatch:
         if self.drafts is not None and not prefilled:
             self.draft_length.measured(len(level), 0, 0, len(level), spent_s)
         return ended
+
+    def _keep_routes(self, step: Step) -> None:
+        """Record the experts that the pass chose for each of its tokens."""
+        if self.routers is not None and self.table.routes is not None:
+            places = step.slot_T.cpu().numpy(), step.position_T.cpu().numpy()
+            self.table.routes[places] = self.routers.take().to(torch.int16).cpu().numpy()
 
     def _end_pass(self, begun_s: float) -> float:
         """Seconds of the pass, after waiting until it took ``min_pass_s``."""
@@ -304,6 +316,8 @@ class SlotBatch:
             shared = int(table.known[slots[0]]) - 1  # the last token must be fed to give logits
             self.kv.copy(source, slots, shared)
             table.cached[slots] = shared
+            if table.routes is not None:
+                table.routes[slots, :shared] = table.routes[source, :shared]
             self.counters.cached_tokens += shared * len(slots)
             for slot in slots:
                 table.running_job(slot).cached_tokens = shared
@@ -371,9 +385,9 @@ class SlotBatch:
         self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
         ids_T, step = drafted.step(self.kv, table.tokens, table.cached)
         rows, offsets = np.repeat(slots, drafted.rows), drafted.offsets
-        ids, nats = self._drawn(
-            self.forward.hidden(torch.from_numpy(ids_T), step), rows, table.generated[rows] + offsets
-        )
+        hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
+        self._keep_routes(step)
+        ids, nats = self._drawn(hidden, rows, table.generated[rows] + offsets)
         ended, generated = list[tuple[Job, TurnOutput]](), 0
         for slot, tokens, begin in zip(slots, drafted.drafts, drafted.begins, strict=True):
             kept = accepted(tokens, ids[begin : begin + len(tokens) + 1].tolist(), set(sampling.stops[slot].tolist()))
@@ -464,6 +478,11 @@ class SlotBatch:
         for begin, version in job.versions:
             versions[begin:] = version
         started_s = now_s if job.started_s is None else job.started_s
+        routes, routed = None, 0
+        if table.routes is not None and slot >= 0:
+            routed, computed = int(table.routed[slot]), int(table.cached[slot])
+            routes = table.routes[slot, routed:computed].copy()
+            table.routed[slot] = computed
         return TurnOutput(
             token_ids=table.tokens[slot, first : first + count].astype(np.int32),
             logprobs=table.logprobs[slot, :count].copy(),
@@ -474,4 +493,6 @@ class SlotBatch:
             queued_s=started_s - job.arrived_s,
             busy_s=now_s - started_s,
             prefill_s=0.0 if job.first_s is None else job.first_s - started_s,
+            routes=routes,
+            routes_from=routed,
         )

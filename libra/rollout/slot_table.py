@@ -70,9 +70,9 @@ class SamplingColumns:
 
 
 class SlotTable:
-    """Columns of all slots; one thread."""
+    """Columns of all slots; one thread. ``routes``: layers and experts per token, of which the engine records the choice."""
 
-    def __init__(self, slots: int, max_context_tokens: int) -> None:
+    def __init__(self, slots: int, max_context_tokens: int, routes: tuple[int, ...] = ()) -> None:
         self.state = np.zeros(slots, np.int8)
         self.owner: list[str] = [""] * slots
         self.jobs: list[Job | None] = [None] * slots
@@ -84,6 +84,8 @@ class SlotTable:
         self.used_at = np.zeros(slots, np.int64)  # step in which the slot last ran
         self.tokens = np.zeros((slots, max_context_tokens), np.int64)
         self.logprobs = np.zeros((slots, max_context_tokens), np.float32)
+        self.routed = np.zeros(slots, np.int64)  # tokens whose routes were given out with earlier requests
+        self.routes = np.zeros((slots, max_context_tokens, *routes), np.int16) if routes else None
         self.sampling = SamplingColumns(slots, max_context_tokens)
         self.running: Slots = np.zeros(0, np.int64)
         self.changed = True  # whether the set of running slots changed since the last `settle`
@@ -108,6 +110,7 @@ class SlotTable:
             reuse = int(differs.argmax()) if differs.any() else shared
         self.tokens[slot, :length] = context
         self.known[slot], self.cached[slot], self.generated[slot], self.rescored[slot] = length, reuse, 0, 0
+        self.routed[slot] = min(int(self.routed[slot]), reuse)
         self.sampling.place(slot, job.request)
         self.state[slot], self.jobs[slot], self.owner[slot] = RUNNING, job, job.name
         self.slot_of[job.name] = job.slot = slot
@@ -123,7 +126,7 @@ class SlotTable:
         """Empty a slot."""
         self.slot_of.pop(self.owner[slot], None)
         self.owner[slot], self.jobs[slot], self.state[slot] = "", None, FREE
-        self.known[slot] = self.cached[slot] = 0
+        self.known[slot] = self.cached[slot] = self.routed[slot] = 0
         self.changed = True
 
     def least_worth(self, waiting: Container[str], but: int | None = None) -> int | None:

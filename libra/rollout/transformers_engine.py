@@ -67,6 +67,8 @@ class TransformersSettings(EngineSettings):
         Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.drafts`).
     host_kv_gib : float or None
         Host memory for KV that was evicted or comes from another engine (`libra.rollout.host_kv`); None: there is none.
+    record_routes : bool
+        Record the experts of each token, of a mixture of experts (`libra.experts`). Not with ``host_kv_gib``.
     """
 
     exact_logprobs: bool = False
@@ -75,6 +77,7 @@ class TransformersSettings(EngineSettings):
     loader: str | None = None
     speculate: bool = False
     host_kv_gib: float | None = None
+    record_routes: bool = False
 
 
 class TransformersEngine:
@@ -245,6 +248,7 @@ class TransformersEngine:
                 min_pass_s=settings.min_pass_s,
                 speculate=settings.speculate,
                 host_kv=self._host_kv,
+                record_routes=settings.record_routes,
             )
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
             self._answer(loaded, error)

@@ -19,8 +19,8 @@ from libra.store.exclusive_files import create_exclusive
 from libra.store.record_codec import pack, unpack
 from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
 
-_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in ("late", "counted"))
-"""Of every record; one of a late reward also has ``late``, and ``counted`` is of a step."""
+_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in ("late", "counted", "routes"))
+"""Of every record; one of a late reward also has ``late``, one of recorded experts ``routes``, and ``counted`` is of a step."""
 
 
 def prompt_to_json(prompt: Prompt) -> str:
@@ -103,6 +103,8 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
     record["end_reason"], record["failure"] = str(trajectory.end_reason), str(trajectory.failure)
     if trajectory.late is not None:
         record["late"] = trajectory.late
+    if trajectory.routes is not None:
+        record["routes"] = trajectory.routes
     return record
 
 

@@ -35,7 +35,10 @@ class KeepDouble(TorchFunctionMode):
 
 
 def keep_double(model: Any) -> None:
-    """Make every forward pass of ``model``, a float64 model, run in float64 throughout."""
+    """Make every forward pass of ``model``, a float64 model, run in float64 throughout. Experts run one by one: torch's grouped
+    products have no float64."""
+    if getattr(model.config, "num_experts", 0):
+        model.set_experts_implementation("eager")
     forward = model.forward
 
     @functools.wraps(forward)

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "behaviour_logp": _joined([s.behaviour_logp for s in samples], np.float32),
         "current": _joined([s.current for s in samples], np.bool_),
         "origin": _origins(samples),
+        "routes": _joined([s.routes.reshape(-1) for s in samples if s.routes is not None], np.int16),
     }
     known = [s.proximal_logp for s in samples if s.proximal_logp is not None]
     return tensors | {
@@ -60,10 +62,11 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The slice that `to_tensors` made."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     samples, tokens, actions, proximal, kept, rewarded = [], 0, 0, 0, 0, 0
-    origins = json.loads(arrays["origin"].tobytes())
+    origins, routed = json.loads(arrays["origin"].tobytes()), 0
     for number, (num_tokens, num_actions, *has, counted) in enumerate(arrays["counts"].tolist()):
         has_proximal, has_kept, has_rewards = has
-        here = slice(actions, actions + num_actions)
+        here, shape = slice(actions, actions + num_actions), origins[number][3]
+        size = 0 if shape is None else math.prod(shape)
         samples.append(
             Sample(
                 token_ids=arrays["token_ids"][tokens : tokens + num_tokens],
@@ -79,16 +82,21 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
                 name=origins[number][0],
                 turn_at=np.array(origins[number][1], np.int64),
                 engines=tuple(origins[number][2]),
+                routes=None if shape is None else arrays["routes"][routed : routed + size].reshape(shape),
             )
         )
+        routed += size
         tokens, actions, proximal = tokens + num_tokens, actions + num_actions, proximal + num_actions * has_proximal
         kept, rewarded = kept + num_actions * has_kept, rewarded + num_actions * has_rewards
     return samples
 
 
 def _origins(samples: Sequence[Sample]) -> Tensor:
-    """Names, turns and engines of the samples, as bytes of JSON."""
-    text = json.dumps([[s.name, s.turn_at.tolist(), s.engines] for s in samples])
+    """Names, turns and engines of the samples, and the shapes of their routes, as bytes of JSON."""
+    shapes = [None if s.routes is None else s.routes.shape for s in samples]
+    text = json.dumps(
+        [[s.name, s.turn_at.tolist(), s.engines, shape] for s, shape in zip(samples, shapes, strict=True)]
+    )
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
 
 

@@ -47,6 +47,8 @@ class Sample:
         The worker that ended each of these generations.
     name : str
         Of the trajectory.
+    routes : int16 array (T, L, K), optional
+        Experts that the engine chose for each input, by layer; -1: not recorded.
     counted : bool
         False for a late correction of a trajectory that was trained before: it adds to the gradient of the policy loss alone,
         and counts in no denominator.
@@ -68,6 +70,7 @@ class Sample:
     counted: bool = True
     engines: tuple[str, ...] = ()
     name: str = ""
+    routes: NDArray[np.int16] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +119,8 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         raise TrainError(
             f"{name}: {got}; a trajectory trains only with a prompt and at least one generated token after it"
         )
+    if trajectory.routes is not None and len(trajectory.routes) != len(trajectory.token_ids):
+        raise TrainError(f"{name}: routes of {len(trajectory.routes)} tokens; it has {len(trajectory.token_ids)}")
     if not np.isfinite(trajectory.advantage):
         raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
     behaviour_logp = trajectory.behaviour_logprob[where]
@@ -139,4 +144,5 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         turn_at=np.array([turn["prompt_tokens"] - 1 for turn in begun], np.int64),
         engines=tuple(str(turn.get("worker", "")) for turn in begun),
         name=str(trajectory.trajectory_id),
+        routes=None if trajectory.routes is None else trajectory.routes[: where[-1]],
     )

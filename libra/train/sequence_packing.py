@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,10 +25,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.train.expert_balance import balanced_parts, loads_of
 from libra.train.prompt_sharing import attention_mask, row_tokens, share_rows
 from libra.train.row_packing import FillRows, fill_rows
 from libra.train.samples import Sample
 from libra.train.sequences import Packed
+
+Row = list[Sample]
+MORE_FRAC = 0.125
+"""Share by which even loads of experts may raise the number of micro-batches; at least two."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +42,8 @@ class MicroBatch:
 
     ``action_at_N`` indexes the flattened (R * W) places; ``samples`` are in the order of the action tokens; ``num_tokens``
     counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are None if a sample has none; ``counted_N``, as of `Sample`,
-    if all are. ``mask_R1WW`` is the attention mask if prompts are shared; None: positions separate sequences.
+    if all are. ``mask_R1WW`` is the attention mask if prompts are shared; None: positions separate sequences. ``routes_PLK`` has
+    the experts of each place, -1 where not recorded; None if no sample has any.
     """
 
     token_ids_RW: Tensor
@@ -53,6 +59,7 @@ class MicroBatch:
     mask_R1WW: Tensor | None = None
     kept_N: Tensor | None = None
     counted_N: Tensor | None = None
+    routes_PLK: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -93,11 +100,14 @@ def pack(
     logp_dtype: torch.dtype = torch.float32,
     fill: FillRows = fill_rows,
     share_prompts: bool = False,
+    num_experts: int = 0,
 ) -> list[MicroBatch]:
     """``samples`` as micro-batches of rows of similar length, widest first.
 
     ``fill`` (`fill_rows` or `fill_rows_mffd`) decides which sequences share a row; ``share_prompts`` puts samples with the same
-    prompt into rows that hold it once, for models that `libra.train.prompt_sharing.can_share`. Neither changes the result.
+    prompt into rows that hold it once, for models that `libra.train.prompt_sharing.can_share`; ``num_experts`` above 0
+    chooses which sequences share a micro-batch so that the load of the experts is even (`libra.train.expert_balance`). None of it
+    changes the result.
     TrainError if one sequence is longer than ``micro_batch_tokens``.
     """
     lengths = [sample.num_tokens for sample in samples]
@@ -110,29 +120,67 @@ def pack(
     shared, rest = share_rows(samples, row_limit, fill) if share_prompts else ([], list(samples))
     shared.sort(key=row_tokens, reverse=True)
     plain = [[rest[index] for index in row] for row in fill([sample.num_tokens for sample in rest], row_limit)]
+    of_shared, of_plain = _cut(shared, row_tokens, micro_batch_tokens), _cut(plain, _tokens, micro_batch_tokens)
+    if num_experts:
+
+        def filled(part: list[Row]) -> list[Row]:
+            lengths = [_tokens(unit) for unit in part]
+            return [[sample for index in row for sample in part[index]] for row in fill(lengths, row_limit)]
+
+        of_shared = _even(shared, of_shared, row_tokens, list, num_experts, micro_batch_tokens)
+        of_plain = _even([[sample] for sample in rest], of_plain, _tokens, filled, num_experts, micro_batch_tokens)
     return [
-        *_micro_batches(shared, [row_tokens(row) for row in shared], micro_batch_tokens, logp_dtype, share=True),
-        *_micro_batches(
-            plain,
-            [sum(sample.num_tokens for sample in row) for row in plain],
-            micro_batch_tokens,
-            logp_dtype,
-            share=False,
-        ),
+        *(_micro_batch(rows, row_tokens(rows[0]), logp_dtype, share=True) for rows in of_shared),
+        *(_micro_batch(rows, _tokens(rows[0]), logp_dtype, share=False) for rows in of_plain),
     ]
 
 
-def _micro_batches(
-    rows: list[list[Sample]], widths: list[int], micro_batch_tokens: int, logp_dtype: torch.dtype, *, share: bool
-) -> list[MicroBatch]:
+def _tokens(row: Row) -> int:
+    return sum(sample.num_tokens for sample in row)
+
+
+def _cut(rows: list[Row], width: Callable[[Row], int], micro_batch_tokens: int) -> list[list[Row]]:
     """Rows, widest first, as micro-batches; each is as wide as its first row."""
-    batches: list[MicroBatch] = []
+    cuts: list[list[Row]] = []
     first = 0
     for number in range(1, len(rows) + 1):
-        if number == len(rows) or widths[first] * (number - first + 1) > micro_batch_tokens:
-            batches.append(_micro_batch(rows[first:number], widths[first], logp_dtype, share=share))
+        if number == len(rows) or width(rows[first]) * (number - first + 1) > micro_batch_tokens:
+            cuts.append(rows[first:number])
             first = number
-    return batches
+    return cuts
+
+
+def _even(
+    units: list[Row],
+    given: list[list[Row]],
+    width: Callable[[Row], int],
+    rows_of: Callable[[list[Row]], list[Row]],
+    num_experts: int,
+    micro_batch_tokens: int,
+) -> list[list[Row]]:
+    """``units`` (rows, or single samples) as micro-batches of even loads: as many as ``given``, or up to `MORE_FRAC` more where
+    that is too tight; ``given`` itself where routes are missing or it stays so."""
+    if len(given) < 2 or any(sample.routes is None for unit in units for sample in unit):
+        return given
+    loads_SD = loads_of([_row_routes(unit) for unit in units], num_experts)
+    sizes = [width(unit) for unit in units]
+    for num_parts in range(len(given), min(len(given) + max(2, int(len(given) * MORE_FRAC)), len(units)) + 1):
+        made = []
+        for part in balanced_parts(loads_SD, sizes, num_parts):
+            rows = sorted(rows_of([units[index] for index in part]), key=width, reverse=True)
+            made += _cut(rows, width, micro_batch_tokens)
+        if len(made) == num_parts:
+            return made
+    return given
+
+
+def _row_routes(row: Row) -> NDArray[np.int16]:
+    """Routes of the tokens of a row, whose later samples share the prompt of the first if there are any."""
+    parts = []
+    for place, sample in enumerate(row):
+        assert sample.routes is not None, "checked for all units"
+        parts.append(sample.routes[sample.num_prompt_tokens if place else 0 :])
+    return np.concatenate(parts)
 
 
 def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, *, share: bool) -> MicroBatch:
@@ -154,6 +202,18 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             start = end
         num_tokens += start
     flat = [sample for row in rows for sample in row]
+    routes_PLK = None
+    recorded = next((sample.routes for sample in flat if sample.routes is not None), None)
+    if recorded is not None:
+        routes_PLK = np.full((len(rows) * width, *recorded.shape[1:]), -1, np.int16)
+        for number, row in enumerate(rows):
+            start = number * width
+            for place, sample in enumerate(row):
+                skipped = sample.num_prompt_tokens if share and place else 0
+                end = start + sample.num_tokens - skipped
+                if sample.routes is not None:
+                    routes_PLK[start:end] = sample.routes[skipped:]
+                start = end
     advantage_N = np.concatenate([sample.advantages for sample in flat])
     behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
     proximal_N = _known([sample.proximal_logp for sample in flat])
@@ -171,6 +231,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
         samples=tuple(flat),
         num_tokens=num_tokens,
         mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
+        routes_PLK=None if routes_PLK is None else torch.from_numpy(routes_PLK),
     )
 
 

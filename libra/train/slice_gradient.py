@@ -9,7 +9,8 @@ Shape legend: N action tokens of a micro-batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
+from libra.experts import Routers
 from libra.train import mismatch
 from libra.train.corrections import m2po_mask
+from libra.train.expert_balance import load_ratio, loads_of
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.minibatch_slices import split
 from libra.train.model_layout import is_sharded
@@ -60,6 +63,7 @@ class SliceGradient:
         self._logp_dtype = torch.promote_types(self._dtype, torch.float32)
         self._share_prompts = settings.share_prompts and can_share(model)
         self._collective = is_sharded(settings, group)
+        self.routers = Routers(model) if settings.routes == "replay" else None
         self._packing_checked = settings.max_row_tokens == 1
         if self._collective and not self._packing_checked:
             self._check_packing()  # later it would be a collective that only some replicas enter
@@ -73,16 +77,17 @@ class SliceGradient:
         batches = self._pack(self.useful(samples))
         tally.add(slice_pack_s=time.perf_counter() - began)
         fault: TrainError | None = None
-        for batch, counts in self._passes(batches):
-            loss = self.micro_batch_loss(batch, tally if counts else Tally())
-            value = float(loss.detach())
-            if not np.isfinite(value):
-                fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
-                if not self._collective:  # otherwise the other replicas would wait for this one in their next pass
-                    raise fault
-            (loss if counts else loss * 0).backward()  # type: ignore[no-untyped-call]
-            if counts:
-                tally.add(loss_sum=value)
+        with self._own_routes_after():
+            for batch, counts in self._passes(batches):
+                loss = self.micro_batch_loss(batch, tally if counts else Tally())
+                value = float(loss.detach())
+                if not np.isfinite(value):
+                    fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
+                    if not self._collective:  # otherwise the other replicas would wait for this one in their next pass
+                        raise fault
+                (loss if counts else loss * 0).backward()  # type: ignore[no-untyped-call]
+                if counts:
+                    tally.add(loss_sum=value)
         if fault is not None:
             raise fault
         return self.weight_of(samples)
@@ -101,6 +106,8 @@ class SliceGradient:
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
         """Sum of weight x loss over the action tokens of ``batch``, with gradient; its statistics go into ``tally``."""
+        if self.routers is not None:
+            self.routers.replay(batch.routes_PLK)
         logp_N, entropy_N = self.scorer.logp(*batch.inputs, entropy_gradient=self.settings.entropy_coef > 0)
         reference_logp_N = None
         if self._reference is not None and not self.settings.kl_in_reward:
@@ -120,9 +127,28 @@ class SliceGradient:
             rows=len(batch.token_ids_RW),
             micro_batches=1,
         )
+        if self.routers is not None:
+            self._count_routes(batch, self.routers, tally)
         if not tally.stepped and not self.settings.exact_logprobs:
             mismatch.observe_batch(tally, batch, logp_N.detach())
         return self.objective.aggregation.weighted_sum(loss_N, batch.sequences)
+
+    @contextmanager
+    def _own_routes_after(self) -> Iterator[None]:
+        """Passes may replay routes; after them the routers choose again, as for the probe of a version."""
+        try:
+            yield
+        finally:
+            if self.routers is not None:
+                self.routers.replay(None)
+
+    def _count_routes(self, batch: MicroBatch, routers: Routers, tally: Tally) -> None:
+        """How even the experts' load is, how many places were replayed, and for how many the trainer would have chosen the same."""
+        replayed, equal = routers.compared()
+        tally.add(routed_places=replayed, equal_places=equal, layer_places=batch.num_tokens * routers.shape[0])
+        if batch.routes_PLK is not None:
+            loads = loads_of([batch.routes_PLK.cpu().numpy()], routers.num_experts)
+            tally.add(expert_ratio=load_ratio(loads, routers.num_experts), expert_batches=1)
 
     def with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
         """``samples`` with their log-probabilities under the present weights."""
@@ -159,12 +185,15 @@ class SliceGradient:
         assert scorer is not None, "there is a reference where trainer.kl_coef is above 0"
         numbered = {id(sample): index for index, sample in enumerate(samples)}
         flat = [torch.zeros(sample.num_actions, dtype=self._logp_dtype) for sample in samples]
-        for batch, counts in self._passes(self._pack(split(samples, self.group.size)[self.group.rank])):
-            logp_N, _ = scorer.logp(*batch.inputs)
-            if counts:
-                parts = logp_N.cpu().split([sample.num_actions for sample in batch.samples])
-                for sample, part in zip(batch.samples, parts, strict=True):
-                    flat[numbered[id(sample)]] = part
+        with self._own_routes_after():
+            for batch, counts in self._passes(self._pack(split(samples, self.group.size)[self.group.rank])):
+                if self.routers is not None and not by_reference:
+                    self.routers.replay(batch.routes_PLK)
+                logp_N, _ = scorer.logp(*batch.inputs)
+                if counts:
+                    parts = logp_N.cpu().split([sample.num_actions for sample in batch.samples])
+                    for sample, part in zip(batch.samples, parts, strict=True):
+                        flat[numbered[id(sample)]] = part
         joined_N = torch.cat([*flat, torch.zeros(0, dtype=self._logp_dtype)]).to(self.device)
         self.group.sum_([joined_N])
         logp: list[NDArray[np.floating[Any]]] = [
@@ -188,6 +217,8 @@ class SliceGradient:
 
     def _check_packing(self) -> None:
         """Check once, before the first row with two sequences: TrainError if the architecture does not separate them."""
+        if self.routers is not None:
+            self.routers.replay(None)
         check_packing(self.scorer, _PACKING_TOLERANCE.get(self._dtype, 0.1))
         self._packing_checked = True
 
@@ -198,5 +229,6 @@ class SliceGradient:
             micro_batch_tokens=self.settings.micro_batch_tokens,
             logp_dtype=self._logp_dtype,
             share_prompts=self._share_prompts,
+            num_experts=self.routers.num_experts if self.routers is not None and self.settings.balance_experts else 0,
         )
         return [batch.to(self.device) for batch in batches]

@@ -43,6 +43,10 @@ class StepReport:
         trainer).
     pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
         Wall seconds, the total with the digest; forwarded tokens over total_s.
+    expert_load_ratio : float
+        Mean over micro-batches and layers of the busiest expert's tokens over the mean of all experts, by recorded routes; 0: none.
+    routes_replayed_frac, routes_equal_frac : float
+        Share of tokens and layers whose experts were replayed; share of those for which the trainer's router had chosen the same.
     kl_coef : float
         Coefficient of the KL term or penalty in this step. With ``trainer.kl_in_reward``, ``kl_reference`` is of the engine's
         log-probabilities and the mean over all generated tokens.
@@ -117,6 +121,9 @@ class StepReport:
     rejected_frac: float = 0.0
     old_logp_s: float = 0.0
     kl_coef: float = 0.0
+    expert_load_ratio: float = 0.0
+    routes_replayed_frac: float = 0.0
+    routes_equal_frac: float = 0.0
     mismatch_parts: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch_worst: list[dict[str, Any]] = field(default_factory=list)
 
@@ -198,6 +205,9 @@ class Tally:
             "rejected_frac": self.mean("rejected", "scored"),
             "effective_sample_frac": self._effective_frac("weight_sum", "weight_square_sum", "scored"),
             "exact_old_frac": self.mean("exact_old", "scored"),
+            "expert_load_ratio": self.mean("expert_ratio", "expert_batches"),
+            "routes_replayed_frac": self.mean("routed_places", "layer_places"),
+            "routes_equal_frac": self.mean("equal_places", "routed_places"),
             "tokens_per_s": self.sums.get("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
         }
         values: dict[str, Any] = {**same, **most, **found}

@@ -301,4 +301,5 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
         min_pass_s=kind.min_pass_s,
         device=config.cluster.device,
         loader=config.model.loader,
+        record_routes=config.trainer.routes == "replay",
     )

@@ -69,6 +69,7 @@ def generation_record(
         "text": text,
         "calls": [{"name": c.name, "arguments": json.dumps(dict(c.arguments)), "error": c.error} for c in calls],
         **_with_state(state),
+        **({} if output.routes is None else {"routes": output.routes, "routes_from": output.routes_from}),
     }
 
 
@@ -308,7 +309,18 @@ class TrajectoryState:
             failure_detail=self.detail,
             epoch=epoch,
             retried=",".join(self.retried),
+            routes=self._routes(sum(len(ids) for ids, _ in parts)),
         )
+
+    def _routes(self, num_tokens: int) -> NDArray[np.int16] | None:
+        """The experts of each token by the newest record that has them (T, layers, experts); None if none has."""
+        found: NDArray[np.int16] | None = None
+        for record in self.records[self.first :]:
+            if (routes := record.get("routes")) is not None:
+                if found is None:
+                    found = np.full((num_tokens, *routes.shape[1:]), -1, np.int16)
+                found[record["routes_from"] : record["routes_from"] + len(routes)] = routes
+        return found
 
     def _turn_rows(self) -> list[dict[str, Any]]:
         """One row per turn for the store's per-turn columns."""

@@ -61,6 +61,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "projections": "random projections of layers",
         "scoring": "log-probabilities of tokens",
         "heads": "output heads in chunks",
+        "experts": "routers of a mixture of experts: listening and replaying",
     },
 }
 """Rooms by layer, and the content of each in a few words."""

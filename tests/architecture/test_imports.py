@@ -15,8 +15,9 @@ FOUNDATION = {"types", "errors", "untrusted", "keys", "events", "config", "hardw
 ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
-    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "scoring"},
-    "train": FOUNDATION | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads"},
+    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "scoring", "experts"},
+    "train": FOUNDATION
+    | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads", "experts"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
     "store": FOUNDATION | {"tensors"},
     "dispatch": FOUNDATION | {"transport"},
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "projections": set(),
     "scoring": {"heads"},
     "heads": {"errors"},
+    "experts": {"errors"},
 }
 """What each part may import of Libra beside itself; a part that is not listed may import what `FORBIDDEN` leaves."""
 

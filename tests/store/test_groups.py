@@ -30,6 +30,16 @@ def test_every_field_of_every_trajectory_comes_back(tmp_path, make_trajectory, a
         assert_same(got, expected)
 
 
+def test_routes_come_back_and_a_trajectory_without_any_has_no_field_for_them(tmp_path, make_trajectory, assert_same):
+    routes = np.arange(20 * 2 * 3, dtype=np.int16).reshape(20, 2, 3)
+    group = [make_trajectory(0, 0, 0, routes=routes), make_trajectory(0, 0, 1)]
+    path = write_group(tmp_path, 0, 0, group)
+    for got, expected in zip(read_group(path), group, strict=True):
+        assert_same(got, expected)
+    plain = write_group(tmp_path, 0, 1, [make_trajectory(0, 1, 0)])
+    assert b"routes" in path.read_bytes() and b"routes" not in plain.read_bytes()  # as an older Libra wrote it
+
+
 def test_a_group_is_written_once(tmp_path, make_trajectory, assert_same):
     first, second = make_trajectory(seed=1), make_trajectory(seed=2)
     path = write_group(tmp_path, 0, 0, [first])

@@ -1,0 +1,186 @@
+"""Routes of a mixture of experts: recorded by an engine, replayed by a replica, and used to spread the load over micro-batches."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.errors import ModelError, TrainError
+from libra.experts import Routers
+from libra.rollout.transformers_engine import TransformersEngine
+from libra.train import Replica, TrainSettings
+from libra.train.expert_balance import balanced_parts, load_ratio, loads_of
+from libra.train.minibatch_slices import from_tensors, to_tensors
+from libra.train.samples import sample_of
+from libra.types import EndReason, Prompt, Trajectory, TrajectoryId, TurnRequest
+
+EXPERTS = 8
+
+
+def turns_of(directory: Path, kinds: int = 12, each: int = 4, slots: int = 48) -> list[Trajectory]:
+    """Trajectories of two turns by an engine that records routes: each kind of prompt has an alphabet and a length of its own."""
+
+    async def generate() -> list[Trajectory]:
+        engine = TransformersEngine(directory, slots=slots, max_context_tokens=256, threads=1, record_routes=True)
+        await engine.start()
+        try:
+            return list(
+                await asyncio.gather(*(one(engine, kind, sample) for kind in range(kinds) for sample in range(each)))
+            )
+        finally:
+            await engine.close()
+
+    async def one(engine: TransformersEngine, kind: int, sample: int) -> Trajectory:
+        rng = np.random.default_rng(kind)
+        alphabet = rng.integers(0, 256, 2)
+        context = rng.choice(alphabet, 24 + 8 * kind).astype(np.int32)
+        parts = [(context, None)]
+        routes = np.full((0, 2, 2), -1, np.int16)
+        for turn in range(2):
+            output = await engine.generate(
+                TurnRequest(
+                    f"{kind}-{sample}", turn, np.concatenate([ids for ids, _ in parts]), 6, seed=10 * sample + turn
+                )
+            )
+            assert output.routes is not None and (slots < 48 or output.routes_from == len(routes))
+            routes = np.concatenate([routes[: output.routes_from], output.routes])
+            parts += [(output.token_ids, output), (rng.choice(alphabet, 4).astype(np.int32), None)]
+        parts.pop()
+        known = [np.full(len(ids), output is not None) for ids, output in parts]
+        logp = [np.zeros(len(ids)) if output is None else output.logprobs for ids, output in parts]
+        action = np.concatenate(known)
+        versions = np.where(action, 0, -1).astype(np.int32)
+        return Trajectory(
+            TrajectoryId(0, kind, sample), Prompt("p", ()), np.concatenate([ids for ids, _ in parts]), action,
+            np.concatenate(logp).astype(np.float32), versions, versions.copy(), [], EndReason.ANSWERED,
+            advantage=1.0 if sample % 2 else -1.0,
+            routes=np.concatenate([routes, np.full((len(action) - len(routes), 2, 2), -1, np.int16)]),
+        )  # fmt: skip
+
+    return asyncio.run(generate())
+
+
+@pytest.fixture(scope="module")
+def recorded(random_moe: Path) -> list[Trajectory]:
+    return turns_of(random_moe)
+
+
+@pytest.fixture
+def make_replica(random_moe: Path):
+    def make(dtype: str = "float32", **settings: object) -> Replica:
+        wanted = {"lr": 1e-3, "routes": "replay", "max_row_tokens": 128, "micro_batch_tokens": 512, **settings}
+        return Replica(random_moe, TrainSettings(**wanted), dtype=dtype, threads=1)
+
+    return make
+
+
+def test_the_engine_records_what_transformers_chooses(random_moe: Path, recorded) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(random_moe, dtype=torch.float32).eval()
+    routers = Routers(model, listen=True)
+    for made in recorded[::5]:
+        with torch.no_grad():
+            model(input_ids=torch.from_numpy(made.token_ids[None, :-1].astype(np.int64)))
+        own = routers.take().numpy()
+        assert np.array_equal(np.sort(own, -1), np.sort(made.routes[:-1], -1))
+    assert (np.concatenate([made.routes[-1:] for made in recorded]) == -1).all()  # the last token was never fed
+
+
+def test_under_equal_weights_the_trainer_chooses_what_was_recorded(make_replica, recorded) -> None:
+    report = make_replica().step(recorded, 0)
+    assert report.routes_replayed_frac == 1.0 == report.routes_equal_frac
+    assert report.mismatch_max_abs < 1e-3
+    again = make_replica(routes="recompute").step(recorded, 0)
+    assert again.routes_replayed_frac == 0.0
+    assert again.loss == pytest.approx(report.loss, rel=1e-4) and again.grad_norm == pytest.approx(
+        report.grad_norm, rel=1e-4
+    )
+
+
+def test_recorded_routes_are_taken_where_the_router_would_choose_others(make_replica, recorded) -> None:
+    turned = [replace(made, routes=np.where(made.routes >= 0, (made.routes + 1) % EXPERTS, -1)) for made in recorded]
+    report, own = make_replica().step(turned, 0), make_replica().step(recorded, 0)
+    assert report.routes_replayed_frac == 1.0 and report.routes_equal_frac < 0.5
+    assert report.mismatch_mean_abs > 100 * own.mismatch_mean_abs
+
+
+def test_gradient_checkpointing_replays_in_the_backward_pass_too(make_replica, recorded) -> None:
+    turned = [replace(made, routes=np.where(made.routes >= 0, (made.routes + 1) % EXPERTS, -1)) for made in recorded]
+    plain, again = (make_replica(gradient_checkpointing=kept).step(turned, 0) for kept in (False, True))
+    assert again.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
+
+
+def gradients(replica: Replica, recorded) -> tuple[dict[str, torch.Tensor], float, int]:
+    """Undivided gradients of a whole batch, the load ratio, and the number of micro-batches."""
+    from libra.train.step_report import Tally
+
+    tally = Tally()
+    samples = [sample_of(made, 0) for made in recorded]
+    replica.gradient.accumulate(samples, 0, tally)
+    found = {name: p.grad.clone() for name, p in replica.optimized().items() if p.grad is not None}
+    return found, tally.sums["expert_ratio"] / tally.sums["expert_batches"], int(tally.sums["micro_batches"])
+
+
+@pytest.mark.parametrize(("share", "most"), [(False, 0.8), (True, 0.98)])
+def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded, share, most) -> None:
+    layout = {"share_prompts": share, "max_row_tokens": 512, "micro_batch_tokens": 1024}
+    plain, ratio, batches = gradients(make_replica("float64", **layout), recorded)
+    even, even_ratio, even_batches = gradients(make_replica("float64", **layout, balance_experts=True), recorded)
+    assert batches <= even_batches <= batches + 2
+    assert even_ratio < most * ratio, (ratio, even_ratio)
+    assert plain.keys() == even.keys()
+    size = max(float(gradient.abs().max()) for gradient in plain.values())
+    assert max(float((plain[name] - even[name]).abs().max()) for name in plain) <= 1e-12 * size
+
+
+def test_a_slice_for_a_hybrid_keeps_its_routes(recorded) -> None:
+    samples = [sample_of(made, 0) for made in recorded[:3]]
+    samples[1] = replace(samples[1], routes=None)
+    back = from_tensors(to_tensors(samples))
+    assert back[1].routes is None
+    assert all(np.array_equal(a.routes, b.routes) for a, b in zip(samples[::2], back[::2], strict=True))
+
+
+def test_models_without_routers_and_routes_of_another_model_are_refused(make_replica, random_model, recorded) -> None:
+    with pytest.raises(ModelError, match=r"trainer\.routes: qwen3 has no routers .* type trainer\.routes=recompute"):
+        Replica(random_model, TrainSettings(routes="replay"), threads=1)
+    with pytest.raises(ModelError, match="they are of another model"):
+        make_replica().step([replace(made, routes=made.routes[:, :1]) for made in recorded], 0)
+    with pytest.raises(TrainError, match=r"routes of 3 tokens"):
+        sample_of(replace(recorded[0], routes=recorded[0].routes[:3]), 0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    parts=st.integers(1, 6),
+    seed=st.integers(0, 5),
+)
+def test_parts_hold_every_item_once_and_none_is_empty(sizes, parts, seed) -> None:
+    rng = np.random.default_rng(seed)
+    loads = loads_of([rng.integers(0, 4, (size, 2, 2)).astype(np.int16) for size in sizes], 4)
+    parts = min(parts, len(sizes))
+    made = balanced_parts(loads, sizes, parts)
+    assert sorted(index for part in made for index in part) == list(range(len(sizes)))
+    assert len(made) == parts and all(made)
+    assert balanced_parts(loads, sizes, parts) == made
+
+
+def test_loads_count_recorded_tokens_only() -> None:
+    routes = np.array([[[0, 1]], [[1, 2]], [[-1, -1]]], np.int16)
+    assert loads_of([routes], 4).tolist() == [[1, 2, 1, 0]]
+    assert load_ratio(loads_of([routes], 4), 4) == 2.0
+    assert load_ratio(np.zeros((1, 4)), 4) == 1.0
+
+
+def test_contexts_that_lost_their_slot_are_recorded_again(random_moe: Path, recorded) -> None:
+    few = turns_of(random_moe, slots=3)
+    assert [made.token_ids.tolist() for made in few] == [made.token_ids.tolist() for made in recorded]
+    assert all(np.array_equal(np.sort(a.routes, -1), np.sort(b.routes, -1)) for a, b in zip(few, recorded, strict=True))
