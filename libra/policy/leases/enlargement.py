@@ -4,34 +4,71 @@ Spare cores are given one size at a time, each time to the action that gains mos
 on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v' - c/v)`` core-seconds more, because speeds ``v`` rise slower
 than cores ``c``. Each of these core-seconds delays every action that waits by ``1 / C`` seconds, with ``C`` cores in all. So
 
-    T (1/v - 1/v')  >  W / C  x  T (c'/v' - c/v)
+    T (1/v - 1/v')  >  p x T (c'/v' - c/v)
 
-with ``W`` the larger of the actions that wait now and the mean number that waited when one came (`Pressure`): where none waits,
-all cores are given; the longer the line, the less is; and where enlargement itself made a line, it is given up. ARL-Tangram
-(3.2) also evicts the last action that was admitted if the others then gain more; here an action that fits is never held back, so
-admission is in arrival order with enlargement and without.
+where the price ``p`` is the waiting that a core-second more of work causes, in seconds of all others (`Pressure`). With
+enlargement a line grows, cores are busier, and the price rises: where there is no room for it, it is given up. ARL-Tangram (3.2)
+also evicts the last action that was admitted if the others then gain more; here an action that fits is never held back.
 """
 
 from __future__ import annotations
 
 import heapq
+from math import sqrt
 from typing import NamedTuple
 
 from libra.policy.leases.speed_up import SpeedUp
 
 FORGETTING = 0.02
-"""Weight of the newest arrival in the mean number of actions that wait."""
+"""Weight of the newest action in the mean number of cores."""
+MOST_WEIGHT = 0.05
+"""Most weight of the newest arrival in the mean busy share; a table of many cores sees more arrivals during one action, and weighs
+each less."""
+MOST_WASTE = 2.0
+"""A size takes at most so many times the core-seconds of the least: forecasts of the line may be wrong, and cores are not lent for
+nothing."""
+BUSIEST = 0.99
+"""Cores count as at most so busy, so that the price is finite."""
 
 
 class Pressure:
-    """The mean number of actions that wait for cores, as each one that came saw it."""
+    """How busy cores are as actions come, and what a core-second more costs.
+
+    With ``m`` servers, each busy for a share ``r`` of the time, a mean of ``L(r) = r^a / (1 - r)`` actions waits, with
+    ``a = sqrt(2 (m + 1))`` (Sakasegawa, 1977: M/M/m). A core-second more in each second raises ``r`` by ``1 / C``, with ``C``
+    cores; so it costs ``L'(r) / C`` seconds of waiting. A server is as many cores as an action holds in the mean. A line that is
+    there now counts as well: each of its actions waits ``1 / C`` seconds longer.
+
+    Attributes
+    ----------
+    busy_frac : float
+        Mean share of cores that were held when an action came; at first 1, until there are arrivals to know better.
+    cores : float
+        Mean cores of an action.
+    """
 
     def __init__(self) -> None:
-        self.mean = 0.0
+        self.busy_frac, self.cores, self._arrivals = 1.0, 1.0, 0
 
-    def came(self, waiting: int) -> None:
-        """An action came while ``waiting`` others waited."""
-        self.mean = round(self.mean + FORGETTING * (waiting - self.mean), 9)
+    def came(self, held_cores: int, total_cores: int) -> None:
+        """An action came while so many cores were held."""
+        frac = held_cores / total_cores if total_cores else 0.0
+        self._arrivals += 1
+        weight = max(min(MOST_WEIGHT, 0.25 / max(1, total_cores)), 1 / (self._arrivals + 1))
+        self.busy_frac = round(self.busy_frac + weight * (frac - self.busy_frac), 9)
+
+    def began(self, cores: int) -> None:
+        """An action began on so many cores."""
+        self.cores = round(self.cores + FORGETTING * (cores - self.cores), 9)
+
+    def price(self, waiting: int, held_cores: int, total_cores: int) -> float:
+        """Seconds of waiting for a core-second more, while ``waiting`` actions wait."""
+        if not total_cores:
+            return 0.0
+        busy = min(BUSIEST, max(self.busy_frac, held_cores / total_cores))
+        power: float = sqrt(2 * (max(1.0, total_cores / max(1.0, self.cores)) + 1))
+        slope: float = power * busy ** (power - 1) / (1 - busy) + busy**power / (1 - busy) ** 2
+        return float(max(float(waiting), slope) / total_cores)
 
 
 class Candidate(NamedTuple):
@@ -43,20 +80,23 @@ class Candidate(NamedTuple):
     holder: str
     worker: str
     cores: int
+    least: int
     curve: SpeedUp
     seconds: float
 
 
 def enlarged(
-    candidates: list[Candidate], free_cores: dict[str, int], num_waiting: float, total_cores: int
+    candidates: list[Candidate], free_cores: dict[str, int], price: float, *, measures: bool
 ) -> list[tuple[str, int, str]]:
-    """(holder, cores, reason) of every candidate that gets more; ``free_cores`` of its worker fall accordingly."""
-    price = num_waiting / max(1, total_cores)
+    """(holder, cores, reason) of every candidate that gets more; ``free_cores`` of its worker fall accordingly.
+
+    ``measures``: sizes whose speed is not known yet are given, too.
+    """
     given: dict[str, tuple[int, str]] = {}
     steps: list[tuple[float, int, int, float]] = []  # a heap of (-gain per core, candidate, size, seconds saved)
     for index, each in enumerate(candidates):
         free = free_cores[each.worker]
-        size = each.curve.unmeasured(each.cores + free) if num_waiting < 1 else None
+        size = each.curve.unmeasured(each.cores + free) if measures else None
         if size is not None:
             free_cores[each.worker] = free - (size - each.cores)
             given[each.holder] = size, f"{size} cores, to measure this size"
@@ -68,7 +108,7 @@ def enlarged(
         had = given.get(each.holder, (each.cores, ""))[0]
         if size - had <= free_cores[each.worker]:
             free_cores[each.worker] -= size - had
-            given[each.holder] = size, f"{size} cores save {saved_s:.3g} s more, {num_waiting:.3g} wait"
+            given[each.holder] = size, f"{size} cores save {saved_s:.3g} s more, at {price:.3g} s per core-second"
             had = size
         if (step := _step(each, index, had, free_cores[each.worker], price)) is not None:
             heapq.heappush(steps, step)
@@ -84,7 +124,7 @@ def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> t
     best: tuple[float, int, int, float] | None = None
     now_s = each.seconds / each.curve.speed(cores)
     for size in each.curve.known:
-        if not cores < size <= cores + free:
+        if not cores < size <= cores + free or size > MOST_WASTE * each.least * each.curve.speed(size):
             continue
         then_s = each.seconds / each.curve.speed(size)
         gain = (now_s - then_s) - price * (size * then_s - cores * now_s)

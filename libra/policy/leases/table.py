@@ -110,7 +110,7 @@ class LeaseTable:
         again = self.waits(holder)
         self.cancel(holder)
         if request.least.cores and not again:
-            self.pressure.came(self._waiting.wanting("cores"))
+            self.pressure.came(self._held_cores(), self._total_cores())
         self._serial += 1
         place = (priority, self._serial)
         if request.not_before_s > 0:
@@ -235,6 +235,9 @@ class LeaseTable:
                 self._kept[request.holder] = self._kept.get(request.holder, frozenset()) | lacks
             self._enlarge(granted)
         grants = tuple(self._leases[holder] for holder in granted)
+        for lease in grants:
+            if lease.resources.cores:
+                self.pressure.began(lease.resources.cores)
         return (*grants, *self._revocations(passed[0][0], at_s)) if passed else grants
 
     def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, frozenset[str]]:
@@ -283,6 +286,7 @@ class LeaseTable:
                 lease.holder,
                 lease.worker,
                 lease.resources.cores,
+                lease.least_cores,
                 self._curves[lease.tool],
                 self.expected_s(lease.tool) or 1.0,
             )
@@ -292,13 +296,17 @@ class LeaseTable:
         if not candidates:
             return
         free_cores = {worker: max(0, free[CORES]) for worker, free in self._free.items()}
-        line = max(self._waiting.wanting("cores"), self.pressure.mean)
-        for holder, cores, reason in enlarged(candidates, free_cores, line, self._total_cores()):
+        waiting = self._waiting.wanting("cores")
+        price = self.pressure.price(waiting, self._held_cores(), self._total_cores())
+        for holder, cores, reason in enlarged(candidates, free_cores, price, measures=not waiting):
             lease = self._leases[holder]
             self._free[lease.worker][CORES] -= cores - lease.resources.cores
             self._leases[holder] = msgspec.structs.replace(
                 lease, resources=lease.resources.with_cores(cores), reason=f"{lease.reason}; {reason}"
             )
+
+    def _held_cores(self) -> int:
+        return self._total_cores() - sum(free[CORES] for free in self._free.values())
 
     def _total_cores(self) -> int:
         return sum(capacity[CORES] for capacity in self._capacity.values())

@@ -283,13 +283,17 @@ def test_a_lost_worker_takes_its_leases_with_it() -> None:
 def test_more_cores_go_to_who_gains_most_and_fewer_are_given_in_a_line() -> None:
     table = one_worker(cores=8)
     table.declare("steep", SpeedUp(1, 4, [1, 2, 3, 4]))
-    table.declare("flat", SpeedUp(1, 4, [1, 1.1, 1.15, 1.2]))
+    table.declare("flat", SpeedUp(1, 4, [1, 1.4, 1.8, 2.1]))
+    for _ in range(20):
+        table.pressure.came(0, 8)
     ask(table, request("steep", 1, tool="steep"), request("flat", 1, tool="flat"))
     sizes = {each.holder: each.resources.cores for each in table.admit(0.0) if isinstance(each, Lease)}
     assert sizes == {"steep": 4, "flat": 4}
     crowded = one_worker(cores=8)
     crowded.declare("steep", SpeedUp(1, 4, [1, 2, 3, 4]))
-    crowded.declare("flat", SpeedUp(1, 4, [1, 1.1, 1.15, 1.2]))
+    crowded.declare("flat", SpeedUp(1, 4, [1, 1.4, 1.8, 2.1]))
+    for _ in range(20):
+        crowded.pressure.came(0, 8)
     ask(crowded, request("steep", 1, tool="steep"), request("flat", 1, tool="flat"))
     ask(crowded, *(request(f"large {i}", 8) for i in range(8)), level=1)
     sizes = {each.holder: each.resources.cores for each in crowded.admit(0.0) if isinstance(each, Lease)}

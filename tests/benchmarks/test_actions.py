@@ -1,0 +1,54 @@
+"""`benchmarks.actions`: its loads, and what its ways to share cores do with a load that can be worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.action_loads import ActionSimulation, Step, drawn_load, read_steps
+from benchmarks.actions import arguments, source_of
+from benchmarks.report import DATA
+from libra.errors import ConfigError
+from libra.policy.leases import SpeedUp
+
+TWO_TURNS = [Step(1.0, 2.0, "tests"), Step(1.0, 2.0, "tests")]
+
+
+def test_a_reserved_core_is_waited_for_and_a_leased_one_is_shared() -> None:
+    """Two trajectories of two turns on one core: generations of 1 s, actions of 2 s."""
+    leased = ActionSimulation([TWO_TURNS] * 2, 1, "arrival").run()
+    assert sorted(leased.act_s) == [2.0, 3.0, 3.0, 4.0]  # 1-3, 3-5, 4-7 and 6-9
+    assert leased.makespan_s == 9.0
+    reserved = ActionSimulation([TWO_TURNS] * 2, 1, "reserved").run()
+    assert sorted(reserved.act_s) == [2.0, 2.0, 2.0, 6.0 + 2.0]
+    assert reserved.makespan_s == 12.0
+    bound = ActionSimulation([TWO_TURNS] * 2, 2, "bound").run()
+    assert bound.act_s == [2.0] * 4
+
+
+def test_elastic_actions_take_cores_that_are_free() -> None:
+    curves = {"tests": SpeedUp(1, 4, {1: 1.0, 4: 4.0})}
+    assert ActionSimulation([TWO_TURNS], 4, "leases", curves).run().act_s == [0.5, 0.5]
+    assert ActionSimulation([TWO_TURNS], 4, "arrival", curves).run().act_s == [2.0, 2.0]
+
+
+def test_the_excerpt_gives_loads_that_a_seed_repeats() -> None:
+    source = source_of(DATA)
+    assert source.name == "mini_swe_gemini3"
+    assert not source.measured
+    assert drawn_load(source, 8, 1.0, 3) == drawn_load(source, 8, 1.0, 3)
+    once, twice = drawn_load(source, 8, 1.0, 3), drawn_load(source, 8, 2.0, 3)
+    assert twice[0][0].llm_s == 2 * once[0][0].llm_s
+    assert twice[0][0].work_s == once[0][0].work_s
+
+
+def test_data_without_seconds_and_bad_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agent_turns").mkdir()
+    (tmp_path / "agent_turns" / "bare.csv").write_text("task,turn,tool,status,completion_tokens\na,0,,,5\n")
+    assert read_steps(tmp_path / "agent_turns" / "bare.csv") is None
+    with pytest.raises(ConfigError, match="no set has tool_s or gap_s"):
+        source_of(tmp_path)
+    with pytest.raises(SystemExit):
+        arguments(["--saved", "2"])
+    assert "type a share between 0 and 1" in capsys.readouterr().err
