@@ -16,6 +16,10 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.late import Late as Late
+from libra.taught import Drawn as Drawn
+from libra.taught import Taught as Taught
+
 
 class Phase(StrEnum):
     """What a trajectory needs next: the Dask resource of which its quantum takes one slot."""
@@ -221,6 +225,8 @@ class TurnRequest:
     generated : int
         Tokens at the end of the context that earlier requests generated of this turn, from the same seed: its sampling goes on
         after them, so that a turn has the same tokens in one request or in several.
+    draws : int
+        Further tokens to draw at each place, which change nothing else.
     """
 
     trajectory_id: str
@@ -234,6 +240,7 @@ class TurnRequest:
     priority: tuple[int, ...] = (0,)
     group: str = ""
     generated: int = 0
+    draws: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +278,7 @@ class TurnOutput:
     prefill_s: float = 0.0
     routes: NDArray[np.int16] | None = None
     routes_from: int = 0
+    drawn: Drawn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,46 +381,6 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """What a reward function returns in place of a number that comes later, by `libra.deliver`.
-
-    A weighted sum with at most one late term is late too; ``trainer.late`` says what a run makes of it.
-
-    Attributes
-    ----------
-    fast : float or None
-        A provisional value at once. None: there is none.
-    offset, factor : float
-        The reward is ``offset + factor x value`` of the value that is provisional, or delivered.
-    """
-
-    fast: float | None = None
-    offset: float = 0.0
-    factor: float = 1.0
-
-    @property
-    def provisional(self) -> float | None:
-        """The reward until the value is delivered; None: there is none."""
-        return None if self.fast is None else self.offset + self.factor * self.fast
-
-    def __add__(self, other: object) -> Late:
-        if isinstance(other, Late):
-            raise TypeError("two rewards of a sum are libra.Late; one may be, because one value is delivered")
-        if not isinstance(other, int | float):
-            return NotImplemented
-        return Late(self.fast, self.offset + float(other), self.factor)
-
-    __radd__ = __add__
-
-    def __mul__(self, weight: object) -> Late:
-        if not isinstance(weight, int | float):
-            return NotImplemented
-        return Late(self.fast, self.offset * weight, self.factor * weight)
-
-    __rmul__ = __mul__
-
-
-@dataclass(frozen=True, slots=True)
 class Episode:
     """A finished trajectory as the grader sees it."""
 
@@ -456,6 +424,7 @@ class Trajectory:
         Whether it counts in the denominators of its step. A late correction of one that was trained before does not.
     routes : int16 array (T, layers, experts per token), or None
         Experts that the engine chose for each token (``trainer.routes=replay``); -1: not recorded.
+    drawn, taught : Drawn and Taught, optional
     """
 
     trajectory_id: TrajectoryId
@@ -476,6 +445,8 @@ class Trajectory:
     late: list[float] | None = None
     counted: bool = True
     routes: NDArray[np.int16] | None = None
+    drawn: Drawn | None = None
+    taught: Taught | None = None
 
     def take_late(self, value: float) -> None:
         """The ``value`` delivered for a late reward counts from now on."""

@@ -24,7 +24,8 @@ _CLUSTER = """\
 
 `libra run` starts a cluster of local processes. With `--scheduler` it uses a running one, whose workers declare Dask resources:
 `ROLLOUT` slots of an engine, `TOOL` actions and `GRADE` graders at once, `TRAIN` a replica, and on exactly one worker `COMMIT`, the
-only writer of the store. The run directory must be on storage that scheduler and workers reach.
+only writer of the store. A run with `distil.teacher` needs a worker with `TEACHER`, too. The run directory must be on storage that
+scheduler and workers reach.
 
 ```bash
 libra cluster tls /shared/you/libra-tls          # a key, and Dask settings that Libra needs; only you can read them

@@ -144,9 +144,10 @@ def number_of_workers(config: RunConfig) -> dict[str, int]:
 def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
     """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, None: `number_of_workers`.
 
-    The first rollout workers are the hybrid ones, and the first tool worker is the committer.
+    The first rollout workers are the hybrid ones, and the first tool worker is the committer. A teacher has a worker of its own,
+    ``teacher-0``; where jobs are of the three roles (``number``), it is with the first tool worker.
     """
-    number, engines = number or number_of_workers(config), engine_resources(config)
+    of_its_own, number, engines = number is None, number or number_of_workers(config), engine_resources(config)
     supplies = {
         "rollout": engines if config.cluster.engines else engines[:1] * number["rollout"],
         "train": [{keys.TRAIN: 1}] * number["train"],
@@ -158,6 +159,8 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
             workers[name][keys.HYBRID] = 1
     if "tool-0" in workers:
         workers["tool-0"][keys.COMMIT] = 1
+    if config.distil.teacher is not None:
+        workers.setdefault("teacher-0" if of_its_own else "tool-0", {})[keys.TEACHER] = 1
     return workers
 
 
@@ -203,7 +206,7 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     wanted = {
         name: resources.get(keys.TP, config.rollout.tp) if keys.ROLLOUT in resources else 1
         for name, resources in worker_resources(config).items()
-        if keys.ROLLOUT in resources or keys.TRAIN in resources
+        if resources.keys() & {keys.ROLLOUT, keys.TRAIN, keys.TEACHER}
     }
     if sum(wanted.values()) > num_gpus:
         trainers = config.cluster.train_workers

@@ -26,6 +26,7 @@ NEEDED = {
     keys.HYBRID: ("a rollout worker that can change roles", "--nthreads 72 --resources ROLLOUT=64,HYBRID=1"),
     keys.GRADE: ("graders at once", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
     keys.COMMIT: ("the one committer", "--nthreads 72 --resources TOOL=64,GRADE=4,COMMIT=1"),
+    keys.TEACHER: ("the teacher of distil.teacher", "--nthreads 9 --resources TEACHER=1"),
 }
 """Meaning of each resource, and options of ``dask worker`` that supply it."""
 RETURN_WAIT_S = 30.0
@@ -34,16 +35,23 @@ RETURN_LOOK_S = 0.5
 
 
 def resource_problems(
-    workers: Mapping[str, Mapping[str, Any]], address: str, *, train_workers: int = 1, hybrid_workers: int = 0
+    workers: Mapping[str, Mapping[str, Any]],
+    address: str,
+    *,
+    train_workers: int = 1,
+    hybrid_workers: int = 0,
+    teacher: bool = False,
 ) -> list[str]:
     """Resources that the workers of a cluster lack, each with the line to type.
 
     ``workers`` is what `libra.cluster.present_workers` gives: by address, with ``resources`` and ``nthreads``. Training
-    workers beyond ``train_workers`` wait to replace a lost one.
+    workers beyond ``train_workers`` wait to replace a lost one. ``teacher``: one is needed.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():
         supply = [float(w.get("resources", {}).get(resource, 0)) for w in workers.values()]
+        if resource == keys.TEACHER and not teacher:
+            continue
         if resource == keys.HYBRID:
             if (found := sum(units > 0 for units in supply)) < hybrid_workers:
                 problems.append(
@@ -139,7 +147,13 @@ def _problems(client: Client, config: RunConfig) -> list[str]:
     held = client.run_on_scheduler(_held_back, config.run.name)
     for worker in held.keys() & workers.keys():
         workers[worker]["resources"] = {**workers[worker]["resources"], **held[worker]}
-    problems = resource_problems(workers, address, train_workers=train_workers, hybrid_workers=hybrid_workers)
+    problems = resource_problems(
+        workers,
+        address,
+        train_workers=train_workers,
+        hybrid_workers=hybrid_workers,
+        teacher=config.distil.teacher is not None,
+    )
     problems += engine_problems(workers, address, config)
     in_force = client.run_on_scheduler(_distributed_settings)
     return problems + [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]

@@ -41,6 +41,7 @@ AlgorithmName = Literal[
     "ppo_decoupled",
     "dppo",
     "vespo",
+    "opd",
 ]
 DEFAULT_ALGORITHM: AlgorithmName = "dapo"
 
@@ -192,6 +193,13 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Off-policy batches of long answers, where products of ratios explode and clips cut too much.",
             "VESPO, arXiv:2602.10693",
             "Exponents and bounds are those of TRL (`trainer.vespo_positive`, `trainer.vespo_negative`).",
+        ),
+        "opd": Algorithm(
+            Preset(normalize_std=False),
+            "On-policy distillation: the student learns what a teacher would say where the student went; rewards are optional.",
+            "There is a better model with the same tokenizer: `distil.teacher`, and [Distillation](distillation.md).",
+            "AsyncOPD, arXiv:2606.24143",
+            "The divergence of the teacher's likeliest tokens has one more outcome, any other token; the paper's cut sum has not.",
         ),
     }
 )

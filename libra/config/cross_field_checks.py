@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from libra.config.distil_checks import distil_contradictions
 from libra.config.models import RunSections
 from libra.config.streaming import GROUP_ADVANTAGES, most_waves, streaming_obstacle, turning_obstacle
 
@@ -22,6 +23,7 @@ def contradictions(config: RunSections) -> list[str]:
     checks = (
         _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _loss, _masks,
         _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
+        distil_contradictions,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 

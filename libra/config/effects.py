@@ -83,6 +83,7 @@ _REJECTS = is_not("trainer.reject", "none")
 _REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
+_TEACHES = given("distil.teacher")
 _LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
     is_("trainer.late", "off"),
@@ -141,6 +142,11 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("run", "seed", {"run": (), "plan": (), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
     ("staleness", "eta", _of("run", "plan", "simulate")),
+    ("distil", "teacher", _of("run", "slurm")),
+    ("distil", "divergence estimator reward_coef late", _run(_TEACHES)),
+    ("distil", "top_k", _run(_TEACHES, is_("distil.estimator", "top_k"))),
+    ("distil", "samples", _run(_TEACHES, is_("distil.estimator", "sampled"))),
+    ("distil", "wait_s", _run(_TEACHES, is_("distil.late", "wait"))),
     ("staleness", "versions", _run(above("run.eta", 0))),
     ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
     (

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from libra.config.distil import DistilSection
 from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
@@ -303,6 +304,7 @@ class RunSections(Section):
     vllm: VLLMSection = VLLMSection()
     trainer: TrainerSection = TrainerSection()
     staleness: StalenessSection = StalenessSection()
+    distil: DistilSection = DistilSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     policy: PolicySection = PolicySection()

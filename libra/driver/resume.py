@@ -27,6 +27,7 @@ from libra.policy.waves import GroupId
 from libra.store.batch_membership import batch_path, read_batch, read_batch_facts
 from libra.store.event_log import from_last_snapshot
 from libra.store.group_records import group_path, read_group
+from libra.store.teacher_scores import scores_path
 from libra.store.trajectory_journal import Journal
 from libra.store.wave_records import groups_of, read_waves
 from libra.worker.late_waiting import waiting_after
@@ -89,7 +90,9 @@ def prune_groups(spec: RunSpec, first: int, before: int) -> int:
         done |= {(group.iteration, group.group) for group in waiting_after(spec, first - 1)}
         done -= {(group.iteration, group.group) for group in waiting_after(spec, before - 1)}
     for group in done:
-        group_path(spec.groups_dir, *group).unlink(missing_ok=True)
+        path = group_path(spec.groups_dir, *group)
+        path.unlink(missing_ok=True)
+        scores_path(path).unlink(missing_ok=True)
     for path in spec.waves_dir.glob("wave-*.json"):
         if int(path.name.split("-")[1]) < before:
             path.unlink(missing_ok=True)

@@ -78,6 +78,7 @@ class SchedulerCalls:
             directory=str(self.spec.directory),
             **asdict(staleness_of(config)),
             one_version=keeps_version(config),
+            teacher=config.distil.teacher is not None,
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             waves=most_waves(config),

@@ -11,6 +11,7 @@ import numpy as np
 from libra.errors import RecordExists
 from libra.graph.late_groups import late_facts, late_numbers, take_delivered
 from libra.graph.member_rows import member_rows
+from libra.graph.teacher_nodes import taught_numbers, with_scores
 from libra.policy import Verdict, staleness_of
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
 from libra.store.group_records import group_path, read_group
@@ -53,6 +54,8 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
     streamed = [row for wave in read_waves(host.spec.waves_dir, batch) for row in wave] if waves else []
     staleness = staleness_of(host.spec.config)
     rows = streamed if len(streamed) == len(groups) else member_rows(trainer, groups, paths, batch, staleness)
+    if rows is not streamed:
+        await with_scores(host.context, batch, rows)
     facts = {"groups": rows} | late_facts(host.context, batch, groups, rows, came)
     try:
         commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], **facts)
@@ -72,7 +75,10 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
         "batch": batch,
         "members": rows,
         "late": late,
-        "stats": batch_stats(groups, rows, batch) | late_numbers(facts) | generated_for(groups, rows),
+        "stats": batch_stats(groups, rows, batch)
+        | late_numbers(facts)
+        | taught_numbers(rows)
+        | generated_for(groups, rows),
     }
 
 
@@ -128,7 +134,7 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     facts = read_batch_facts(spec.batches_dir, batch)
     rows = facts["groups"]
     groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
-    return {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts)}
+    return {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts), **taught_numbers(rows)}
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

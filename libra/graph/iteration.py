@@ -19,7 +19,7 @@ from dask.delayed import Delayed
 
 from libra import keys
 from libra.config.streaming import most_waves
-from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, training_nodes, wave_nodes
+from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, teacher_nodes, training_nodes, wave_nodes
 from libra.policy.waves import GroupId
 from libra.worker.checkpoint_writer import checkpoint_is_due
 from libra.worker.run_spec import RunSpec
@@ -194,6 +194,9 @@ def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point
             if score and trajectories:
                 extra = score(node(rollout_nodes.episodes, spec.key("episodes", k, g), run, trajectories))
             groups.append(node(rollout_nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
+        if spec.config.distil.teacher is not None:
+            with on(keys.TEACHER):
+                groups.append(node(teacher_nodes.teach, spec.key("teach", k, g), run, groups[-1], k, g))
     return groups
 
 

@@ -20,6 +20,7 @@ from libra.errors import MismatchAlarm, RecordExists, StoreError, TrainError
 from libra.events.reports import WaveReport
 from libra.graph.batch_nodes import with_blocks
 from libra.graph.member_rows import member_rows
+from libra.graph.teacher_nodes import with_scores
 from libra.graph.training_nodes import finished_step
 from libra.policy import StalenessPolicy
 from libra.store.group_records import group_path, read_group
@@ -46,6 +47,7 @@ async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
     groups = [read_group(path) for path in paths]
     # Groups of a wave are of the batch's own iteration, and never over age.
     rows = member_rows(spec.config.trainer, groups, paths, batch, StalenessPolicy(spec.config.run.eta))
+    await with_scores(host.context, batch, rows)
     try:
         commit_wave(spec.waves_dir, batch, number, rows)
     except RecordExists:

@@ -40,6 +40,7 @@ from libra.rollout.drafted_step import DraftedStep, accepted
 from libra.rollout.drafts import LONGEST, Drafts
 from libra.rollout.engine import EngineCounters, EngineStats
 from libra.rollout.engine_capacity import PassMeter
+from libra.rollout.further_draws import FurtherDraws, drawn_of
 from libra.rollout.host_kv import HostKV
 from libra.rollout.kv_object import KVObject
 from libra.rollout.kv_slots import Chunk, SlotKV, Step
@@ -88,6 +89,7 @@ class SlotBatch:
         self.shared = SharedContexts()
         self.drafts = Drafts() if speculate else None
         self.draft_length = DraftLength()
+        self.further = FurtherDraws()
         self.forgotten: set[str] = set()  # trajectories to drop when their running request ends
 
     @property
@@ -327,6 +329,7 @@ class SlotBatch:
         table, sampling = self.table, self.table.sampling
         index = table.generated[slots]
         ids, nats = self._drawn(hidden, slots, index)
+        self.further.keep(table, slots)
         table.tokens[slots, table.known[slots]] = ids
         table.logprobs[slots, index] = nats
         table.known[slots] += 1
@@ -345,8 +348,10 @@ class SlotBatch:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The token after each row, drawn for a slot as its ``index``-th one, and its log-probability."""
         sampling, device = self.table.sampling, self.kv.device
+        logits = self.forward.logits(hidden)
+        self.further.draw(logits, self.table, slots, index)
         tokens, logprobs = sample(
-            self.forward.logits(hidden),
+            logits,
             torch.from_numpy(sampling.uniforms[slots, index]).to(device),
             torch.from_numpy(sampling.temperature[slots]).to(device) if sampling.any_temperature else None,
             torch.from_numpy(sampling.top_p[slots]).to(device) if sampling.any_top_p else None,
@@ -394,6 +399,7 @@ class SlotBatch:
             known, index = int(table.known[slot]), int(table.generated[slot])
             table.tokens[slot, known : known + kept] = ids[begin : begin + kept]
             table.logprobs[slot, index : index + kept] = nats[begin : begin + kept]
+            self.further.keep(table, np.full(kept, slot), begin)
             table.known[slot], table.generated[slot], table.cached[slot] = known + kept, index + kept, known + kept - 1
             generated += kept
             stopped = bool((ids[begin + kept - 1] == sampling.stops[slot]).any())
@@ -474,15 +480,9 @@ class SlotBatch:
     def _output(self, job: Job, reason: StopReason) -> TurnOutput:
         table, slot, now_s = self.table, job.slot, time.perf_counter()
         first, count = len(job.request.context_ids), int(table.generated[slot]) if slot >= 0 else 0
-        versions = np.empty(count, np.int32)
-        for begin, version in job.versions:
-            versions[begin:] = version
+        versions = job.token_versions(count)
         started_s = now_s if job.started_s is None else job.started_s
-        routes, routed = None, 0
-        if table.routes is not None and slot >= 0:
-            routed, computed = int(table.routed[slot]), int(table.cached[slot])
-            routes = table.routes[slot, routed:computed].copy()
-            table.routed[slot] = computed
+        routes, routed = table.new_routes(slot)
         return TurnOutput(
             token_ids=table.tokens[slot, first : first + count].astype(np.int32),
             logprobs=table.logprobs[slot, :count].copy(),
@@ -495,4 +495,5 @@ class SlotBatch:
             prefill_s=0.0 if job.first_s is None else job.first_s - started_s,
             routes=routes,
             routes_from=routed,
+            drawn=drawn_of(job),
         )

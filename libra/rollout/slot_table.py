@@ -31,12 +31,20 @@ Slots = NDArray[np.int64]
 @dataclass(slots=True)
 class Job(QueuedJob):
     """A request in a batch over slots. ``versions``: (first token generated under it, version). ``first_s``: time of its
-    first token, on the performance counter."""
+    first token, on the performance counter. ``drawn``: ids and log-probabilities of the further draws at each of its tokens."""
 
     slot: int = -1
     cached_tokens: int = 0
     versions: list[tuple[int, int]] = field(default_factory=list)
     first_s: float | None = None
+    drawn: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=list)
+
+    def token_versions(self, count: int) -> NDArray[np.int32]:
+        """Version of the weights that generated each of its ``count`` tokens."""
+        found = np.empty(count, np.int32)
+        for begin, version in self.versions:
+            found[begin:] = version
+        return found
 
 
 class SamplingColumns:
@@ -133,6 +141,14 @@ class SlotTable:
         """The retained slot to evict first: those of waiting trajectories last, then the least recently used; or None."""
         retained = (slot for slot in self.of_state(RETAINED) if slot != but)
         return min(retained, key=lambda slot: (self.owner[slot] in waiting, self.used_at[slot]), default=None)
+
+    def new_routes(self, slot: int) -> tuple[NDArray[np.int16] | None, int]:
+        """Experts of the slot's tokens since they were last asked for, and the first such token; None if they are not recorded."""
+        if self.routes is None or slot < 0:
+            return None, 0
+        first, computed = int(self.routed[slot]), int(self.cached[slot])
+        self.routed[slot] = computed
+        return self.routes[slot, first:computed].copy(), first
 
     @property
     def reserved_tokens(self) -> int:

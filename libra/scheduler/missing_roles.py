@@ -48,6 +48,7 @@ WORK = {
     keys.GRADE: "grades",
     keys.TRAIN: "trains",
     keys.COMMIT: "writes the store",
+    keys.TEACHER: "holds the teacher",
 }
 """Resources that a run needs, and the work of their workers."""
 
@@ -128,6 +129,8 @@ class MissingRoles:
         )
 
     def _wanted(self, state: RunState, resource: str) -> int:
+        if resource == keys.TEACHER:
+            return int(state.registration.teacher)
         return state.registration.train_workers if resource == keys.TRAIN else 1
 
     def _suppliers(self, state: RunState, resource: str) -> tuple[str, ...]:

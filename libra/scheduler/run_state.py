@@ -55,6 +55,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         The rest of the `StalenessPolicy`, whose ``eta`` is that above.
     one_version : bool
         Whether each trajectory keeps the weights that it began with.
+    teacher : bool
+        Whether it needs a worker with TEACHER.
     waves, wave_groups, wave_enough : int
         Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
     first_come : bool
@@ -112,6 +114,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int | None = None
     in_flight: int | None = None
     one_version: bool = False
+    teacher: bool = False
 
     @property
     def staleness(self) -> StalenessPolicy:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT)
+SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)
 """Resources whose tasks Dask itself sends to a worker."""
 RETRY_AFTER_S = (30.0, 120.0, 600.0)
 """Delay before a worker of the same name is restarted after its first, second and third setup failure in a row."""

@@ -17,10 +17,12 @@ from libra.errors import StoreError
 from libra.seals import parsed_json
 from libra.store.exclusive_files import create_exclusive
 from libra.store.record_codec import pack, unpack
-from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.types import Drawn, EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
 
-_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in ("late", "counted", "routes"))
-"""Of every record; one of a late reward also has ``late``, one of recorded experts ``routes``, and ``counted`` is of a step."""
+_SOME = ("late", "counted", "routes", "drawn", "taught")
+_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in _SOME)
+"""Of every record; one of a late reward also has ``late``, one of recorded experts ``routes``, one with further draws ``drawn``.
+``counted`` and ``taught`` are of a step."""
 
 
 def prompt_to_json(prompt: Prompt) -> str:
@@ -72,7 +74,7 @@ def write_group(
             "allowed are different samples of this one group and split"
         )
     path = group_path(root, iteration, group, split)
-    record = {"trajectories": [_to_record(trajectory) for trajectory in trajectories]}
+    record = {"trajectories": [_to_record(trajectory) | _drawn(trajectory) for trajectory in trajectories]}
     create_exclusive(path, pack(record, source=str(path)), fsync=fsync)
     return path
 
@@ -87,7 +89,7 @@ def read_group(path: str | Path) -> list[Trajectory]:
 
 
 def pack_trajectory(trajectory: Trajectory) -> bytes:
-    """One trajectory as bytes, to send."""
+    """One trajectory as bytes, to send to a trainer: without ``drawn``, which the teacher has read."""
     return pack(_to_record(trajectory), source=str(trajectory.trajectory_id))
 
 
@@ -108,9 +110,15 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
     return record
 
 
+def _drawn(trajectory: Trajectory) -> dict[str, Any]:
+    return {} if trajectory.drawn is None else {"drawn": list(trajectory.drawn)}
+
+
 def _from_record(record: Mapping[str, Any]) -> Trajectory:
     values = dict(record)
     values["trajectory_id"] = TrajectoryId(*record["trajectory_id"])
     values["prompt"] = prompt_from_json(*record["prompt"])
     values["end_reason"], values["failure"] = EndReason(record["end_reason"]), FailureClass(record["failure"])
+    if "drawn" in record:
+        values["drawn"] = Drawn(*record["drawn"])
     return Trajectory(**values)

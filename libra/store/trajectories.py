@@ -212,6 +212,8 @@ class TrajectoryStore:
             retried=row["retried"],
             late=None,
             counted=True,
+            drawn=None,
+            taught=None,
             **tokens,
         )
 

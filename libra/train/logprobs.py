@@ -1,6 +1,6 @@
 """Log-probabilities of action tokens under a transformers model, for packed rows.
 
-Shape legend: R rows, W width in tokens, V vocabulary, N action tokens.
+Shape legend: R rows, W width in tokens, V vocabulary, N action tokens, K columns (tokens of the vocabulary) asked of each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.heads import AfterHead, after_head, at_head, head_of
-from libra.train.chunked_logprobs import CHUNK_TOKENS, chunked_logp
+from libra.train.chunked_logprobs import CHUNK_TOKENS, chunked_columns
 
 
 class Scorer:
@@ -44,23 +44,45 @@ class Scorer:
 
         At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: reads) replaces the separation by positions.
         """
-        head = self._head
+        inputs = (token_ids_RW, position_ids_RW, action_at_N, target_N, mask_R1WW)
+        logp_NK, entropy_N, _ = self.columns(*inputs, entropy_gradient=entropy_gradient)
+        return logp_NK[:, 0], entropy_N
+
+    def columns(
+        self,
+        token_ids_RW: Tensor,
+        position_ids_RW: Tensor,
+        action_at_N: Tensor,
+        target_N: Tensor,
+        mask_R1WW: Tensor | None = None,
+        *,
+        columns_NK: Tensor | None = None,
+        rest: bool = False,
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `logp`: log-probabilities of each target and of its K further columns (N, 1 + K), entropy (N,), and with ``rest`` the
+        log-probability of all tokens but those columns (N,)."""
+        head, further = self._head, columns_NK is not None
+        wanted_NK = target_N[:, None]
+        if columns_NK is not None:
+            wanted_NK = torch.cat([wanted_NK, columns_NK], -1)
 
         def make(hidden_PH: Tensor) -> Tensor:
-            both = chunked_logp(
+            logp_NK, entropy_N, rest_N = chunked_columns(
                 hidden_PH[action_at_N],
                 head.weight,
-                target_N,
+                wanted_NK,
                 bias_V=head.bias,
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
                 entropy_gradient=entropy_gradient,
                 after_head=self._after,
+                rest_from=1 if further and rest else None,
             )
-            return torch.stack(both, -1)
+            return torch.cat([logp_NK, entropy_N[:, None], rest_N[:, None]], -1)
 
         # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
-        made_N2 = at_head(
+        made_NM = at_head(
             self.model,
             make,
             input_ids=token_ids_RW,
@@ -68,8 +90,8 @@ class Scorer:
             position_ids=position_ids_RW,
             use_cache=False,
         )
-        logp_N, entropy_N = made_N2.unbind(-1)
-        return logp_N, entropy_N if entropy_gradient else entropy_N.detach()
+        logp_NK, entropy_N, rest_N = made_NM[:, :-2], made_NM[:, -2], made_NM[:, -1]
+        return logp_NK, entropy_N if entropy_gradient else entropy_N.detach(), rest_N
 
 
 @torch.no_grad()

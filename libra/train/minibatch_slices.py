@@ -20,6 +20,7 @@ from torch import Tensor
 
 from libra.train.balanced_partition import karmarkar_karp
 from libra.train.samples import Sample
+from libra.train.taught_tokens import from_flat, to_flat
 
 
 def split(samples: Sequence[Sample], num_slices: int) -> list[list[Sample]]:
@@ -55,6 +56,7 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "proximal_logp": _joined(known, known[0].dtype if known else np.float32),
         "token_advantage": _joined([s.token_advantage for s in samples if s.token_advantage is not None], np.float64),
         "kept": _joined([s.kept for s in samples if s.kept is not None], np.bool_),
+        **to_flat(samples),
     }
 
 
@@ -63,6 +65,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     samples, tokens, actions, proximal, kept, rewarded = [], 0, 0, 0, 0, 0
     origins, routed = json.loads(arrays["origin"].tobytes()), 0
+    taught = from_flat(tensors, arrays["counts"][:, 1].tolist())
     for number, (num_tokens, num_actions, *has, counted) in enumerate(arrays["counts"].tolist()):
         has_proximal, has_kept, has_rewards = has
         here, shape = slice(actions, actions + num_actions), origins[number][3]
@@ -83,6 +86,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
                 turn_at=np.array(origins[number][1], np.int64),
                 engines=tuple(origins[number][2]),
                 routes=None if shape is None else arrays["routes"][routed : routed + size].reshape(shape),
+                taught=taught[number],
             )
         )
         routed += size

@@ -4,6 +4,9 @@
 
     loss of a token = keep x weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
 
+With a teacher (``distil``) the policy loss is multiplied by ``reward_coef``, and the divergence from the teacher is added where it
+has scored the token (`libra.train.losses.distillation`).
+
 ``keep`` is 0 where a mask leaves the token out of the policy loss: ``reject``, ``off_policy_threshold``, or the minibatch's
 ``m2po_threshold``. Such a token still counts in the denominator, and in the mean ratio of its sequence. VESPO's weight is inside
 its policy loss.
@@ -53,14 +56,17 @@ from libra.train.losses import (
     gspo_loss,
     ppo_loss,
     reinforce_loss,
+    sampled_divergence,
     sapo_loss,
     sequence_ratio,
+    top_k_divergence,
     vespo_loss,
 )
 from libra.train.own_parts import own_losses
 from libra.train.replica_settings import TrainSettings
 from libra.train.sequence_packing import MicroBatch
 from libra.train.sequences import Sequences
+from libra.train.taught_tokens import TaughtTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +88,25 @@ class Objective:
         """Whether a sequence without advantage has a gradient."""
         settings = self.settings
         extra = settings.log_ratio_coef if settings.loss == "dppo" else 0.0
-        if is_named(settings.loss):  # which may have a term without the advantage
+        if is_named(settings.loss) or settings.distil is not None:  # which may have a term without the advantage
             return True
         in_loss = settings.kl_coef > 0 and not settings.kl_in_reward
         return in_loss or settings.entropy_coef > 0 or extra > 0
 
     def token_losses(
-        self, batch: MicroBatch, logp_N: Tensor, *, entropy_N: Tensor, reference_logp_N: Tensor | None = None
+        self,
+        batch: MicroBatch,
+        logp_N: Tensor,
+        *,
+        entropy_N: Tensor,
+        reference_logp_N: Tensor | None = None,
+        columns_NK: Tensor | None = None,
+        rest_N: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Loss of each token (N,), with gradient, and sums for a report.
 
-        ``logp_N`` is the only argument with a gradient, and ``entropy_N`` if there is a bonus. Without
+        ``logp_N`` has a gradient, and ``entropy_N`` if there is a bonus. Where a teacher scored, ``columns_NK`` and ``rest_N`` are
+        log-probabilities of ``batch.taught.columns_NK`` and of all other tokens, with gradient. Without
         ``batch.proximal_logp_N`` the weights are those at the start of the step, so ``logp_N`` itself is proximal.
         """
         settings = self.settings
@@ -101,6 +115,11 @@ class Objective:
         keep_N = self._kept(batch, logp_N.detach(), old_N, sequences).to(weight_N.dtype)
         loss_N = keep_N * self.policy_losses(logp_N, old_N, batch.advantage_N, sequences, weight_N)
         sums = self._sums(logp_N.detach(), old_N, batch.advantage_N, sequences)
+        if (distil := settings.distil) is not None:
+            loss_N = distil.reward_coef * loss_N if distil.reward_coef else torch.zeros_like(logp_N)
+            if batch.taught is not None and columns_NK is not None:
+                taught_N, of_teacher = self._taught(batch.taught, columns_NK, rest_N)
+                loss_N, sums = loss_N + _once(taught_N, batch), sums | of_teacher
         if reference_logp_N is not None:
             kl_N = kl_estimate(
                 logp_N,
@@ -120,6 +139,24 @@ class Objective:
             "exact_old": float(exact_N.sum()),
         }
         return loss_N, sums | self._corrected(batch, old_N, weight_N)
+
+    def _taught(
+        self, taught: TaughtTokens, columns_NK: Tensor, rest_N: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The divergence from the teacher (N,), 0 where it has not scored, and sums for a report."""
+        assert self.settings.distil is not None
+        known_N, sums = taught.known_N, {"taught": float(taught.known_N.sum())}
+        if taught.rest_N is not None and rest_N is not None:
+            direction = self.settings.distil.divergence
+            found_N = top_k_divergence(columns_NK, rest_N, taught.logp_NK, taught.rest_N, direction)
+            teacher_N, student_N = (1 - each.detach().exp() for each in (taught.rest_N, rest_N))
+            sums["top_k_teacher"] = float(teacher_N[known_N].sum())
+            sums["top_k_student"] = float(student_N[known_N].sum())
+        else:
+            found_N = sampled_divergence(columns_NK, taught.logp_NK, taught.old_NK)
+        found_N = torch.where(known_N, found_N, torch.zeros_like(found_N))
+        sums["kl_teacher"] = float(found_N.detach().sum())
+        return found_N, sums
 
     def policy_losses(
         self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences, weight_N: Tensor

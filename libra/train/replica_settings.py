@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from libra.config import RunConfig
+from libra.config.distil import KLDirection
+from libra.config.section import Section
 from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_part
@@ -28,6 +30,13 @@ _BEFORE_THE_STEP = {
 """Fields that shape the batch, its advantages and its transfer, before the replica sees it."""
 
 
+class DistilTerm(Section):
+    """What a step needs of ``distil``; which tokens the teacher scored says the rest."""
+
+    divergence: KLDirection = "forward"
+    reward_coef: float = 0.0
+
+
 class TrainSettings(TrainerSection):
     """Settings of one replica, fixed for its lifetime; fields and defaults are those of ``trainer:``, presets included.
 
@@ -40,6 +49,8 @@ class TrainSettings(TrainerSection):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """``rollout.temperature``: logits are divided by it, so that log-probabilities mean the same in engine and trainer. Greedy
     samples (0) have no log-probability to learn from."""
+    distil: DistilTerm | None = None
+    """The term of a teacher; None: there is none."""
     exact_logprobs: bool = False
     """``rollout.exact_logprobs``: measure the mismatch by scoring as the engine did, alone and turn by turn."""
 
@@ -73,7 +84,11 @@ class TrainSettings(TrainerSection):
         given, rollout = config.trainer.model_dump(), config.rollout
         if config.trainer.aggregation == "seq-mean-token-sum-norm" and given["loss_divisor"] is None:
             given["loss_divisor"] = float(rollout.max_context_tokens)
-        return cls(**given, temperature=rollout.temperature, exact_logprobs=rollout.exact_logprobs)
+        distil = config.distil
+        term = (
+            None if distil.teacher is None else DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef)
+        )
+        return cls(**given, temperature=rollout.temperature, exact_logprobs=rollout.exact_logprobs, distil=term)
 
     def of_a_step(self) -> dict[str, Any]:
         """The fields that a step depends on, for a checkpoint and for comparison with another replica's."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import TrainError
-from libra.types import Trajectory
+from libra.types import Taught, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,8 @@ class Sample:
     counted : bool
         False for a late correction of a trajectory that was trained before: it adds to the gradient of the policy loss alone,
         and counts in no denominator.
+    taught : Taught, optional
+        What a teacher says of the actions. None: it has not scored them.
     """
 
     token_ids: NDArray[np.int64]
@@ -71,6 +73,7 @@ class Sample:
     engines: tuple[str, ...] = ()
     name: str = ""
     routes: NDArray[np.int16] | None = None
+    taught: Taught | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -145,4 +148,18 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         engines=tuple(str(turn.get("worker", "")) for turn in begun),
         name=str(trajectory.trajectory_id),
         routes=None if trajectory.routes is None else trajectory.routes[: where[-1]],
+        taught=_taught(trajectory, len(where)),
     )
+
+
+def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
+    """What the teacher says of a trajectory that is not a late correction; TrainError if it is of another one."""
+    taught = trajectory.taught
+    if taught is None or not trajectory.counted:
+        return None
+    if {len(each) for each in taught if each is not None} != {num_actions}:
+        raise TrainError(
+            f"trajectory {trajectory.trajectory_id}: the teacher scored {len(taught.own_logp)} tokens, and {num_actions} were "
+            "generated; its scores are of another trajectory"
+        )
+    return taught

@@ -30,6 +30,7 @@ from libra.train.prompt_sharing import attention_mask, row_tokens, share_rows
 from libra.train.row_packing import FillRows, fill_rows
 from libra.train.samples import Sample
 from libra.train.sequences import Packed
+from libra.train.taught_tokens import TaughtTokens, taught_tokens
 
 Row = list[Sample]
 MORE_FRAC = 0.125
@@ -44,6 +45,8 @@ class MicroBatch:
     counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are None if a sample has none; ``counted_N``, as of `Sample`,
     if all are. ``mask_R1WW`` is the attention mask if prompts are shared; None: positions separate sequences. ``routes_PLK`` has
     the experts of each place, -1 where not recorded; None if no sample has any.
+    if all are. ``mask_R1WW`` is the attention mask if prompts are shared; None: positions separate sequences.
+    ``taught`` is what a teacher says; None: nothing, of none of them.
     """
 
     token_ids_RW: Tensor
@@ -60,6 +63,7 @@ class MicroBatch:
     kept_N: Tensor | None = None
     counted_N: Tensor | None = None
     routes_PLK: Tensor | None = None
+    taught: TaughtTokens | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -83,7 +87,7 @@ class MicroBatch:
         if device == self.target_N.device:
             return self
         here = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: v.to(device) for name, v in here.items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in here.items() if isinstance(v, Tensor | TaughtTokens)}
         return replace(self, **moved)
 
     @property
@@ -228,6 +232,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
         proximal_logp_N=None if proximal_N is None else proximal_N.to(logp_dtype),
         kept_N=_known([sample.kept for sample in flat]),
         counted_N=_counted(flat),
+        taught=taught_tokens(flat, logp_dtype),
         samples=tuple(flat),
         num_tokens=num_tokens,
         mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,

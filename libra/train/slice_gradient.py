@@ -108,13 +108,25 @@ class SliceGradient:
         """Sum of weight x loss over the action tokens of ``batch``, with gradient; its statistics go into ``tally``."""
         if self.routers is not None:
             self.routers.replay(batch.routes_PLK)
-        logp_N, entropy_N = self.scorer.logp(*batch.inputs, entropy_gradient=self.settings.entropy_coef > 0)
+        taught = batch.taught if self.settings.distil is not None else None
+        logp_NK, entropy_N, rest_N = self.scorer.columns(
+            *batch.inputs,
+            columns_NK=None if taught is None else taught.columns_NK,
+            rest=taught is not None and taught.rest_N is not None,
+            entropy_gradient=self.settings.entropy_coef > 0,
+        )
+        logp_N = logp_NK[:, 0]
         reference_logp_N = None
         if self._reference is not None and not self.settings.kl_in_reward:
             with torch.no_grad():
                 reference_logp_N, _ = self._reference.logp(*batch.inputs)
         loss_N, sums = self.objective.token_losses(
-            batch, logp_N, entropy_N=entropy_N, reference_logp_N=reference_logp_N
+            batch,
+            logp_N,
+            entropy_N=entropy_N,
+            reference_logp_N=reference_logp_N,
+            columns_NK=None if taught is None else logp_NK[:, 1:],
+            rest_N=rest_N,
         )
         tally.at_least(ratio_max=sums.pop("ratio_max"))
         tally.add(

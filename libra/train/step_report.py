@@ -55,6 +55,11 @@ class StepReport:
         (``trainer.reject``, ``off_policy_threshold``, ``m2po_threshold``); effective sample size of the weights, masks
         included, over the number of tokens (1: all weigh the same); share of tokens whose old log-probability is the
         trainer's own, under the weights that generated them.
+    kl_teacher, taught_frac : float
+        Divergence from the teacher (`distil.divergence`; with a top-k of K + 1 outcomes), a mean over tokens that it scored; their
+        share.
+    top_k_teacher_frac, top_k_student_frac : float
+        Probability that teacher and student give to the teacher's top-k, means over those tokens; 0 without a top-k.
     old_logp_s : float
         Seconds of the passes before the step for old log-probabilities (``trainer.old_logp``).
     replicas, hybrids, hybrids_joining, hybrids_lost : int
@@ -126,6 +131,10 @@ class StepReport:
     routes_equal_frac: float = 0.0
     mismatch_parts: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch_worst: list[dict[str, Any]] = field(default_factory=list)
+    kl_teacher: float = 0.0
+    taught_frac: float = 0.0
+    top_k_teacher_frac: float = 0.0
+    top_k_student_frac: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -195,6 +204,10 @@ class Tally:
             "kl_behaviour": self.mean("kl_sum", "scored"),
             "kl_reference": self.mean("kl_reference", "scored") or self.mean("kl_reward", "kl_reward_tokens"),
             "entropy": self.mean("entropy", "scored"),
+            "kl_teacher": self.mean("kl_teacher", "taught"),
+            "taught_frac": self.mean("taught", "scored"),
+            "top_k_teacher_frac": self.mean("top_k_teacher", "taught"),
+            "top_k_student_frac": self.mean("top_k_student", "taught"),
             "mismatch_mean_abs": self.mean("mismatch_sum", "mismatch_tokens"),
             "mismatch_max_abs": self.maxima.get("mismatch", 0.0),
             "mismatch_k3": self.mean("mismatch_k3", "mismatch_tokens"),

@@ -31,7 +31,8 @@ from libra.config import RunConfig
 from libra.dispatch import Block, DispatchServer, fetch, orders, rows_of
 from libra.errors import DispatchError, LayoutError, StoreError, TransferError
 from libra.store.group_records import pack_trajectory, read_group, unpack_trajectory
-from libra.types import Trajectory
+from libra.store.teacher_scores import read_scores, scores_path
+from libra.types import Taught, Trajectory
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
     trajectories = []
     for row in batch["members"]:
         members = take_late(read_group(groups_dir / Path(row["path"]).name), row)
+        take_scores(members, row, groups_dir)
         for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
             member.advantage = advantage
             if trains or not (of_the_step and member.failure.trains):
@@ -78,7 +80,17 @@ def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
     """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row, if it has that, are no actions."""
     if (least := row.get("from_version")) is None:
         return member
-    return replace(member, is_action=member.is_action & (member.weight_version >= least))
+    fresh = member.weight_version >= least
+    taught = None if member.taught is None else member.taught.only(fresh[member.is_action])
+    return replace(member, is_action=member.is_action & fresh, taught=taught)
+
+
+def take_scores(members: list[Trajectory], row: Mapping[str, Any], groups_dir: Path) -> None:
+    """Give ``members`` of a group what the teacher says of them, if its ``row`` in the file of a batch has that (``taught``)."""
+    if row.get("taught"):
+        scores = read_scores(scores_path(groups_dir / Path(row["path"]).name), len(members))
+        for member, taught in zip(members, scores, strict=True):
+            member.taught = taught
 
 
 def take_late(members: list[Trajectory], row: Mapping[str, Any]) -> list[Trajectory]:
@@ -177,8 +189,20 @@ class SliceFetcher:
             self.numbers["fetched_bytes"] += fetched.received_bytes
         except (DispatchError, LayoutError, StoreError) as error:
             logger.warning("run %s: %s; the run directory has them", self._spec.run, error)
-        whole = (arrived[row] if row in arrived else self._stored(row) for row in rows)
+        whole = [arrived[row] if row in arrived else self._stored(row) for row in rows]
+        self._take_scores(whole)
         return [without_stale(member, self._row_of[str(member.trajectory_id)]) for member in whole]
+
+    def _take_scores(self, members: Sequence[Trajectory]) -> None:
+        """What the teacher says of ``members``: it is in the run directory."""
+        read: dict[Path, list[Taught | None]] = {}
+        for member in members:
+            name = str(member.trajectory_id)
+            path, index = self._paths[name]
+            if self._row_of[name].get("taught"):
+                if path not in read:
+                    read[path] = read_scores(scores_path(path))
+                member.taught = read[path][index]
 
     def _stored(self, row: str) -> Trajectory:
         path, index = self._paths[row]

@@ -1,8 +1,8 @@
 """LibraHost: the lifecycle of a run's objects on a worker between tasks (engine, replica, environment, trajectory states).
 
 A WorkerPlugin, because a nanny that restarts a worker installs it again. What is built depends on the resources the worker
-supplies: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of graded groups. Dask logs an error of
-the setup on the worker only, and still reports the worker as running; the host reports the error
+supplies: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of graded groups, TEACHER the teacher. Dask logs
+an error of the setup on the worker only, and still reports the worker as running; the host reports the error
 (`libra.scheduler.unready_workers`).
 """
 
@@ -39,6 +39,7 @@ from libra.worker.quanta import QuantumRunner
 from libra.worker.role_member import RoleMember
 from libra.worker.run_secret import with_secret
 from libra.worker.run_spec import RunSpec
+from libra.worker.teacher_service import TeacherService
 from libra.worker.trainer import Trainer
 from libra.worker.weight_sync import weights_of
 from libra.worker.worker_engine import WorkerEngine
@@ -75,6 +76,7 @@ class LibraHost(WorkerPlugin):
         self.gang: GangMember | None = None
         self.store: TrajectoryStore | None = None
         self.rows: RowKeeper | None = None
+        self.teacher: TeacherService | None = None
         self.setup_error = ""
 
     @property
@@ -118,6 +120,9 @@ class LibraHost(WorkerPlugin):
                 await self._build_engine(worker)
             if supply.get(keys.TRAIN):
                 await self._build_trainer()
+            if supply.get(keys.TEACHER) and self.spec.config.distil.teacher is not None:
+                self.teacher = TeacherService(self.context)
+                await asyncio.to_thread(self.teacher.load)
         self.quanta = QuantumRunner(self.context, self.engine, lambda: self.roles is not None and self.roles.leaving)
         self._parts.callback(self.quanta.close)
         if self.engine is not None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.config.distil_checks import extra_draws
 from libra.envs import StateCopy, begin_state, has_steps, run_action, run_step
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
@@ -268,6 +269,7 @@ class QuantumRunner:
                 priority=priority_here(context.worker, key),
                 group=f"{state.tid.split}-{state.tid.iteration}-{state.tid.group}",
                 generated=done,
+                draws=extra_draws(context.spec.config) if state.tid.split == "train" and temperature > 0 else 0,
             ),
         )
         self.engine.turn_ended()

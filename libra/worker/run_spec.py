@@ -44,6 +44,11 @@ class RunFiles:
         return self.directory / "late"
 
     @property
+    def teacher_dir(self) -> Path:
+        """What the teacher says of groups."""
+        return self.directory / "teacher"
+
+    @property
     def epochs_dir(self) -> Path:
         """One file for each start of the run."""
         return self.directory / "epochs"

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from libra.types import (
     NO_TOOL,
+    Drawn,
     EndReason,
     Episode,
     FailureClass,
@@ -68,6 +69,7 @@ def generation_record(
         "busy_s": output.busy_s,
         "text": text,
         "calls": [{"name": c.name, "arguments": json.dumps(dict(c.arguments)), "error": c.error} for c in calls],
+        **({} if output.drawn is None else {"drawn": list(output.drawn)}),
         **_with_state(state),
         **({} if output.routes is None else {"routes": output.routes, "routes_from": output.routes_from}),
     }
@@ -310,6 +312,7 @@ class TrajectoryState:
             epoch=epoch,
             retried=",".join(self.retried),
             routes=self._routes(sum(len(ids) for ids, _ in parts)),
+            drawn=_drawn([record for _, record in parts if record is not None]),
         )
 
     def _routes(self, num_tokens: int) -> NDArray[np.int16] | None:
@@ -362,6 +365,14 @@ class TrajectoryState:
                 }
                 context += len(record["observation_ids"])
         return rows
+
+
+def _drawn(generations: Sequence[Mapping[str, Any]]) -> Drawn | None:
+    """The further draws of all generations, a row for each generated token; None if one has none."""
+    kept = [record["drawn"] for record in generations if "drawn" in record]
+    if not kept or len(kept) < len(generations):
+        return None
+    return Drawn(*(np.concatenate(each) for each in zip(*kept, strict=True)))
 
 
 def _calls(record: Mapping[str, Any]) -> tuple[ToolCall, ...]:

@@ -114,6 +114,8 @@ def other(name: str, config: RunConfig) -> Any:
 
 def configured(values: dict[str, Any]) -> RunConfig:
     nested: dict[str, dict[str, Any]] = {}
+    if values.get("distil.teacher") is not None:  # else it is refused
+        values = {"trainer.algorithm": "opd"} | values
     for name, value in values.items():
         section, _, key = name.partition(".")
         nested.setdefault(section, {})[key] = value
@@ -172,6 +174,7 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "trainer.kl_target": (None, 0.1),
         "trainer.mismatch_alarm": (None, 0.1),
         "watchdog.timeout_s": (None, 9.0),
+        "distil.teacher": (None, "a/teacher"),
     }
     return extra.get(looked_at) or enum_of(looked_at)
 

@@ -37,7 +37,9 @@ def test_what_needs_the_whole_batch_is_refused_with_on_and_not_streamed_with_aut
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_auto_streams_every_algorithm_whose_advantages_are_of_a_group_alone(name: str) -> None:
-    streamed = most_waves(config("auto", algorithm=name, prompts=40)) > 0
+    teacher = {"distil": {"teacher": "t"}} if name == "opd" else {}
+    given = {"trainer": {"streaming": "auto", "algorithm": name, "prompts": 40}, **teacher}
+    streamed = most_waves(config_from_dict(given)) > 0
     assert streamed is ("reinforce_pp" not in name)
 
 

@@ -24,7 +24,7 @@ from libra.train.hybrid_replica import HybridReplica
 from libra.train.model_layout import whole
 from libra.train.rendezvous import Rendezvous
 from libra.train.replica_group import TrainGroup
-from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
+from libra.types import EndReason, Prompt, Taught, Trajectory, TrajectoryId
 
 TOKEN = "of this test"
 
@@ -55,6 +55,14 @@ def make_batch(step: int) -> list[Trajectory]:
             )
         )
     return made
+
+
+def make_taught(rng: np.random.Generator, one: Trajectory, k: int = 5) -> Taught:
+    """What a teacher might say of a trajectory: five tokens of 48 at each place, and all others together."""
+    count = one.num_action_tokens
+    columns = rng.random((count, 48)).argsort(axis=1)[:, :k]
+    parts = np.log(rng.dirichlet(np.ones(k + 1), count)).astype(np.float32)
+    return Taught(columns.astype(np.int32), parts[:, :k], parts[:, 0], parts[:, k])
 
 
 class Recorded:
@@ -90,6 +98,9 @@ class Recorded:
             for one in batch:
                 old = np.flatnonzero(one.is_action)[::3]
                 one.weight_version[old] = one.kv_version[old] = np.maximum(0, k - 1 - np.arange(len(old)) % 2)
+        if self.replica.settings.distil is not None:  # which has not scored one of them
+            for index, one in enumerate(batch):
+                one.taught = None if index == 5 else make_taught(np.random.default_rng((k, index)), one)
         for wave in waves or ():
             self.replica.accumulate([batch[index] for index in wave], k)
         report = self.replica.close(k) if waves else self.replica.step(batch, k)

@@ -23,6 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{mode: {"aggregation": mode, "loss_divisor": 37.0} for mode in AGGREGATIONS},
     "two minibatches, proximal, KL": {"minibatches": 2, "old_logp": "proximal", "kl_coef": 0.1},
     "fsdp2": {"layout": "fsdp2"},
+    "teacher": {"distil": {"divergence": "forward", "reward_coef": 0.5}},
+    "teacher, fsdp2": {"distil": {"divergence": "reverse"}, "layout": "fsdp2"},
 }
 ADAPTERS = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
 

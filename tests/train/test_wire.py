@@ -18,6 +18,7 @@ from libra.train.minibatch_slices import from_tensors, split, to_tensors
 from libra.train.wire import DTYPES, PURPOSE, Wire, connect
 from libra.transport import Channel, Server
 from libra.transport.channel import WINDOW_BYTES
+from libra.types import Taught
 
 
 @pytest.fixture
@@ -96,15 +97,23 @@ def test_a_slice_comes_back_as_it_was(batch: list, trajectory: Callable[..., obj
     )
     samples[1] = replace(samples[1], token_advantage=np.linspace(-1.0, 1.0, samples[1].num_actions))
     samples[2] = replace(samples[2], kept=np.arange(samples[2].num_actions) % 2 == 0)
+    for number in (0, 5):
+        count = samples[number].num_actions
+        logp = np.random.default_rng(number).normal(size=(count, 3)).astype(np.float32)
+        samples[number] = replace(samples[number], taught=Taught(logp.astype(np.int32), logp, logp[:, 0], None, -logp))
     for given in (samples, samples[:1], []):
         for one, other in zip(given, from_tensors(to_tensors(given)), strict=True):
             for name in set(Sample.__slots__) - {"turn_at", "version", "reward", "group"}:  # used before slices are cut
                 mine, theirs = getattr(one, name), getattr(other, name)
                 assert (mine is None) == (theirs is None)
-                if mine is not None:
+                if name == "taught" and mine is not None:
+                    assert [None if each is None else each.tolist() for each in mine] == [
+                        None if each is None else each.tolist() for each in theirs
+                    ]
+                elif mine is not None:
                     assert (
                         (mine == theirs)
-                        if name == "advantage"
+                        if name in ("advantage", "counted")
                         else (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
                     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from libra.train.losses.cispo import cispo_loss, weighted_logp_loss
 from libra.train.losses.clipped import clip_sums, clipped_surrogate, ppo_loss
+from libra.train.losses.distillation import sampled_divergence, top_k_divergence
 from libra.train.losses.dppo import dppo_keep, dppo_loss
 from libra.train.losses.gmpo import gmpo_loss
 from libra.train.losses.gspo import gspo_loss
@@ -27,9 +28,11 @@ __all__ = [
     "gspo_loss",
     "ppo_loss",
     "reinforce_loss",
+    "sampled_divergence",
     "sapo_loss",
     "sequence_ratio",
     "token_ratio",
+    "top_k_divergence",
     "value_clipped",
     "value_loss",
     "vespo_loss",

@@ -71,6 +71,36 @@ WRONG_TYPES = (
 )
 
 WRONG_RANGES = (
+    setting("trainer.algorithm=opd", "trainer.algorithm=opd", "type distil.teacher=MODEL", "distil.teacher"),
+    setting("distil.teacher=libra/tiny-arithmetic", "trainer.algorithm=dapo", "type trainer.algorithm=opd"),
+    settings(
+        "trainer.algorithm=opd & distil.teacher=libra/tiny-arithmetic & distil.top_k=1000000",
+        "distil.top_k",
+        "1000000",
+        "type distil.top_k=",
+    ),
+    settings(
+        "trainer.algorithm=opd & distil.teacher=no/where/here",
+        "distil.teacher",
+        "no/where/here",
+        "there is no directory",
+    ),
+    settings(
+        "trainer.algorithm=opd & distil.teacher=libra/tiny-arithmetic & distil.estimator=sampled & distil.divergence=reverse & "
+        "rollout.top_p=0.9",
+        "distil.estimator",
+        "rollout.top_p=0.9",
+        "type rollout.top_p=1",
+    ),
+    settings(
+        "trainer.algorithm=opd & distil.teacher=libra/tiny-arithmetic & distil.estimator=sampled & distil.divergence=reverse & "
+        "rollout.engine=vllm",
+        "distil.samples",
+        "64",
+        "type distil.samples=1",
+    ),
+    setting("distil.samples=0", "0", "distil.samples=64"),
+    setting("distil.divergence=jensen", "jensen", "distil.divergence"),
     setting("run.iterations=0", "0", "run.iterations=50"),
     setting("run.eta=-1", "-1", "run.eta=0"),
     setting("run.seed=-1", "-1", "run.seed=0"),

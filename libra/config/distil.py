@@ -1,0 +1,39 @@
+"""Section ``distil`` of a configuration: a teacher that scores what the student writes, and what the student learns from it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from libra.config.section import AtLeastOne, Section
+
+KLDirection = Literal["forward", "reverse"]
+DistilEstimator = Literal["top_k", "sampled"]
+
+
+class DistilSection(Section):
+    """On-policy distillation (`trainer.algorithm` opd): docs/distillation.md."""
+
+    teacher: Annotated[str, Field(min_length=1)] | None = None
+    """Model to learn from, named as `model.path` is: a directory, a Hugging Face id, or libra/NAME. It has the tokenizer of the
+    student. A worker of its own holds it. None: there is none."""
+    divergence: KLDirection = "forward"
+    """What is made small, token by token on what the student wrote. forward: KL(teacher || student), which covers all that the
+    teacher may say. reverse: KL(student || teacher), which leaves out what the teacher would not say."""
+    estimator: DistilEstimator = "top_k"
+    """How it is computed without the whole vocabulary. top_k: over the teacher's `top_k` likeliest tokens and "any other" as one
+    more, without noise. sampled: without bias from `samples` tokens per place, drawn by the teacher (forward) or by the student as
+    it generates (reverse; the log ratio is computed anew when training, and weighed by the change since: AsyncOPD)."""
+    top_k: AtLeastOne = 64
+    """For `estimator` top_k: tokens of the teacher's distribution that are kept for each place."""
+    samples: AtLeastOne = 64
+    """For `estimator` sampled: tokens drawn for each place (m). With `divergence` reverse 1 is the generated token itself; more
+    need `rollout.engine` transformers."""
+    reward_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the policy loss, from rewards, beside the divergence. 0: rewards are only reported."""
+    late: Literal["wait", "drop"] = "wait"
+    """What a batch does whose trajectories the teacher has not scored yet. wait: wait, up to `wait_s`. drop: train without them;
+    with `reward_coef` above 0 their rewards count still."""
+    wait_s: Annotated[float, Field(gt=0)] = 600.0
+    """For `late` wait: seconds; what has not come by then is left out as with drop, and the log says so."""

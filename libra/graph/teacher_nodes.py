@@ -1,0 +1,92 @@
+"""Task functions of the teacher, and what batches and waves make of its scores (``distil``).
+
+``teach-k-g`` runs on the worker that holds the teacher, after group g has its record, and commits the scores beside it. No batch
+depends on it through Dask: scores are looked for when the batch or wave is made, as late rewards are, and its file says which
+groups were trained with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from libra.errors import RecordExists
+from libra.events.reports import LateReport
+from libra.store.batch_membership import batch_path
+from libra.store.group_records import group_path, read_group
+from libra.store.teacher_scores import read_scores, scores_path, write_scores
+from libra.worker.context import WorkerContext
+from libra.worker.host import host_here
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Seconds between two looks for scores that a batch waits for."""
+SIGN_S = 5.0
+"""Seconds between two reports of a batch that waits: signs of life for the watchdog."""
+
+
+def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
+    """Score a finished group, unless it was scored before; ``group`` is what its node returned."""
+    host, began_s = host_here(run), time.time()
+    path = group_path(host.spec.groups_dir, iteration, number)
+    scores = scores_path(path)
+    if not scores.exists():
+        assert host.teacher is not None, f"{host.context.name} was given a group to score and supplies no TEACHER"
+        found = host.teacher.score(read_group(path))
+        with contextlib.suppress(RecordExists):
+            write_scores(scores, found)
+    return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
+
+
+async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Note in the ``rows`` of groups which the teacher has scored (``taught``), after waiting for it as ``distil.late`` says.
+
+    Where rewards do not count, trajectories without scores take no part in the step. No effect in a run without a teacher.
+    """
+    spec, distil = context.spec, context.spec.config.distil
+    if distil.teacher is None:
+        return
+    paths = [scores_path(spec.groups_dir / Path(row["path"]).name) for row in rows]
+    wanted = [path for path, row in zip(paths, rows, strict=True) if any(row["trains"])]
+    if distil.late == "wait":
+        await _wait(context, batch, wanted)
+    missing = [path.stem for path in wanted if not path.exists()]
+    if missing:
+        logger.warning(
+            "run %s: batch %d trains %s %d of %d groups that the teacher has not scored (distil.late=%s), the first is %s",
+            spec.run, batch, "on rewards alone for" if distil.reward_coef else "without", len(missing), len(rows), distil.late,
+            missing[0],
+        )  # fmt: skip
+    for path, row in zip(paths, rows, strict=True):
+        row["taught"] = path.exists() and any(row["trains"])
+        if not distil.reward_coef:
+            scores = read_scores(path, len(row["trains"])) if row["taught"] else [None] * len(row["trains"])
+            row["trains"] = [bool(part and score) for part, score in zip(row["trains"], scores, strict=True)]
+
+
+async def _wait(context: WorkerContext, batch: int, wanted: Sequence[Path]) -> None:
+    """Until all of ``wanted`` are there, the batch was made before, or it has waited for its time."""
+    spec, began_s, signed_s = context.spec, time.monotonic(), -SIGN_S
+    limit_s = spec.config.distil.wait_s
+    while missing := [path for path in wanted if not path.exists()]:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= limit_s or batch_path(spec.batches_dir, batch).exists():
+            return
+        if waited_s - signed_s >= SIGN_S:
+            context.report(LateReport(batch=batch, awaited=len(missing)))
+            signed_s = waited_s
+        await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
+
+
+def taught_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Metrics of a batch with a teacher: groups without its scores; there is something to learn where it scored."""
+    if not any("taught" in row for row in rows):
+        return {}
+    learns = {"no_signal": ""} if any(row["taught"] for row in rows) else {}
+    return learns | {"late_taught": sum(not row["taught"] for row in rows)}

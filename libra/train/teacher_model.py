@@ -1,0 +1,127 @@
+"""A teacher: a frozen model that scores the tokens which a student generated.
+
+It is loaded once, on a worker of its own. No (T, V) array exists: log-probabilities are reduced chunk by chunk.
+
+Shape legend: T tokens of a trajectory, A of them generated, C tokens of a chunk, H hidden size, V vocabulary, K columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.config.distil import DistilSection
+from libra.errors import TrainError
+from libra.heads import after_head, at_head, head_of
+from libra.train.model_loading import load_model
+from libra.types import Taught, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a teacher keeps of its distributions: section ``distil``, at ``rollout.temperature``; ``vocabulary`` is the student's,
+    whose tokens alone count; ``chunk_tokens`` are scored at once."""
+
+    distil: DistilSection
+    temperature: float
+    vocabulary: int
+    chunk_tokens: int
+
+
+class TeacherModel:
+    """The model of ``directory`` in ``dtype`` on ``device``, by ``loader`` (``model.loader``)."""
+
+    def __init__(
+        self,
+        directory: Path,
+        scoring: Scoring,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        loader: str | None = None,
+    ) -> None:
+        self.model: Any = load_model(directory, dtype, loader).requires_grad_(False).to(device).eval()
+        self.scoring, self._head, self._after = scoring, head_of(self.model), after_head(self.model)
+
+    @torch.no_grad()
+    def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:
+        """What it says of a trajectory's generated tokens; None where there are none, or where none were drawn that it needs.
+
+        ``rng`` draws the teacher's own tokens. TrainError if what it says is not finite.
+        """
+        where = np.flatnonzero(trajectory.is_action)
+        distil = self.scoring.distil
+        of_student = (distil.estimator, distil.divergence) == ("sampled", "reverse")
+        if not len(where) or where[0] == 0 or (of_student and distil.samples > 1 and trajectory.drawn is None):
+            return None
+        own_A = torch.from_numpy(trajectory.token_ids[where].astype(np.int64))
+        columns_AK, old = None, None
+        if of_student:
+            columns, old = drawn_columns(trajectory, where)
+            columns_AK = torch.from_numpy(columns.astype(np.int64))
+        device = next(self.model.parameters()).device
+        ids_1T = torch.from_numpy(trajectory.token_ids[: where[-1]].astype(np.int64))[None].to(device)
+        parts: list[tuple[Tensor, ...]] = []
+
+        def reduce(hidden_TH: Tensor) -> Tensor:
+            hidden_AH = hidden_TH[torch.from_numpy(where - 1).to(device)]
+            for at in range(0, len(hidden_AH), self.scoring.chunk_tokens):
+                here = slice(at, at + self.scoring.chunk_tokens)
+                logp_CV = self._logp(hidden_AH[here])
+                columns_CK = self._columns(logp_CV, None if columns_AK is None else columns_AK[here], rng)
+                rest_C = torch.logsumexp(logp_CV.scatter(1, columns_CK, -torch.inf), -1)
+                own_C = logp_CV.gather(1, own_A[here, None].to(device))[:, 0]
+                parts.append((columns_CK.int(), logp_CV.gather(1, columns_CK), own_C, rest_C))
+            return hidden_TH[:0]
+
+        at_head(self.model, reduce, input_ids=ids_1T, use_cache=False)
+        columns, logp, own, rest = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
+        if not (np.isfinite(logp).all() and np.isfinite(own).all()):
+            raise TrainError(
+                f"trajectory {trajectory.trajectory_id}: the teacher's log-probabilities are not finite; is distil.teacher whole, "
+                "and does model.dtype hold its numbers?"
+            )
+        return Taught(
+            columns,
+            logp.astype(np.float32),
+            own.astype(np.float32),
+            rest.astype(np.float32) if distil.estimator == "top_k" else None,
+            old,
+        )
+
+    def _logp(self, hidden_CH: Tensor) -> Tensor:
+        """Log-probabilities of the student's vocabulary, in at least float32."""
+        logits_CV = torch.nn.functional.linear(hidden_CH, self._head.weight, self._head.bias)
+        logits_CV = logits_CV if self._after is None else self._after(logits_CV)
+        logits_CV = logits_CV[:, : self.scoring.vocabulary]
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self.scoring.temperature
+        return torch.log_softmax(logits_CV, -1)
+
+    def _columns(self, logp_CV: Tensor, given_CK: Tensor | None, rng: np.random.Generator) -> Tensor:
+        """The tokens to keep at each place: those given, the likeliest, or as many that are drawn."""
+        if given_CK is not None:
+            return given_CK.to(logp_CV.device)
+        distil = self.scoring.distil
+        if distil.estimator == "top_k":
+            return logp_CV.topk(distil.top_k, dim=-1).indices
+        cdf_CV = logp_CV.exp().cumsum(-1)
+        aim_CK = torch.from_numpy(rng.random((len(logp_CV), distil.samples))).to(cdf_CV) * cdf_CV[:, -1:]
+        return torch.searchsorted(cdf_CV, aim_CK, right=True).clamp_(max=logp_CV.shape[-1] - 1)
+
+
+def drawn_columns(
+    trajectory: Trajectory, where: NDArray[np.integer[Any]]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The student's tokens at each place ``where`` it generated: the one generated and those drawn beside it, (A, m), and their
+    log-probabilities by the engine."""
+    columns, logp = trajectory.token_ids[where][:, None], trajectory.behaviour_logprob[where][:, None]
+    if trajectory.drawn is not None:
+        columns = np.concatenate([columns, trajectory.drawn.token_ids], axis=1)
+        logp = np.concatenate([logp, trajectory.drawn.logprobs], axis=1)
+    return columns.astype(np.int32), logp.astype(np.float32)

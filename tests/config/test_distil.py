@@ -1,0 +1,71 @@
+"""Settings of distillation: what contradicts them, and where they have no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra.cluster.local import device_bindings, worker_resources
+from libra.config import config_from_dict
+from libra.config.distil_checks import extra_draws
+from libra.config.effects import ignored_settings
+from libra.errors import ConfigError
+
+OPD: dict[str, Any] = {"algorithm": "opd"}
+REVERSE: dict[str, Any] = {"teacher": "t", "estimator": "sampled", "divergence": "reverse"}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no teacher": ({"trainer": OPD}, r"distil.teacher: null.*type distil.teacher=MODEL.*or trainer.algorithm=dapo"),
+    "another algorithm": (
+        {"distil": {"teacher": "t"}, "trainer": {"algorithm": "gspo"}},
+        r"trainer.algorithm=gspo learns from rewards alone; type trainer.algorithm=opd",
+    ),
+    "cut distribution": (
+        {"distil": REVERSE, "trainer": OPD, "rollout": {"top_p": 0.9}},
+        r"rollout.top_p=0.9 cuts it; type rollout.top_p=1, or distil.estimator=top_k",
+    ),
+    "another engine": (
+        {"distil": REVERSE, "trainer": OPD, "rollout": {"engine": "vllm"}},
+        r"distil.samples: 64 .*type distil.samples=1, or distil.estimator=top_k",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_together_is_refused_with_what_to_type(case: str) -> None:
+    sections, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words):
+        config_from_dict(sections)
+
+
+@pytest.mark.parametrize(
+    ("distil", "ignored"),
+    [
+        ({"top_k": 8, "estimator": "sampled"}, {"distil.top_k"}),
+        ({"samples": 8}, {"distil.samples"}),
+        ({"late": "drop", "wait_s": 3.0}, {"distil.wait_s"}),
+        ({"divergence": "reverse", "reward_coef": 0.5, "top_k": 8}, set()),
+    ],
+)
+def test_a_setting_without_effect_is_named(distil: dict[str, Any], ignored: set[str]) -> None:
+    config = config_from_dict({"trainer": OPD, "distil": {"teacher": "t"} | distil})
+    assert {each.field for each in ignored_settings(config)} == ignored
+    without = config_from_dict({"distil": distil})
+    assert {each.field for each in ignored_settings(without)} == {f"distil.{name}" for name in distil}
+
+
+def test_the_teacher_has_a_worker_of_its_own_and_a_gpu() -> None:
+    config = config_from_dict({"trainer": OPD, "distil": {"teacher": "t"}})
+    assert worker_resources(config)["teacher-0"] == {"TEACHER": 1}
+    assert device_bindings(config, 3) == {"rollout-0": "0", "train-0": "1", "teacher-0": "2"}
+    jobs = worker_resources(config, {"rollout": 1, "train": 1, "tool": 2})
+    assert {name for name, supply in jobs.items() if "TEACHER" in supply} == {"tool-0"}
+    assert not any("TEACHER" in supply for supply in worker_resources(config_from_dict({})).values())
+
+
+def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs() -> None:
+    given = {"trainer": OPD, "distil": REVERSE | {"samples": 8}}
+    assert extra_draws(config_from_dict(given)) == 7
+    for change in ({"divergence": "forward"}, {"estimator": "top_k"}):
+        assert extra_draws(config_from_dict({"trainer": OPD, "distil": REVERSE | {"samples": 8} | change})) == 0
