@@ -107,15 +107,12 @@ def test_a_slice_comes_back_as_it_was(batch: list, trajectory: Callable[..., obj
                 mine, theirs = getattr(one, name), getattr(other, name)
                 assert (mine is None) == (theirs is None)
                 if name == "taught" and mine is not None:
-                    assert [None if each is None else each.tolist() for each in mine] == [
-                        None if each is None else each.tolist() for each in theirs
-                    ]
-                elif mine is not None:
-                    assert (
-                        (mine == theirs)
-                        if name in ("advantage", "counted")
-                        else (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
+                    mine, theirs = (
+                        [None if each is None else each.tolist() for each in taught] for taught in (mine, theirs)
                     )
+                if isinstance(mine, np.ndarray):
+                    mine, theirs = (mine.dtype, mine.tolist()), (theirs.dtype, theirs.tolist())
+                assert mine == theirs, name
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 5, 12, 20])
