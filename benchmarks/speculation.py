@@ -1,4 +1,4 @@
-"""Group speculation of the transformers engine: equal tokens, accepted tokens per step, and seconds per token with and without.
+"""Group speculation: equal tokens, accepted tokens per step, and seconds per token with and without.
 
 The quick start's model answers its own questions in groups of 16 samples: four turns each, with a calculator's return between
 them (a number that is drawn, the same for both sides), at temperature 1. An engine of 1, 4 or 16 slots serves one group after
@@ -6,10 +6,12 @@ another, with speculation and without, in turns: A B A B. Groups are new in each
 lengths of drafts on other groups.
 
 * ``differing_tokens``: tokens that differ between the sides, over all trajectories of all batch sizes (``--trajectories`` each).
-* ``accepted_per_step_batch1``: tokens accepted per step and sequence beside the one that every step gives, of steps with drafts.
-* ``time_ratio_batch1``, ``..._batch4``, ``..._batch16``: seconds per token with over without, median of pairs.
+* ``accepted_per_step_batch1``, ...: tokens accepted per step and sequence beside the one that every step gives, of steps with
+  drafts, by running sequences (a power of two: 8 are five to eight).
+* ``time_ratio_batch1``, ``..._batch4``, ``..._batch16``: seconds per token with over without, median of pairs;
+  ``seconds_per_token_batch1`` and ``seconds_per_token_batch1_without``, ...: both.
 
-``python -m benchmarks.speculation [--pairs 7] [--trajectories 336] [--max-new-tokens 24] --json``
+``python -m benchmarks.speculation [--engine vllm] [--pairs 7] [--trajectories 336] [--max-new-tokens 24] --json``
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from benchmarks.report import QUICKSTART, Figure, alternate, command_parser, emi
 from libra.config import load_config, resolve_model
 from libra.envs.registry import make_environment
 from libra.rollout.chat_format import ChatFormat, load_chat_format
+from libra.rollout.draft_length import Drafted
 from libra.rollout.transformers_engine import TransformersEngine
+from libra.rollout.vllm_engine import VLLMEngine
+from libra.rollout.vllm_settings import INSTALL, is_installed
 from libra.types import TurnRequest
 
 GROUP_SIZE, TURNS = 16, 4
 BATCHES = (1, 4, 16)
+ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 WARM_UP_GROUPS = 6
 """Groups before the first pair, in which each side tries its lengths of drafts."""
 
@@ -37,14 +43,14 @@ WARM_UP_GROUPS = 6
 class Side:
     """An engine with one batch size, with speculation or without."""
 
-    def __init__(self, slots: int, speculate: bool, max_new_tokens: int) -> None:
+    def __init__(self, kind: str, slots: int, speculate: bool, max_new_tokens: int) -> None:
         config = load_config(str(QUICKSTART))
         self.environment: Any = make_environment(config.environment.name, config.environment.args, 0)
         self.max_new_tokens, self.tokens = max_new_tokens, dict[str, list[int]]()
         model_dir = resolve_model(config.model.path)
         tools = [tool.schema for tool in self.environment.tools]
         self.chat: ChatFormat = load_chat_format(model_dir, tools)
-        self.engine = TransformersEngine(
+        self.engine: TransformersEngine | VLLMEngine = ENGINES[kind](
             model_dir, slots=slots, max_context_tokens=config.rollout.max_context_tokens, threads=1, speculate=speculate
         )
         self.loop = asyncio.new_event_loop()
@@ -99,38 +105,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("speculation", __doc__, pairs=7)
     parser.add_argument("--trajectories", type=int, default=336, help="per batch size and side, at least")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="of a turn")
+    parser.add_argument("--engine", choices=list(ENGINES), default="transformers")
     options = parser.parse_args(arguments)
+    if options.engine == "vllm" and not is_installed():
+        parser.error(f"--engine vllm: vllm is not installed here; {INSTALL}")
     groups = max(1, -(-options.trajectories // GROUP_SIZE // options.pairs))
     figures: dict[str, Figure] = {}
+    by_rows: dict[int, list[Drafted]] = {}
     different = trajectories = 0
     for slots in BATCHES:
-        sides = [Side(slots, speculate, options.max_new_tokens) for speculate in (True, False)]
-        for side in sides:
+        drafting, plain = (Side(options.engine, slots, drafts, options.max_new_tokens) for drafts in (True, False))
+        for side in (drafting, plain):
             side.seconds_per_token(WARM_UP_GROUPS)
-        drafting, plain = sides
         pairs = alternate(
             lambda side=drafting: side.seconds_per_token(groups), lambda side=plain: side.seconds_per_token(groups),
             pairs=options.pairs,
         )  # fmt: skip
         different += differing(drafting.tokens, plain.tokens)
         trajectories += len(drafting.tokens.keys() & plain.tokens.keys())
-        batch = drafting.engine._open()
-        steps = sum(each.steps * min(rows, slots) for rows, each in batch.draft_length.by_rows.items())
-        accepted = sum(each.accepted for each in batch.draft_length.by_rows.values())
+        stats = drafting.engine.stats()
         print(
             f"batch {slots:2d}: {1e6 * pairs.medians[0]:.0f} us per token with, {1e6 * pairs.medians[1]:.0f} without, ratio "
-            f"{pairs.ratio:.3f} (with over without); drafted {batch.counters.drafted_tokens}, accepted "
-            f"{batch.counters.accepted_tokens} of {batch.counters.generated_tokens} tokens; by running sequences "
+            f"{pairs.ratio:.3f} (with over without); drafted {stats.drafted_tokens}, accepted {stats.accepted_tokens} of "
+            f"{stats.generated_tokens} tokens; by running sequences "
             + ", ".join(
-                f"{rows}: {each.accepted}/{each.drafted}" for rows, each in sorted(batch.draft_length.by_rows.items())
+                f"{rows}: {each.accepted}/{each.drafted}" + (f" gain {each.gain:.2f}" if each.gain else "")
+                for rows, each in sorted(stats.drafted_by_rows.items())
             ),
             flush=True,
         )
         figures[f"time_ratio_batch{slots}"] = Figure(pairs.ratio, "ratio", "lower", 1.0)
-        if slots == 1:
-            figures["accepted_per_step_batch1"] = Figure(accepted / max(1, steps), "tokens", "higher")
-        for side in sides:
+        figures[f"seconds_per_token_batch{slots}"] = Figure(pairs.medians[0], "s", "lower")
+        figures[f"seconds_per_token_batch{slots}_without"] = Figure(pairs.medians[1], "s", "lower")
+        for rows, each in stats.drafted_by_rows.items():
+            by_rows.setdefault(rows, []).append(each)
+        for side in (drafting, plain):
             side.close()
+    for rows, found in sorted(by_rows.items()):
+        accepted = sum(each.accepted for each in found)
+        sequences = sum(each.generated - each.accepted for each in found)  # each gets one token per step besides
+        if sequences:
+            figures[f"accepted_per_step_batch{rows}"] = Figure(accepted / sequences, "tokens", "higher")
     figures["differing_tokens"] = Figure(different, "tokens", "lower", 0)
     print(f"{different} differing tokens in {trajectories} trajectories")
     emit("speculation", figures, arguments=arguments, as_json=options.json)

@@ -3,8 +3,9 @@
 Invariants
 ----------
 1. Lengths are 0 or one of `LENGTHS`, and 0 for batches of more than `MOST_ROWS`.
-2. Every length is tried again, so that one that became better is found, but half as often after each time that it was not the
-   best; all other steps use the best of those measured.
+2. Every length is tried, first after `FIRST_TRIED_AFTER` steps each, and again, so that one that became better is found, but half
+   as often after each time that it was not the best; all other steps use the best of those measured.
+3. Drafts are the best only where they give `MARGIN` more tokens per second than steps without.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ MOST_ROWS = 8
 """Largest batch for which drafts are made: a step of many rows is bound by arithmetic, and drafts add to it."""
 TRIED_AFTER, TRIED_AFTER_MOST = 16, 4096
 """Steps of a batch size until a length that was not the best is tried again: at first, and at most."""
+FIRST_TRIED_AFTER = 8
+"""Steps of a batch size before each first try of a length: sizes with few steps, as between prompts, try next to nothing."""
+MARGIN = 1.05
+"""How many times the tokens per second of steps without drafts a length must give."""
 FORGETTING = 0.1
 """Weight of the newest step in the means."""
 
@@ -69,8 +74,11 @@ class _Size:
 
     @property
     def best(self) -> int:
-        """The length with most tokens per second; every length was tried."""
-        return max(LENGTHS, key=lambda length: self.tokens[length] / self.seconds[length])
+        """The length with most tokens per second of those that were tried, 0 among them."""
+        rates = {
+            length: self.tokens[length] / self.seconds[length] / (MARGIN if length else 1) for length in self.seconds
+        }
+        return max(sorted(rates), key=lambda length: rates[length])
 
 
 @dataclass(slots=True)
@@ -86,12 +94,14 @@ class DraftLength:
             return 0
         size = self._sizes.setdefault(_size(num_rows), _Size())
         size.steps += 1
-        untried = [length for length in LENGTHS if length not in size.seconds]
-        if untried:
-            return untried[0]
+        if 0 not in size.seconds:
+            return 0
+        tried = len(size.seconds)
+        if tried < len(LENGTHS) and size.steps > tried * FIRST_TRIED_AFTER:
+            return next(length for length in LENGTHS if length not in size.seconds)
         best = size.best
         size.waits[best] = TRIED_AFTER
-        due = [length for length in LENGTHS if length != best and size.next_try.get(length, 0) <= size.steps]
+        due = [length for length in size.seconds if length != best and size.next_try.get(length, 0) <= size.steps]
         if not due:
             return best
         size.waits[due[0]] = wait = min(2 * size.waits.get(due[0], TRIED_AFTER // 2), TRIED_AFTER_MOST)

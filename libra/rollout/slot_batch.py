@@ -230,9 +230,11 @@ class SlotBatch:
             return []
         if self.shared.following:
             self._take_over()
-        drafted = self._draft() if self.drafts is not None else None
-        if drafted is not None:
-            return self._verify(drafted, begun_s)
+        asked = 0
+        if self.drafts is not None:
+            asked, drafted = self._draft()
+            if drafted is not None:
+                return self._verify(drafted, begun_s)
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
         self._keep_routes(step)
@@ -243,7 +245,7 @@ class SlotBatch:
         spent_s = self._end_pass(begun_s)
         self.meter.add(len(level), context_tokens, prefilled, spent_s)
         if self.drafts is not None and not prefilled:
-            self.draft_length.measured(len(level), 0, 0, len(level), spent_s)
+            self.draft_length.measured(len(level), asked, 0, len(level), spent_s)
         return ended
 
     def _keep_routes(self, step: Step) -> None:
@@ -363,14 +365,15 @@ class SlotBatch:
 
     # -- speculation -------------------------------------------------------------------------------------------------
 
-    def _draft(self) -> DraftedStep | None:
-        """Drafts for the running slots, if all of them decode and drafts pay off; None: an ordinary step."""
+    def _draft(self) -> tuple[int, DraftedStep | None]:
+        """The number of tokens to draft, and drafts for the running slots, if all of them decode and drafts pay off; None: an
+        ordinary step."""
         table, running = self.table, self.table.running
         if self.shared.following or (table.known[running] - table.cached[running] > 1).any():
-            return None
+            return 0, None
         length = self.draft_length.choose(len(running))
         if not length:
-            return None
+            return 0, None
         assert self.drafts is not None
         found: list[list[int]] = []
         for slot in running:
@@ -380,9 +383,9 @@ class SlotBatch:
                 found.append([])
                 continue
             drafts = self.drafts.of(job.request.group)
-            drafts.extend(job.name, table.tokens[slot, :known].tolist())
+            drafts.extend(job.name, table.tokens[slot, :known])
             found.append(drafts.propose(table.tokens[slot, max(0, known - LONGEST) : known].tolist(), room))
-        return DraftedStep(running, found, length) if any(found) else None
+        return length, DraftedStep(running, found, length) if any(found) else None
 
     def _verify(self, drafted: DraftedStep, begun_s: float) -> list[tuple[Job, TurnOutput]]:
         """Feed every running slot its last token and its drafts, sample after each of them, and keep what is as sampled."""
@@ -461,7 +464,7 @@ class SlotBatch:
         """Answer a slot's request and keep its KV for the next turn."""
         job = self.table.running_job(slot)
         if self.drafts is not None and job.request.group:
-            tokens = self.table.tokens[slot, : int(self.table.known[slot])].tolist()
+            tokens = self.table.tokens[slot, : int(self.table.known[slot])].copy()
             self.drafts.of(job.request.group).extend(job.name, tokens)
         self._rescore(slot)
         output = self._output(job, StopReason.STOP if stopped else StopReason.LENGTH)
