@@ -230,11 +230,9 @@ class SlotBatch:
             return []
         if self.shared.following:
             self._take_over()
-        asked = 0
-        if self.drafts is not None:
-            asked, drafted = self._draft()
-            if drafted is not None:
-                return self._verify(drafted, begun_s)
+        asked, drafted = self._draft() if self.drafts is not None else (0, None)
+        if drafted is not None:
+            return self._verify(drafted, begun_s)
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
         self._keep_routes(step)
@@ -464,8 +462,7 @@ class SlotBatch:
         """Answer a slot's request and keep its KV for the next turn."""
         job = self.table.running_job(slot)
         if self.drafts is not None and job.request.group:
-            tokens = self.table.tokens[slot, : int(self.table.known[slot])].copy()
-            self.drafts.of(job.request.group).extend(job.name, tokens)
+            self.drafts.of(job.request.group).extend(job.name, self.table.tokens[slot, : self.table.known[slot]].copy())
         self._rescore(slot)
         output = self._output(job, StopReason.STOP if stopped else StopReason.LENGTH)
         self.queue.end(job)
