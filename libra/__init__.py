@@ -8,7 +8,19 @@ import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Environment", "Late", "RunSummary", "Session", "__version__", "deliver", "errors", "tool", "train"]
+__all__ = [
+    "Environment",
+    "Late",
+    "RunSummary",
+    "Session",
+    "__version__",
+    "deliver",
+    "errors",
+    "observation",
+    "session",
+    "tool",
+    "train",
+]
 
 if TYPE_CHECKING:
     from libra import errors
@@ -17,7 +29,9 @@ if TYPE_CHECKING:
     from libra.driver.run_summary import RunSummary
     from libra.driver.session import Session
     from libra.envs.environment import Environment
+    from libra.envs.session_kind import session
     from libra.envs.tool import tool
+    from libra.store.observations import observation
     from libra.types import Late
 
 
@@ -28,6 +42,8 @@ _HOMES = {
     "Session": "libra.driver.session",
     "deliver": "libra.driver.late_delivery",
     "errors": "libra.errors",
+    "observation": "libra.store.observations",
+    "session": "libra.envs.session_kind",
     "tool": "libra.envs.tool",
 }
 """Modules of the public names, `train` excepted."""

@@ -14,6 +14,7 @@
     +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
     |   +-- RewardFault(ValueError)        a reward is not one finite number
     |   |   +-- RewardTimeout              the reward did not return in time
+    |   +-- SessionLost                    the session of a trajectory is gone, with its worker or alone
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
     +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
@@ -99,6 +100,10 @@ class KVRefused(EngineError, ValueError):
 
 class EnvironmentFault(LibraError, RuntimeError):
     """An environment could not produce a prompt or run an action."""
+
+
+class SessionLost(EnvironmentFault):
+    """The session that a trajectory has leased is gone: its worker, or the session itself, has died."""
 
 
 class RewardFault(EnvironmentFault, ValueError):

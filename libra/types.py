@@ -180,7 +180,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """Result of one call. The model reads ``content``; ``latency_s`` is wall time of the call.
+    """Result of one call. The model reads ``content``; ``latency_s`` is wall time of the call. ``reference`` names the file of all
+    that was returned if that is large (`libra.observation`); empty: there is none.
 
     ValueError if ``status`` is not a `ToolStatus`: logs, stores and forecasts depend on it.
     """
@@ -190,6 +191,7 @@ class ToolReturn:
     content: str
     latency_s: float = 0.0
     payload_chars: int = 0
+    reference: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.status, ToolStatus):
@@ -262,8 +264,7 @@ class TurnOutput:
     prefill_s : float
         Of ``busy_s``, those before the first token; 0: not known.
     routes : int16 array (P, L, K), optional
-        Of a mixture of experts: those chosen for the context's tokens from ``routes_from`` on and for the new ones but the last, by
-        layer.
+        Experts chosen for the context's tokens from ``routes_from`` on and for the new ones but the last, by layer.
     routes_from : int
     """
 

@@ -33,6 +33,7 @@ from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.committer_lock import lock_holder
 from libra.store.group_records import read_group
 from libra.store.log_segments import check_whole, segments_of
+from libra.store.observations import observation_faults
 from libra.store.store_check import column_rows, committed_rows, store_faults
 from libra.store.trajectory_journal import Journal
 from libra.tensor_files import checkpoint_fault, version_fault
@@ -301,6 +302,8 @@ def _check_sealed(check: RunCheck) -> None:
                 unseal(path.read_bytes())
         except (OSError, ValueError) as error:
             check.add(str(path.relative_to(check.files.directory)), f"torn or altered ({error})")
+    for name, what in observation_faults(check.files.directory, _Budget(check.limit_bytes).allows):
+        check.add(name, what)
 
 
 def _check_logs(check: RunCheck) -> None:

@@ -13,6 +13,7 @@ log                    its sound lines
 segment                nothing: it stays, and a resumed run does not read it
 weights, checkpoints   nothing: a resumed run publishes the version again, and repeats the steps since a checkpoint
 journal record         nothing: the quantum runs again, with the same seed
+observation            nothing: it is set aside
 wave                   nothing: the groups of it and of those after it go into other waves
 =====================  ==========================================================================================
 
@@ -46,6 +47,7 @@ from libra.errors import StoreError, shell_path
 from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.exclusive_files import create_exclusive
+from libra.store.observations import DIRECTORY as OBSERVATIONS
 from libra.worker.run_spec import RunDirectory
 
 STORE_WAIT_S = 20.0
@@ -169,9 +171,11 @@ def _set_aside_whole(kinds: dict[str, list[str]], repairs: Repairs) -> None:
         "weights": "the run publishes the version again, or continues without it",
         "checkpoints": "the run repeats the steps since the checkpoint before",
         "steps": "a resumed run does not need it",
+        OBSERVATIONS: "a reward function that reads it fails, and no reward is made up",
     }
     for kind, then in after.items():
-        for name in dict.fromkeys("/".join(name.split("/")[:2]) for name in kinds.get(kind, ())):
+        depth = 3 if kind == OBSERVATIONS else 2
+        for name in dict.fromkeys("/".join(name.split("/")[:depth]) for name in kinds.get(kind, ())):
             if name != SCORES and repairs.exists(name):
                 repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
     for name in kinds.get("waves", ()):

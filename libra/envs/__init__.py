@@ -9,6 +9,7 @@ from libra.envs.function_environment import FunctionEnvironment
 from libra.envs.grading import run_grader
 from libra.envs.registry import ENVIRONMENTS, make_environment
 from libra.envs.rewards import REWARDS, make_reward
+from libra.envs.session_kind import SessionKind, session
 from libra.envs.state import StateCopy, begin_state, check_state, decode_state, has_state, has_steps, run_step
 from libra.envs.tool import Tool, tool
 from libra.envs.tool_calls import TOOL_FORMATS, parse_hermes, parse_qwen3_coder
@@ -19,6 +20,7 @@ __all__ = [
     "TOOL_FORMATS",
     "Environment",
     "FunctionEnvironment",
+    "SessionKind",
     "StateCopy",
     "Tool",
     "begin_state",
@@ -34,5 +36,6 @@ __all__ = [
     "run_action",
     "run_grader",
     "run_step",
+    "session",
     "tool",
 ]

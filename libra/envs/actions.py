@@ -18,11 +18,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from libra.envs.call_threads import CallThread, hung_threads
 from libra.envs.environment import Environment
-from libra.envs.tool import ACTION_ID, STATE, Tool
+from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ToolFault, ToolTimeout
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
@@ -50,7 +51,14 @@ class StateOfCall(Protocol):
 
 
 async def run_action(
-    environment: Environment, prompt: Prompt, call: ToolCall, *, action_id: str, state: StateOfCall | None = None
+    environment: Environment,
+    prompt: Prompt,
+    call: ToolCall,
+    *,
+    action_id: str,
+    state: StateOfCall | None = None,
+    session: Any = None,
+    keep: Callable[[str], str] | None = None,
 ) -> ToolReturn:
     """The return of ``call``, as the model reads it.
 
@@ -63,6 +71,10 @@ async def run_action(
         name, as idempotency key and seed of injected faults.
     state : StateOfCall, optional
         For a tool that takes the trajectory's state; what it changed is kept if it returned.
+    session : object, optional
+        For a tool that takes the trajectory's session.
+    keep : callable, optional
+        Called with all that the tool returned, before it is cut; gives its reference, or "".
 
     Raises
     ------
@@ -79,6 +91,8 @@ async def run_action(
         arguments[ACTION_ID] = action_id
     if tool.takes_state and state is not None:
         arguments[STATE] = state.value()
+    if tool.takes_session:
+        arguments[SESSION] = session
     started_s = time.perf_counter()
     outcome = await run_bounded(
         tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
@@ -107,7 +121,8 @@ async def run_action(
         error = fault_of_text
         payload = f"{type(error).__name__} while reading what the tool returned"
     status = ToolStatus.OK if error is None else ToolStatus.ERROR
-    return _bounded_return(tool, status, payload, latency_s)
+    reference = "" if keep is None else await asyncio.to_thread(keep, payload)
+    return replace(_bounded_return(tool, status, payload, latency_s), reference=reference)
 
 
 async def run_bounded(

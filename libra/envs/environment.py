@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import Any
 
+from libra.envs.session_kind import SessionKind
 from libra.envs.tool import Tool
 from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ConfigError
@@ -41,6 +42,10 @@ class Environment(ABC):
     """Wall seconds of a `reset` or a `step`."""
     inline_steps: bool = False
     """Whether `step` runs inside the generation quantum; for cheap ones. Otherwise it takes a TOOL slot, on any worker with one."""
+
+    session: SessionKind | None = None
+    """Kind of live object, such as a browser or a shell, that a trajectory has from its first action to its end: `libra.session`.
+    Tools with a keyword ``session`` get it."""
 
     @abstractmethod
     def prompt(self, split: str, index: int) -> Prompt:
@@ -94,6 +99,11 @@ class Environment(ABC):
         """ConfigError unless ``split`` is "train" or "eval"."""
         if split not in ("train", "eval"):
             raise ConfigError(f"split {split!r}: {self.name} has the splits 'train' and 'eval'")
+
+    def session_limit_s(self, tool: str) -> float:
+        """Wall seconds within which an action that uses a session has ended."""
+        limits = [each.timeout_s for each in self.tools if each.name == tool]
+        return sum(limits) + (2 * self.session.timeout_s if self.session is not None else 0.0)
 
     async def setup(self) -> None:  # noqa: B027 optional hook
         """Called once per worker, before the first action."""

@@ -56,6 +56,15 @@ def check_state(environment: Environment) -> Environment:
                 f"tool {tool.name!r}: it takes trajectory_state, and {environment.name} has none; define "
                 "reset(self, prompt), which returns the state of a trajectory at its beginning"
             )
+        if tool.takes_session and (environment.session is None or tool.inline):
+            raise ConfigError(
+                f"tool {tool.name!r}: it takes a session, "
+                + (
+                    f"and {environment.name} has none; set session = libra.session(FACTORY, reset=..., close=...)"
+                    if environment.session is None
+                    else "so it runs on workers with TOOL slots; type inline=False"
+                )
+            )
     if has_state(environment):
         _decoder(type(environment))
     if environment.max_state_bytes < 1 or not environment.step_timeout_s > 0:

@@ -14,6 +14,8 @@ ACTION_ID = "action_id"
 """A tool with a keyword of this name gets the action's id; the model does not see it."""
 STATE = "trajectory_state"
 """A tool with a keyword of this name gets the trajectory's state, to change in place; the model does not see it."""
+SESSION = "session"
+"""A tool with a keyword of this name gets the trajectory's session (`libra.envs.sessions`); the model does not see it."""
 
 TIMEOUT_S = 10.0
 MAX_PAYLOAD_CHARS = 8000
@@ -57,6 +59,7 @@ class Tool:
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
     takes_state: bool = field(init=False)
+    takes_session: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -74,6 +77,7 @@ class Tool:
         parameters = inspect.signature(self.function).parameters
         object.__setattr__(self, "takes_action_id", ACTION_ID in parameters)
         object.__setattr__(self, "takes_state", STATE in parameters)
+        object.__setattr__(self, "takes_session", SESSION in parameters and SESSION not in self.parameters)
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -124,7 +128,7 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: its type hints cannot be read ({error}); use hints that the module imports"
         ) from error
-    shown = {key: value for key, value in signature.parameters.items() if key not in (ACTION_ID, STATE)}
+    shown = {key: value for key, value in signature.parameters.items() if key not in (ACTION_ID, STATE, SESSION)}
     for key, parameter in shown.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
@@ -142,7 +146,7 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
     def stub() -> None: ...
 
-    # The model must not see action_id and trajectory_state, so the schema is read from a substitute without it.
+    # The model must not see action_id, trajectory_state and session, so the schema is read from a substitute without it.
     stub.__name__, stub.__doc__ = name, doc
     stub.__annotations__ = {key: hint for key, hint in hints.items() if key in shown}
     stub.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]

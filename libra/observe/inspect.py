@@ -24,6 +24,7 @@ from libra.observe.trajectory_view import as_json as view_as_json
 from libra.observe.trajectory_view import render
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.late_rewards import read_late
+from libra.store.observations import observations_of
 from libra.store.trajectories import TrajectoryStore
 from libra.types import TrajectoryId
 from libra.untrusted import shown, shown_json
@@ -182,9 +183,9 @@ class _Viewer:
     def _row(self, index: int) -> dict[str, Any]:
         """Its columns, and what is known of a late reward."""
         row, run_dir = self.store.row(index), Path(self.store.path).parent
-        return row | late_of(
-            run_dir, TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"]), row["batch"]
-        )
+        trajectory = TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"])
+        large = [asdict(each) for each in observations_of(run_dir, str(trajectory))]
+        return row | late_of(run_dir, trajectory, row["batch"]) | ({"observations": large} if large else {})
 
     def step(self, read_key: Callable[[], str], tokens: bool) -> None:
         """Show them by keys, until ``q`` or the end of input."""

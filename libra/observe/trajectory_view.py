@@ -112,6 +112,9 @@ def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> Render
         counts = "no batch has taken it" if row["late_batch"] is None else f"counts from batch {row['late_batch']} on"
         late = f", {row['late_delay']} versions late" if row["late_delay"] else ""
         table.add_row("late reward", Text(f"{row['late_reward']:g}, {counts}{late}"))
+    for each in row.get("observations", ()):
+        what = "" if each["sound"] else ", DAMAGED"
+        table.add_row(f"turn {each['turn']}", Text(f"returned {each['num_bytes']:,} bytes{what}: {each['reference']}"))
     ended = Text(str(trajectory.end_reason))
     if trajectory.failure is not FailureClass.NONE:
         ended.append(f"   failure: {trajectory.failure}", style="bold red")

@@ -9,18 +9,20 @@
 * A worker's supply is two dicts of its state, ``total_resources`` and ``available_resources``.
 * A worker that joins has status running before its plugins are set up, but sends no heartbeat until they are: one that
   takes longer than ``worker-ttl`` would count as dead and be restarted, again and again.
+* A worker is a `distributed.core.Server`: ``handlers`` answers requests of other workers by name, ``rpc(address)`` sends them.
 * ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker shows it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import distributed.worker
 from distributed import Reschedule, Worker
+from distributed.comm import CommClosedError
 from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 
@@ -37,6 +39,25 @@ def _error_message(e: BaseException, status: str = "error") -> Any:
     if isinstance(e, Reschedule):
         return {"status": status, "exception": None, "traceback": None, "exception_text": "", "traceback_text": ""}
     return _full_message(e, status)
+
+
+PEER_ERRORS = (OSError, CommClosedError, AttributeError, KeyError)
+"""What `ask_worker` raises if the other worker is gone, or does not know the request."""
+
+
+def serve_worker(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
+    """Answer requests ``op`` of other workers with ``await handler(**fields)``."""
+    worker.handlers[op] = handler
+
+
+def stop_serving(worker: Worker, op: str) -> None:
+    """Answer them no longer."""
+    worker.handlers.pop(op, None)
+
+
+async def ask_worker(worker: Worker, address: str, op: str, **fields: Any) -> Any:
+    """The answer of another worker; `PEER_ERRORS`."""
+    return await getattr(worker.rpc(address), op)(**fields)
 
 
 def memory_bytes() -> int:

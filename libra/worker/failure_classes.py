@@ -11,6 +11,7 @@ from libra.errors import (
     EnvironmentFault,
     RewardFault,
     RewardTimeout,
+    SessionLost,
     ToolFault,
     ToolTimeout,
 )
@@ -21,6 +22,7 @@ _CLASSES: tuple[tuple[type[Exception], FailureClass], ...] = (
     (RewardFault, FailureClass.REWARD),
     (ToolTimeout, FailureClass.TIMEOUT),
     (ToolFault, FailureClass.TOOL),
+    (SessionLost, FailureClass.WORKER),
     (EnvironmentFault, FailureClass.ENVIRONMENT),
     (ContextOverflow, FailureClass.ENVIRONMENT),  # a trajectory ends before it overflows, so this prompt never fitted
     (EngineError, FailureClass.ENGINE),

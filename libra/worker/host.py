@@ -124,6 +124,8 @@ class LibraHost(WorkerPlugin):
                 self.teacher = TeacherService(self.context)
                 await asyncio.to_thread(self.teacher.load)
         self.quanta = QuantumRunner(self.context, self.engine, lambda: self.roles is not None and self.roles.leaving)
+        if self.quanta.sessions is not None:
+            self._parts.push_async_callback(self.quanta.sessions.close)
         self._parts.callback(self.quanta.close)
         if self.engine is not None:
             await self.engine.load_newest()

@@ -19,12 +19,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff,
 from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
 from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
+from libra.store.observations import keep_observation
 from libra.types import (
     FailureClass,
     Phase,
@@ -52,6 +54,8 @@ from libra.untrusted import error_text, storable, storable_calls
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import priority_here, still_wanted
 from libra.worker.failure_classes import FAULTS, failure_of
+from libra.worker.recorded_returns import recorded
+from libra.worker.session_leases import SessionLeases
 from libra.worker.trajectory_state import (
     TrajectoryState,
     action_record,
@@ -101,6 +105,7 @@ class QuantumRunner:
         )  # bytes of those that have ended, and are in `states`
         self._whole_bytes = 0
         self.closing = False
+        self.sessions = None if context.environment.session is None else SessionLeases(context)
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
     @cached_property
@@ -162,8 +167,9 @@ class QuantumRunner:
         goes_on = True
         while goes_on:
             started_s, first = time.time(), state.quanta
-            generates = state.phase is Phase.ROLLOUT
+            generates, lease = state.phase is Phase.ROLLOUT, state.lease
             await self._one_quantum(key, state, started_s)
+            self._end_leases(state, lease)
             goes_on = (
                 generates
                 and state.phase is Phase.ROLLOUT
@@ -176,6 +182,14 @@ class QuantumRunner:
         if state.phase is None:
             self._release(state)
         return state
+
+    def _end_leases(self, state: TrajectoryState, lease: tuple[str, str] | None) -> None:
+        """Release the session of a trajectory that has ended, or has begun again since it had ``lease``."""
+        if self.sessions is None:
+            return
+        for each in {lease, state.lease} - {None}:
+            if each is not None and (state.phase is None or each != state.lease):
+                self.sessions.release(each)
 
     def _end_with_group(self, state: TrajectoryState) -> None:
         """End a trajectory whose group has its record; the records of its own may be gone, all or the last."""
@@ -349,11 +363,18 @@ class QuantumRunner:
                 self._commit(state, end_record(turn, copy.data), started_s)
                 return
             returns, role = [ToolReturn(STEP, ToolStatus.OK, reply, time.time() - started_s, len(reply))], "user"
+            lease = state.lease
         else:
-            returns, role = await self._returns(state, turn, copy), "tool"
+            lease = await self._leased(state)
+            try:
+                returns, role = await self._returns(state, turn, copy, lease), "tool"
+            except BaseException:
+                if self.sessions is not None and lease is not None and lease != state.lease:
+                    self.sessions.release(lease)  # no record has it
+                raise
         shown, observation = self._fitted(state, [r.content for r in returns], role, ended)
-        returns = [_as_shown(each, content) for each, content in zip(returns, shown, strict=True)]
-        self._commit(state, action_record(turn, returns, observation, copy.data), started_s)
+        returns = [recorded(each, content) for each, content in zip(returns, shown, strict=True)]
+        self._commit(state, action_record(turn, returns, observation, copy.data, lease), started_s)
 
     def _fitted(
         self, state: TrajectoryState, contents: list[str], role: str, ended: bool
@@ -368,18 +389,35 @@ class QuantumRunner:
         except Exception as error:  # the boundary to the model's own template and tokenizer
             raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
 
-    async def _returns(self, state: TrajectoryState, turn: int, copy: StateCopy) -> list[ToolReturn]:
-        """What the calls of a turn return: all at once, or one after the other if one of them takes the trajectory's state."""
+    async def _leased(self, state: TrajectoryState) -> tuple[str, str] | None:
+        """The trajectory's lease of a session; a new one of this worker at its first call that takes one."""
+        takes = {tool.name for tool in self.context.environment.tools if tool.takes_session}
+        if state.lease is not None or self.sessions is None or not any(call.name in takes for call in state.calls):
+            return state.lease
+        return await self.sessions.acquire(str(state.tid))
+
+    async def _returns(
+        self, state: TrajectoryState, turn: int, copy: StateCopy, lease: tuple[str, str] | None
+    ) -> list[ToolReturn]:
+        """What the calls of a turn return: all at once, or one after the other if one of them takes the trajectory's state or its
+        session."""
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
         if state.draw:
             name += f".{state.draw}"
         environment = self.context.environment
-        actions = (
-            run_action(environment, state.prompt, call, action_id=f"{name}/{turn}/{index}", state=copy)
-            for index, call in enumerate(state.calls)
-        )
-        stateful = {tool.name for tool in environment.tools if tool.takes_state}
+        with_session = {tool.name for tool in environment.tools if tool.takes_session}
+
+        def action(index: int, call: ToolCall) -> Coroutine[Any, Any, ToolReturn]:
+            action_id = f"{name}/{turn}/{index}"
+            if self.sessions is not None and lease is not None and call.error is None and call.name in with_session:
+                where = str(state.tid), state.draw, turn, index
+                return self.sessions.run(lease, state.prompt, call, action_id, copy, where)
+            keep = partial(keep_observation, self.context.spec.directory, str(state.tid), state.draw, turn, index)
+            return run_action(environment, state.prompt, call, action_id=action_id, state=copy, keep=keep)
+
+        actions = itertools.starmap(action, enumerate(state.calls))
+        stateful = {tool.name for tool in environment.tools if tool.takes_state} | with_session
         if any(call.name in stateful for call in state.calls):
             return [await action for action in actions]
         outcomes = await asyncio.gather(
@@ -446,11 +484,3 @@ class QuantumRunner:
             unfinished=bool(new and state.unfinished),
         )
         self.context.report(report)
-
-
-def _as_shown(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return with what the model reads of it."""
-    if content == given.content:
-        return given
-    status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
-    return replace(given, content=storable(content), status=status)

@@ -76,11 +76,15 @@ def generation_record(
 
 
 def action_record(
-    turn: int, returns: Sequence[ToolReturn], observation_ids: NDArray[np.int32], state: bytes | None = None
+    turn: int,
+    returns: Sequence[ToolReturn],
+    observation_ids: NDArray[np.int32],
+    state: bytes | None = None,
+    lease: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """Record of an action quantum: what each call of the turn returned, and the tokens appended for the model to read.
 
-    ``state`` is the trajectory's after it; None: it has none.
+    ``state`` is the trajectory's after it, ``lease`` its session's (`libra.worker.session_leases`); None: it has none.
     """
     return {
         "kind": "action",
@@ -88,6 +92,7 @@ def action_record(
         "returns": [asdict(r) | {"status": str(r.status)} for r in returns],
         "observation_ids": observation_ids,
         **_with_state(state),
+        **({} if lease is None else {"lease": list(lease)}),
     }
 
 
@@ -148,6 +153,8 @@ class TrajectoryState:
     ----------
     state : bytes or None
         The environment's state of it after the last record; None: it has none.
+    lease : (str, str) or None
+        Worker and name of its lease of a session; None: it has none.
     unfinished : list of int32 arrays
         Tokens of the parts of its present turn, if that parked before its end; `turns` does not count it yet.
     answered : bool
@@ -177,6 +184,7 @@ class TrajectoryState:
     calls: tuple[ToolCall, ...] = ()
     answered: bool = False
     state: bytes | None = None
+    lease: tuple[str, str] | None = None
     unfinished: list[NDArray[np.int32]] = field(default_factory=list)
     held: bytes | None = None
 
@@ -203,6 +211,8 @@ class TrajectoryState:
         self.records.append(dict(record))
         self.quanta += 1
         self.state = record.get("state", self.state)
+        if "lease" in record:
+            self.lease = (record["lease"][0], record["lease"][1])
         match record["kind"]:
             case "generation":
                 self._generated(record)
@@ -256,7 +266,7 @@ class TrajectoryState:
         self.draw += 1
         self.first = len(self.records)
         self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
-        self.answered, self.state, self.unfinished = False, None, []
+        self.answered, self.state, self.lease, self.unfinished = False, None, None, []
 
     def _extend(self, token_ids: NDArray[np.int32]) -> None:
         self.context.append(token_ids)

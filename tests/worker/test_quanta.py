@@ -53,7 +53,9 @@ def make_runner(
     environment = FixedTurns()
 
     def make() -> tuple[QuantumRunner, Serving]:
-        spec = SimpleNamespace(config=config, epoch=0, turn_seed=lambda tid, turn, draw: 0, groups_dir=tmp_path)
+        spec = SimpleNamespace(
+            config=config, epoch=0, turn_seed=lambda tid, turn, draw: 0, groups_dir=tmp_path, directory=tmp_path
+        )
         context: Any = SimpleNamespace(
             environment=environment,
             spec=spec,

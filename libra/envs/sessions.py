@@ -1,0 +1,212 @@
+"""Sessions: live objects that outlive actions, trajectories and iterations, such as a browser or a shell.
+
+An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of them: a trajectory leases one
+at its first action that needs it and keeps it to its end; then it is reset and goes to the next one. A state (`Environment.reset`)
+is a value and travels with the records; a session stays in its process, and the actions come to it (`libra.worker.session_leases`).
+
+Invariants
+----------
+1. A session is leased by one trajectory at a time, and was reset (or is new) when the lease began.
+2. No code of the user's runs longer than ``timeout_s`` for us: what hangs is abandoned with its session.
+3. A session that is dead, or whose reset failed, is closed and never given out again.
+4. Of one action under one lease the function runs once: a repeated request gets the first return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra.envs.actions import run_bounded
+from libra.envs.session_kind import SessionKind
+from libra.errors import EnvironmentFault, SessionLost, ToolTimeout
+from libra.untrusted import error_text
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Lease:
+    """A session and the trajectory that has it. ``returns``: what actions of its last turn returned, by their names."""
+
+    lease_id: str
+    trajectory_id: str
+    value: Any
+    used_s: float
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    returns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """What a pool has done: sessions made, leases given to one that was there already, resets, sessions found dead or whose reset
+    failed, and leases that ended before their trajectory."""
+
+    made: int = 0
+    reused: int = 0
+    resets: int = 0
+    replaced: int = 0
+    expired: int = 0
+
+
+class SessionPool:
+    """The sessions of one worker and one run; one event loop. ``clock`` gives seconds."""
+
+    def __init__(self, kind: SessionKind, clock: Callable[[], float]) -> None:
+        self.kind, self.clock, self.counts = kind, clock, SessionCounts()
+        self.leases: dict[str, Lease] = {}
+        self.free: list[Any] = []
+        self._name = uuid.uuid4().hex[:12]  # another pool at the same address knows none of this one's leases
+        self._numbers = itertools.count()
+        self._pending = 0  # sessions being made or reset
+        self._changed = asyncio.Condition()
+        self._closing = False
+
+    async def lease(self, trajectory_id: str) -> str:
+        """Lease a session, new or reset; returns the lease's name.
+
+        Raises
+        ------
+        EnvironmentFault
+            The factory raised, or none was free in time; ToolTimeout if the factory did not return.
+        """
+        value = await self._ready(trajectory_id)
+        name = f"{self._name}-{next(self._numbers)}"
+        self.leases[name] = Lease(name, trajectory_id, value, self.clock())
+        return name
+
+    async def use(self, lease_id: str) -> Lease:
+        """The lease, for an action; SessionLost if it has ended, or its session is dead."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            raise SessionLost("its session has ended: the worker that had it was restarted, or took it back")
+        lease.used_s = self.clock()
+        if not await self._is_alive(lease.value):
+            await self._drop(lease)
+            raise SessionLost(f"the session of {lease.trajectory_id} has died")
+        return lease
+
+    async def release(self, lease_id: str) -> None:
+        """End a lease: its session is reset for the next one, or closed. Of an unknown one no effect."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is None:
+            return
+        self._pending += 1
+        try:
+            await self._reset(lease.value)
+        finally:
+            self._pending -= 1
+            await self._tell()
+
+    async def close(self) -> None:
+        """Close all sessions, those under lease too."""
+        self._closing = True
+        values = [*self.free, *(lease.value for lease in self.leases.values())]
+        self.free.clear()
+        self.leases.clear()
+        await asyncio.gather(*map(self._close, values))
+
+    @property
+    def size(self) -> int:
+        """Sessions that exist, or are being made or reset."""
+        return len(self.free) + len(self.leases) + self._pending
+
+    async def _ready(self, trajectory_id: str) -> Any:
+        until_s = self.clock() + self.kind.timeout_s
+        while True:
+            while self.free:
+                value = self.free.pop()
+                if await self._is_alive(value):
+                    self.counts.reused += 1
+                    return value
+                await self._replace(value)
+            if self.kind.most is None or self.size < self.kind.most:
+                return await self._made()
+            stalest = min(self.leases.values(), key=lambda lease: lease.used_s, default=None)
+            if stalest is not None and self.clock() - stalest.used_s > self.kind.lease_s and not stalest.busy.locked():
+                self.counts.expired += 1
+                logger.warning(
+                    "sessions: the lease of %s ends, unused for %g s", stalest.trajectory_id, self.kind.lease_s
+                )
+                await self.release(stalest.lease_id)
+                continue
+            left_s = until_s - self.clock()
+            if left_s <= 0:
+                raise EnvironmentFault(
+                    f"session: all {self.kind.most} sessions of this worker were leased for {self.kind.timeout_s:g} s "
+                    f"({trajectory_id}); raise most, or use fewer TOOL slots"
+                )
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), left_s)
+                except TimeoutError:
+                    continue
+
+    async def _made(self) -> Any:
+        self._pending += 1
+        try:
+            return await self._called("factory", self.kind.factory)
+        finally:
+            self._pending -= 1
+            self.counts.made += 1
+
+    async def _reset(self, value: Any) -> None:
+        if self.kind.reset is None or self._closing or len(self.free) >= self.kind.idle:
+            await self._close(value)
+            return
+        try:
+            await self._called("reset", self.kind.reset, value)
+        except (EnvironmentFault, ToolTimeout) as error:
+            logger.warning("sessions: one is replaced: %s", error)
+            await self._replace(value)
+            return
+        self.counts.resets += 1
+        self.free.append(value)
+
+    async def _is_alive(self, value: Any) -> bool:
+        if self.kind.alive is None:
+            return True
+        try:
+            return bool(await self._called("alive", self.kind.alive, value))
+        except (EnvironmentFault, ToolTimeout) as error:
+            logger.warning("sessions: one counts as dead: %s", error)
+            return False
+
+    async def _drop(self, lease: Lease) -> None:
+        self.leases.pop(lease.lease_id, None)
+        await self._replace(lease.value)
+        await self._tell()
+
+    async def _replace(self, value: Any) -> None:
+        self.counts.replaced += 1
+        await self._close(value)
+
+    async def _close(self, value: Any) -> None:
+        if self.kind.close is None:
+            return
+        try:
+            await self._called("close", self.kind.close, value)
+        except (EnvironmentFault, ToolTimeout) as error:
+            logger.warning("sessions: one was not closed: %s", error)
+
+    async def _called(self, what: str, function: Callable[..., Any], *given: Any) -> Any:
+        is_async = inspect.iscoroutinefunction(function)
+        outcome = await run_bounded(
+            lambda: function(*given), {}, self.kind.timeout_s, is_async=is_async, name=f"{what} of a session"
+        )
+        if outcome is None:
+            raise ToolTimeout(f"session: {what} did not return within {self.kind.timeout_s:g} s")
+        value, error = outcome
+        if error is not None:
+            raise EnvironmentFault(f"session: {what} raised {error_text(error)}") from error
+        return value
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

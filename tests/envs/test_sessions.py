@@ -1,0 +1,176 @@
+"""The pool of sessions of one worker: what is given out, what is replaced, and factories that raise or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from libra.envs import Environment, check_state, session, tool
+from libra.envs.sessions import SessionPool
+from libra.errors import ConfigError, EnvironmentFault, SessionLost, ToolTimeout
+from libra.testing import FixedTurns
+
+
+class Made:
+    """A session that notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.dead, self.closed, self.resets = False, 0, 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def pool_of(clock=lambda: 0.0, **options) -> SessionPool:
+    given = {"reset": Made.reset, "close": Made.close, "alive": lambda made: not made.dead, "timeout_s": 5.0, **options}
+    return SessionPool(session(given.pop("factory", Made), **given), clock)
+
+
+def value_of(pool: SessionPool, lease: str) -> Made:
+    return pool.leases[lease].value
+
+
+def test_a_session_is_reset_and_given_to_the_next_one() -> None:
+    async def body() -> None:
+        pool = pool_of()
+        first = await pool.lease("a")
+        made = value_of(pool, first)
+        await pool.release(first)
+        second = await pool.lease("b")
+        assert value_of(pool, second) is made and made.resets == 1
+        other = await pool.lease("c")
+        assert value_of(pool, other) is not made
+        assert (pool.counts.made, pool.counts.reused) == (2, 1)
+        with pytest.raises(SessionLost, match="has ended"):
+            await pool.use(first)
+        await pool.release(first)  # again: no effect
+        await pool.close()
+        assert made.closed == 1 and pool.size == 0
+
+    asyncio.run(body())
+
+
+def test_without_reset_or_room_it_is_closed() -> None:
+    async def body() -> None:
+        for options in ({"reset": None}, {"idle": 0}):
+            pool = pool_of(**options)
+            lease = await pool.lease("a")
+            made = value_of(pool, lease)
+            await pool.release(lease)
+            assert made.closed == 1 and not pool.free
+
+    asyncio.run(body())
+
+
+def test_a_dead_one_is_replaced_and_its_holder_learns_it() -> None:
+    async def body() -> None:
+        pool = pool_of()
+        lease = await pool.lease("a")
+        made = value_of(pool, lease)
+        made.dead = True
+        with pytest.raises(SessionLost, match="the session of a has died"):
+            await pool.use(lease)
+        assert made.closed == 1
+        idle = await pool.lease("b")
+        await pool.release(idle)
+        pool.free[0].dead = True
+        assert not value_of(pool, await pool.lease("c")).dead
+        assert pool.counts.replaced == 2
+
+    asyncio.run(body())
+
+
+def raises(*_: object) -> None:
+    raise OSError("no display")
+
+
+def test_functions_that_raise() -> None:
+    async def body() -> None:
+        with pytest.raises(EnvironmentFault, match="session: factory raised OSError: no display"):
+            await pool_of(factory=raises).lease("a")
+        pool = pool_of(reset=raises, close=raises)
+        await pool.release(await pool.lease("a"))
+        assert not pool.free and pool.counts.replaced == 1 and pool.size == 0
+        pool = pool_of(alive=raises)
+        with pytest.raises(SessionLost):
+            await pool.use(await pool.lease("a"))
+
+    asyncio.run(body())
+
+
+def test_functions_that_hang_are_abandoned() -> None:
+    gate = threading.Event()
+
+    async def body() -> None:
+        with pytest.raises(ToolTimeout, match=r"factory did not return within 0.05 s"):
+            await pool_of(factory=gate.wait, timeout_s=0.05).lease("a")
+        pool = pool_of(reset=lambda _: gate.wait(), timeout_s=0.05)
+        await pool.release(await pool.lease("a"))
+        assert not pool.free and pool.counts.replaced == 1
+
+    try:
+        asyncio.run(body())
+    finally:
+        gate.set()
+
+
+def test_of_a_full_pool_the_next_one_waits_for_a_release_and_not_for_ever() -> None:
+    async def body() -> None:
+        pool = pool_of(most=1)
+        first = await pool.lease("a")
+        waiting = asyncio.ensure_future(pool.lease("b"))
+        await asyncio.sleep(0)
+        await pool.release(first)
+        assert value_of(pool, await waiting).resets == 1
+        now = iter([0.0, 99.0, 99.0, 99.0, 99.0])
+        pool.clock = lambda: next(now)
+        with pytest.raises(EnvironmentFault, match=r"all 1 sessions .* were leased .*raise most"):
+            await pool.lease("c")
+
+    asyncio.run(body())
+
+
+def test_a_lease_that_nobody_used_for_long_ends_for_another() -> None:
+    async def body() -> None:
+        now = [0.0]
+        pool = pool_of(lambda: now[0], most=1, lease_s=60.0)
+        first = await pool.lease("a")
+        now[0] = 61.0
+        assert value_of(pool, await pool.lease("b")).resets == 1
+        assert pool.counts.expired == 1
+        with pytest.raises(SessionLost):
+            await pool.use(first)
+
+    asyncio.run(body())
+
+
+def test_wrong_declarations_are_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="factory is 3"):
+        session(3)
+    with pytest.raises(ConfigError, match="most is 0"):
+        session(Made, most=0)
+    with pytest.raises(ConfigError, match="timeout_s 0"):
+        session(Made, timeout_s=0)
+
+    def look(session: Made) -> str:
+        """Look."""
+        return ""
+
+    class Without(FixedTurns):
+        tools: tuple = ()
+
+        def __init__(self, inline: bool = False) -> None:
+            self.tools = (tool(look, inline=inline),)
+
+    with pytest.raises(ConfigError, match=r"takes a session, and Without has none; set session = libra\.session"):
+        check_state(Without())
+    With = type("With", (Without,), {"session": session(Made)})
+    with pytest.raises(ConfigError, match="type inline=False"):
+        check_state(With(inline=True))
+    made: Environment = With()
+    assert check_state(made) is made and "session" not in made.tools[0].parameters
