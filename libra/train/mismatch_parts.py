@@ -53,8 +53,12 @@ def add_actions(tally: Tally, sample: Sample, actions: NDArray[np.integer[Any]],
             }
         )
         tally.at_least(**{f"{cell}max": float(np.abs(here).max())})
+    full = len(tally.worst) == NUM_WORST
+    floor = abs(tally.worst[-1]["trainer"] - tally.worst[-1]["rollout"]) if full else -1.0
     for index in np.argsort(-np.abs(gaps), kind="stable")[:NUM_WORST]:
         action, gap = int(actions[index]), float(gaps[index])
+        if abs(gap) <= floor:
+            break
         tally.worst.append(
             {
                 "trajectory": sample.name,

@@ -157,6 +157,7 @@ class QuantumRunner:
         if state.phase is not None:
             self._end_with_group(state)
         if state.phase is None:
+            self._end_leases(state, None)
             self._release(state)
             self.context.report(FoundEndedReport(key, state.quanta, str(state.end)))
             return state
