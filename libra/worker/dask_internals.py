@@ -56,8 +56,11 @@ def stop_serving(worker: Worker, op: str) -> None:
 
 
 async def ask_worker(worker: Worker, address: str, op: str, **fields: Any) -> Any:
-    """The answer of another worker; `PEER_ERRORS`."""
-    return await getattr(worker.rpc(address), op)(**fields)
+    """The answer of another worker, which is never None; `PEER_ERRORS`."""
+    answer = await getattr(worker.rpc(address), op)(**fields)
+    if answer is None:  # a worker logs that it does not know the request, and answers so
+        raise KeyError(f"{address} does not know {op}")
+    return answer
 
 
 def memory_bytes() -> int:

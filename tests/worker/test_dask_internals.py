@@ -6,11 +6,22 @@ import asyncio
 from typing import Any
 
 import distributed.worker
+import pytest
 from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from libra.worker.dask_internals import cheap_reschedule, heartbeat_during_setup, set_supply, still_wanted, takes
+from libra.worker.dask_internals import (
+    PEER_ERRORS,
+    ask_worker,
+    cheap_reschedule,
+    heartbeat_during_setup,
+    serve_worker,
+    set_supply,
+    still_wanted,
+    stop_serving,
+    takes,
+)
 
 STATE: dict[str, Any] = {}
 """What the tasks below share with their test; functions of a module are not copied on their way to a worker here."""
@@ -182,3 +193,26 @@ async def _join_slowly():
             assert heartbeat.is_running()
             heartbeat.stop()
             assert heartbeat._timeout is None, "it was started once"
+
+
+def test_workers_answer_each_other_until_one_stops_or_is_gone():
+    asyncio.run(_asked_by_a_peer())
+
+
+async def _asked_by_a_peer():
+    async def answer(what: str, comm: Any = None) -> dict[str, Any]:
+        return {"answered": what, "list": [1, {"nested": b"bytes"}]}
+
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
+        Worker(scheduler.address) as one,
+    ):
+        async with Worker(scheduler.address) as other:
+            serve_worker(other, "libra-test", answer)
+            found = await ask_worker(one, other.address, "libra-test", what="x")
+            assert found["answered"] == "x" and list(found["list"])[1]["nested"] == b"bytes"
+            stop_serving(other, "libra-test")
+            with pytest.raises(PEER_ERRORS):
+                await ask_worker(one, other.address, "libra-test", what="x")
+        with pytest.raises(PEER_ERRORS):
+            await ask_worker(one, other.address, "libra-test", what="x")
