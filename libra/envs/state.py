@@ -21,6 +21,7 @@ import msgspec
 
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
+from libra.envs.session_kind import SessionKind
 from libra.envs.tool import MAX_PAYLOAD_CHARS, Tool
 from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
 from libra.types import Prompt
@@ -43,8 +44,8 @@ def has_steps(environment: Environment) -> bool:
 
 
 def check_state(environment: Environment) -> Environment:
-    """``environment``; ConfigError if something among its tools is none, if they take a state that it does not have, or if the type
-    of its state is unknown."""
+    """``environment``; ConfigError if something among its tools is none, if they take a state or session that it does not have, or
+    if its session or the type of its state is unknown."""
     for index, tool in enumerate(environment.tools):
         if not isinstance(tool, Tool):
             raise ConfigError(
@@ -65,6 +66,11 @@ def check_state(environment: Environment) -> Environment:
                     else "so it runs on workers with TOOL slots; type inline=False"
                 )
             )
+    if environment.session is not None and not isinstance(environment.session, SessionKind):
+        raise ConfigError(
+            f"{environment.name}.session is {environment.session!r:.80}, not a kind of session; set session = "
+            "libra.session(FACTORY, reset=..., close=...), or give the attribute another name"
+        )
     if has_state(environment):
         _decoder(type(environment))
     if environment.max_state_bytes < 1 or not environment.step_timeout_s > 0:

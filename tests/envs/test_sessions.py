@@ -172,5 +172,7 @@ def test_wrong_declarations_are_refused_with_what_is_allowed() -> None:
     With = type("With", (Without,), {"session": session(Made)})
     with pytest.raises(ConfigError, match="type inline=False"):
         check_state(With(inline=True))
+    with pytest.raises(ConfigError, match=r"With\.session is 'a browser', not a kind of session"):
+        check_state(type("With", (Without,), {"session": "a browser"})())
     made: Environment = With()
     assert check_state(made) is made and "session" not in made.tools[0].parameters
