@@ -47,7 +47,7 @@ from libra.policy.ordering import (
     make_ordering,
 )
 from libra.policy.paper_rule import PaperRule
-from libra.policy.staleness import Capacity, StalenessPolicy, Verdict, judge, keeps_version, staleness_of
+from libra.policy.staleness import StalenessPolicy, Verdict, judge, keeps_version, staleness_of
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.turning import Turn
 from libra.policy.waves import Waves
@@ -59,7 +59,6 @@ __all__ = [
     "ORDERINGS",
     "Admission",
     "BoundariesSet",
-    "Capacity",
     "Command",
     "CommittedGroup",
     "CompletedCalls",

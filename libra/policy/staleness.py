@@ -4,7 +4,7 @@ What version ``v`` made, used at the *frontier* ``f``, has *lag* ``f - v``. For 
 token, for a group that of its oldest trajectory, and the frontier of step ``j`` is ``j``, the version that it trains.
 
 `judge` is asked wherever something is consumed: by `libra.policy.admission`, live and simulated, and by the nodes that commit a
-batch. `Capacity` is AReaL's rule, by counting.
+batch. How many groups may begin is AReaL's rule (arXiv:2505.24298): at version ``v`` the gates have let ``(eta + v + 1) * B``.
 
 Invariants
 ----------
@@ -125,77 +125,3 @@ def staleness_of(config: RunSections) -> StalenessPolicy:
         if eta
         else StalenessPolicy(0)
     )
-
-
-@dataclass(slots=True)
-class Capacity:
-    """How many groups may begin now, from four counts and the version; the staleness rule of AReaL, arXiv:2505.24298.
-
-    Agrees with ``StalenessManager`` of areal 1.0.4 after every event, also in what it does not check: a caller may submit
-    without capacity, which then is negative. The gates of `libra.policy.admission` let as many groups begin: summed over them, at
-    version ``v``, ``(eta + v + 1) * B``.
-
-    Attributes
-    ----------
-    eta : int
-        Largest lag in versions.
-    groups_per_batch : int
-        Groups per optimizer step, B. Here and in ``max_running``, anything below 1 counts as 1 in `available` (AReaL).
-    max_running : int
-        Groups that may run at once.
-    enqueued, running, accepted, rejected : int
-        Groups waiting to be submitted, being generated, finished and usable since the first version, finished and not.
-    """
-
-    eta: int
-    groups_per_batch: int
-    max_running: int
-    version: int = 0
-    enqueued: int = 0
-    running: int = 0
-    accepted: int = 0
-    rejected: int = 0
-
-    @property
-    def available(self) -> int:
-        """Groups that may begin: the minimum of the rooms that concurrency and staleness leave. May be negative."""
-        by_concurrency = max(1, self.max_running) - self.running
-        by_staleness = (self.eta + self.version + 1) * self._batch - (self.accepted + self.running)
-        return min(by_concurrency, by_staleness)
-
-    @property
-    def pending_limit(self) -> int:
-        """Groups that may wait to be submitted."""
-        return (self.eta + 1) * self.groups_per_batch
-
-    @property
-    def _batch(self) -> int:
-        return max(1, self.groups_per_batch)
-
-    def version_published(self, version: int) -> None:
-        """Version ``version`` is the newest."""
-        self.version = version
-
-    def version_recovered(self, version: int) -> None:
-        """A run continues at ``version``: the groups that its steps have consumed count as accepted."""
-        self.version = version
-        self.accepted = version * self._batch
-
-    def group_enqueued(self) -> None:
-        """A group waits to be submitted."""
-        self.enqueued += 1
-
-    def group_submitted(self) -> None:
-        """A group that waited is being generated."""
-        self.enqueued -= 1
-        self.running += 1
-
-    def group_accepted(self) -> None:
-        """A running group is finished and usable."""
-        self.running -= 1
-        self.accepted += 1
-
-    def group_rejected(self) -> None:
-        """A running group is finished and gives its place back."""
-        self.running -= 1
-        self.rejected += 1

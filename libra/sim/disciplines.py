@@ -15,6 +15,8 @@ what their papers and manuals say of these choices; what they have besides is no
   Its four optimizer steps between two publications take the time of one here.
 * prime-rl and verl's ``drop``: a group of which a token is older than the bound when a batch opens is dropped, begun or complete,
   and another prompt begins. By prime-rl's documentation of ``max_off_policy_steps``; its default is 8, here it is the bound.
+* DORA (arXiv:2604.26256): `libra.sim.version_window`. As many batches are open as the window has versions, ``eta`` + 1; that
+  the window moves only when its oldest version has no trajectory left is not enforced, and lags say whether it would have had to.
 * Laminar (arXiv:2510.12633): `libra.sim.own_versions`. Its trainer waits 0.64 s for a publication (32B in the paper).
 """
 
@@ -107,6 +109,8 @@ class Discipline:
     own_versions : bool
         With ``by_group``: each engine takes new weights by itself, when it has no trajectory, and thin ones hand theirs over
         (`libra.sim.own_versions`); False: all engines take each version, and compute their contexts again.
+    version_shares : bool
+        With ``own_versions``: engines are shared out among the live versions by trajectories (`libra.sim.version_window`).
     update_s : float or None
         Seconds from the optimizer until the trainer goes on and engines may take the new weights. None: those of the pipeline.
     """
@@ -130,6 +134,7 @@ class Discipline:
     unfinished: Unfinished = Unfinished.CONTINUES
     over_age: OverAge = OverAge.WAITS
     own_versions: bool = False
+    version_shares: bool = False
     update_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -145,6 +150,8 @@ class Discipline:
             raise ConfigError(
                 "over_age: got waits with by_group; a batch takes groups as they are complete, type dropped or trained"
             )
+        if self.version_shares and not self.own_versions:
+            raise ConfigError("version_shares: got True without own_versions; type own_versions=True")
         if self.own_versions and (self.roles is not Roles.SPLIT or throws or self.over_age is not OverAge.TRAINED):
             raise ConfigError(
                 "own_versions: got True; type roles split, unfinished continues and over_age trained with it"
@@ -211,6 +218,10 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
     "laminar": Discipline(
         "a fixed split, engines take new weights one by one, and thin ones hand over (Laminar)", (1, 2), own_batches=False,
         by_group=True, over_age=OverAge.TRAINED, own_versions=True, update_s=0.64,
+    ),
+    "dora": Discipline(
+        "a fixed split, a window of versions that share the engines out, trajectories move with their KV (DORA)", (1, 2),
+        own_batches=False, by_group=True, over_age=OverAge.TRAINED, own_versions=True, version_shares=True, kv_moves=True,
     ),
     "paper": Discipline("a fixed split, trajectories in the order of Libra's paper", (0, 1, 2), order="paper"),
     "streaming": Discipline("groups are trained on as they are complete (StreamRL)", (0, 1, 2), streaming=True),

@@ -1,4 +1,5 @@
-"""A training run whose engines have versions of their own, and hand over in ramp-down (`libra.sim.own_versions`)."""
+"""A training run whose engines have versions of their own, and hand over in ramp-down (`libra.sim.own_versions`) or are shared
+out among versions (`libra.sim.version_window`)."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ from typing import Any
 from libra.sim.own_versions import REPACK_S, OwnVersions
 from libra.sim.pipeline import Pipeline
 from libra.sim.simulator import SimulatedTrajectory
+from libra.sim.version_window import VersionWindow
 from libra.sim.workload import TrajectoryPlan
 
 
 class RepackingPipeline(Pipeline):
-    """A pipeline of a discipline with ``own_versions``; what engines hand over is computed again where it goes on."""
+    """A pipeline of a discipline with ``own_versions``; what is handed over is computed again where it goes on, unless KV moves."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         batch = len(self._workload.trajectories) // len(self._groups.plans)
-        self._placement = self._dispatcher = OwnVersions(math.ceil(batch / len(self._specs)))  # type: ignore[assignment]
+        kind = VersionWindow if self._discipline.version_shares else OwnVersions
+        self._placement = self._dispatcher = kind(math.ceil(batch / len(self._specs)))  # type: ignore[assignment]
         self._memory = {name: spec.tables.kv_capacity_tokens for name, spec in self._specs.items()}
         self._looks = False  # whether the next look is in the agenda
         self.num_handed_over = 0

@@ -7,7 +7,7 @@ settings of a system by coordinate descent, `lower_bound_s` is what no system ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from libra.sim.pipeline import Pipeline, PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.repacking_pipeline import RepackingPipeline
 from libra.sim.seer_order import SeerOrder
-from libra.sim.training_gpus import group_work, sample_seconds
+from libra.sim.training_gpus import SampleId, group_work, sample_seconds
 from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
 from libra.types import NO_TOOL
 
@@ -62,6 +62,8 @@ class Cell:
         Staleness bound.
     gpu, model : str
         Names of the datasheet and of the model's sizes.
+    training_scale : float
+        Seconds of gradients over those of the cost model.
     """
 
     traces: tuple[Trace, ...]
@@ -72,6 +74,7 @@ class Cell:
     eta: int
     gpu: str = "A800-80G"
     model: str = "Qwen3-14B"
+    training_scale: float = 1.0
 
     def workload(self, seed: int, iterations: int | None = None, spare: int = 0) -> Workload:
         """As many iterations as the steps that are simulated need, or more, with ``spare`` samples of each prompt more."""
@@ -104,6 +107,11 @@ class Setting(NamedTuple):
 @cache
 def _sizes(gpu: str, model: str) -> tuple[GPU, ModelShape]:
     return load_gpu(gpu), load_shape(model)
+
+
+def _sample_s(cell: Cell, workload: Workload) -> Mapping[SampleId, float]:
+    found = sample_seconds(workload, *_sizes(cell.gpu, cell.model))
+    return {place: cell.training_scale * seconds for place, seconds in found.items()}
 
 
 @cache
@@ -159,7 +167,7 @@ def play(
         eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=steps,
         gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, samples=cell.group_size, causes=causes,
     )  # fmt: skip
-    sample_s = sample_seconds(workload, *_sizes(cell.gpu, cell.model))
+    sample_s = _sample_s(cell, workload)
     work = group_work({place: seconds for place, seconds in sample_s.items() if place[2] < cell.group_size})
     ordering = _ordering(discipline.order, workload)
     kind = RepackingPipeline if discipline.own_versions else Pipeline
@@ -247,8 +255,8 @@ class BoundParts(NamedTuple):
 def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
     """The parts of `lower_bound_s`."""
     workload, (steps, left_out) = cell.workload(seed), STEPS[cell.eta]
-    options, sizes = PipelineOptions(), _sizes(cell.gpu, cell.model)
-    work = group_work(sample_seconds(workload, *sizes))
+    options = PipelineOptions()
+    work = group_work(_sample_s(cell, workload))
     fastest, rows = _tables(cell.gpu, cell.model, _degrees(cell.gpu, cell.model)[-1]), []
     for iteration in range(left_out, steps):
         plans = [plan for plan in workload.trajectories if plan.iteration == iteration]

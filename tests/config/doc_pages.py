@@ -79,11 +79,15 @@ sequences) and `trainer.m2po_threshold` (M2PO). [configuration.md](configuration
 _ALGORITHMS_TAIL = """\
 ## What a run does not offer
 
-These are functions of the library, with the same tests, that need what a run of Libra does not have:
+These are functions of the library, with the same tests; a test compares this list with what runs use:
 
-| function | lacks |
+| function | why no run uses it |
 |---|---|
-| `libra.train.advantages.gae`, `libra.train.losses.value_loss` | a critic: a value head in versions, checkpoints and shards |
+| `libra.train.advantages.gae` | it needs a critic: a value head in versions, checkpoints and shards |
+| `libra.train.losses.value_loss`, `libra.train.losses.value_clipped` | they need a critic, too |
+| `libra.train.advantages.group_advantages` | one group alone, with tensors; a run has `batch_advantages` |
+| `libra.train.advantages.not_overlong` | DAPO's filter by length; `trainer.drop_truncated` goes by why a trajectory ended |
+| `libra.train.corrections.two_factor_metrics` | both factors of a batch on one process; a step adds up the same |
 | DAPO's dynamic sampling | prompts beyond the batch to replace what `libra.train.advantages.informative` leaves out |
 """
 

@@ -1,4 +1,4 @@
-"""`judge`, the section's rules under any schedule of `Admission`, and `Capacity` against AReaL's own answers.
+"""`judge`, the section's rules under any schedule of `Admission`, and its gates against AReaL's rule and its own answers.
 
 ``LIBRA_SCHEDULES=10000`` in the environment: so many random schedules instead of a few hundred.
 """
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from libra.policy import (
     Admission,
-    Capacity,
     CommittedGroup,
     OpenBatch,
     OpenGate,
@@ -28,6 +27,78 @@ from libra.policy import (
 
 SCHEDULES = int(os.environ.get("LIBRA_SCHEDULES", "400"))
 OVER_AGE = (Verdict.WAIT, Verdict.DROP, Verdict.MASK, Verdict.CORRECT)
+
+
+@dataclass(slots=True)
+class Capacity:
+    """How many groups may begin now, by counting: ``StalenessManager`` of areal 1.0.4, whose recorded answers it gives.
+
+    A caller may submit without capacity, which then is negative. No run needs it: gates let as many groups begin.
+
+    Attributes
+    ----------
+    eta : int
+        Largest lag in versions.
+    groups_per_batch : int
+        Groups per optimizer step, B. Here and in ``max_running``, anything below 1 counts as 1 in `available` (AReaL).
+    max_running : int
+        Groups that may run at once.
+    enqueued, running, accepted, rejected : int
+        Groups waiting to be submitted, being generated, finished and usable since the first version, finished and not.
+    """
+
+    eta: int
+    groups_per_batch: int
+    max_running: int
+    version: int = 0
+    enqueued: int = 0
+    running: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    @property
+    def available(self) -> int:
+        """Groups that may begin: the minimum of the rooms that concurrency and staleness leave. May be negative."""
+        by_concurrency = max(1, self.max_running) - self.running
+        by_staleness = (self.eta + self.version + 1) * self._batch - (self.accepted + self.running)
+        return min(by_concurrency, by_staleness)
+
+    @property
+    def pending_limit(self) -> int:
+        """Groups that may wait to be submitted."""
+        return (self.eta + 1) * self.groups_per_batch
+
+    @property
+    def _batch(self) -> int:
+        return max(1, self.groups_per_batch)
+
+    def version_published(self, version: int) -> None:
+        """Version ``version`` is the newest."""
+        self.version = version
+
+    def version_recovered(self, version: int) -> None:
+        """A run continues at ``version``: the groups that its steps have consumed count as accepted."""
+        self.version = version
+        self.accepted = version * self._batch
+
+    def group_enqueued(self) -> None:
+        """A group waits to be submitted."""
+        self.enqueued += 1
+
+    def group_submitted(self) -> None:
+        """A group that waited is being generated."""
+        self.enqueued -= 1
+        self.running += 1
+
+    def group_accepted(self) -> None:
+        """A running group is finished and usable."""
+        self.running -= 1
+        self.accepted += 1
+
+    def group_rejected(self) -> None:
+        """A running group is finished and gives its place back."""
+        self.running -= 1
+        self.rejected += 1
 
 
 def test_capacity_is_areals_after_every_event(repository) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from libra.hardware.host_kv import HostPool
 from libra.policy import Fifo, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, WorkerJoined
 from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.disciplines import DISCIPLINES
@@ -109,16 +110,17 @@ class Watched(RepackingPipeline):
         assert self._placement.version_of(worker) <= self._admission.version
 
 
+@pytest.mark.parametrize("system", ["laminar", "dora"])
 @given(seed=st.integers(0, 1000), count=st.integers(2, 4), slots=st.integers(1, 6), eta=st.integers(1, 2))
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_trajectory_has_one_version_and_batches_are_full(
-    engines: Engines, seed: int, count: int, slots: int, eta: int
+    engines: Engines, system: str, seed: int, count: int, slots: int, eta: int
 ) -> None:
     work = synthetic(16, turns=3, seed=seed, iterations=10, group_size=4)
     each_s = {plan[:3]: 0.5 for plan in work.trajectories}
-    options = replace(OPTIONS, eta=eta, num_steps=5)
+    options = replace(OPTIONS, eta=eta, num_steps=5, host=HostPool(200_000, 0.1, 1e6))
     pipeline = Watched(
-        work, engines(count, slots=slots, kv=60_000), Fifo(), DISCIPLINES["laminar"], group_work(each_s), options
+        work, engines(count, slots=slots, kv=60_000), Fifo(), DISCIPLINES[system], group_work(each_s), options
     )
     found = pipeline.train()
     assert len(found.published_s) == 5 and all(len(versions) == 1 for versions in pipeline.versions.values())
