@@ -110,7 +110,7 @@ def cores(row: Row, factor: float, scale: int) -> list[int]:
 
 def fit(pool: ProcessPoolExecutor, scale: int, structure: str) -> tuple[float, float]:
     """Factor of gradients, and factor of all seconds, of which one is free."""
-    tried = TRIED if structure == "training" else TRIED[:1]
+    tried = list(TRIED if structure == "training" else TRIED[:1])
     found = list(pool.map(minutes, [Job(FITTED, factor, 0, scale) for factor in tried]))
     if structure == "all":
         return 1.0, FITTED.minutes / found[0]

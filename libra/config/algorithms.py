@@ -106,8 +106,9 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "GRPO with a higher upper clip, equal weight for every token of the step, and no KL term.",
             "The default: verifiable rewards, answers of very different length.",
             "DAPO, arXiv:2503.14476",
-            "Groups of equal rewards are not replaced by new prompts; `trainer.drop_uniform_groups=true` leaves them out "
-            "of the mean. The overlong penalty belongs in the reward function.",
+            "Dynamic sampling is `trainer.train_prompts`: candidates are generated beforehand, not in further rounds; "
+            "`trainer.drop_uniform_groups=true` leaves groups of equal rewards out without replacing them. The "
+            "overlong penalty belongs in the reward function.",
         ),
         "gspo": Algorithm(
             Preset(loss="gspo", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4),

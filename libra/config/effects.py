@@ -174,7 +174,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("rollout", "max_new_tokens", {"run": (), "plan": _NO_TRACE}),
     ("vllm", "kv_cache_gib eager", _run(_VLLM)),
     ("vllm", "gpu_memory_frac", _run(_VLLM, GPU)),
-    ("trainer", "algorithm resample lr drop_uniform_groups drop_truncated loss aggregation", _run()),
+    ("trainer", "algorithm resample lr drop_uniform_groups train_prompts drop_truncated loss aggregation", _run()),
     ("trainer", "advantage", _of("run", "plan")),
     ("trainer", "lora_rank", _run()),
     ("trainer", "lora_alpha lora_targets", _run(given("trainer.lora_rank"))),

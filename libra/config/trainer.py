@@ -82,7 +82,12 @@ class TrainerSection(Section):
     std_eps: Annotated[float, Field(ge=0)] = 1e-6
     """Added to that standard deviation before dividing."""
     drop_uniform_groups: bool = False
-    """Leave groups whose rewards are all equal out of the step, means included. They are not replaced by new prompts."""
+    """Leave groups whose rewards are all equal out of the step, means included. `train_prompts` replaces them."""
+    train_prompts: AtLeastOne | None = None
+    """Groups of a batch that train: of the `prompts` groups that are generated, the first so many whose rewards differ, in
+    the order of the batch. The others stand by in place of groups without signal (DAPO's dynamic sampling, with the
+    candidates generated beforehand), and count in no denominator; all are generated to their end, so that short ones are
+    not preferred. If fewer have a signal, these train. Without `streaming`. None: all groups."""
     no_signal: Literal["warn", "stop"] = "warn"
     """After a batch from which nothing can be learned, because no member has an advantage: every trajectory failed, or no group
     has rewards that differ. warn: say so, with the first cause. stop: also end the run after `no_signal_batches` such batches in

@@ -10,7 +10,7 @@ import numpy as np
 
 from libra.errors import RecordExists
 from libra.graph.late_groups import late_facts, late_numbers, take_delivered
-from libra.graph.member_rows import member_rows
+from libra.graph.member_rows import member_rows, spare_numbers
 from libra.graph.teacher_nodes import taught_numbers, with_scores
 from libra.policy import Verdict, staleness_of
 from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
@@ -76,6 +76,7 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
         "members": rows,
         "late": late,
         "stats": batch_stats(groups, rows, batch)
+        | spare_numbers(rows, trainer.train_prompts)
         | late_numbers(facts)
         | taught_numbers(rows)
         | generated_for(groups, rows),
@@ -96,7 +97,7 @@ def lags(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int)
     """Lag of every generated token that may train, in versions; those that are left out for their age have none."""
     parts = [np.zeros(0, np.int32)]
     for group, row in zip(groups, rows, strict=True):
-        if row.get("over_age") != Verdict.DROP:
+        if row.get("over_age") != Verdict.DROP and "spare" not in row:
             kept = [without_stale(t, row) for t in group if t.failure.trains]
             parts += [batch - t.weight_version[t.is_action] for t in kept]
     return np.concatenate(parts)
@@ -134,7 +135,8 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     facts = read_batch_facts(spec.batches_dir, batch)
     rows = facts["groups"]
     groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
-    return {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts), **taught_numbers(rows)}
+    numbers = {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts), **taught_numbers(rows)}
+    return numbers | spare_numbers(rows, spec.config.trainer.train_prompts)
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from libra.train.own_parts import estimator_of
 from libra.types import EndReason, Trajectory
 from libra.worker.batch_rows import without_stale
 
+NO_SIGNAL, NOT_NEEDED = "no signal", "not needed"
+"""Why a group stands by."""
+
 
 def member_rows(
     trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
@@ -28,15 +31,17 @@ def member_rows(
             raise TrainError(
                 f"batch {batch}: a token has lag {lag}, above run.eta={staleness.eta}; no step was taken on it"
             )
+    spare = standing_by(groups, verdicts, trainer.train_prompts)
+    left_out = [Verdict.DROP if index in spare else verdict for index, verdict in enumerate(verdicts)]
     advantages, trains = batch_advantages(
-        [group_rewards(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)],
+        [group_rewards(group, verdict) for group, verdict in zip(groups, left_out, strict=True)],
         estimator_of(trainer),
         normalize_std=trainer.normalize_std,
         eps=trainer.std_eps,
         drop_uniform_groups=trainer.drop_uniform_groups,
         drop_truncated=trainer.drop_truncated,
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for group, path, verdict, advantage, part in zip(groups, paths, verdicts, advantages, trains, strict=True):
         row: dict[str, Any] = {
             "iteration": group[0].trajectory_id.iteration,
@@ -45,6 +50,8 @@ def member_rows(
             "advantages": advantage.tolist(),
             "trains": part.tolist(),
         }
+        if len(rows) in spare:
+            row["spare"] = spare[len(rows)]
         if verdict is not Verdict.ACCEPT:
             row["over_age"] = str(verdict)
         if verdict is Verdict.MASK:
@@ -53,6 +60,35 @@ def member_rows(
             row["trains"] = [trains and some for trains, some in zip(row["trains"], fresh, strict=True)]
         rows.append(row)
     return rows
+
+
+def standing_by(groups: list[list[Trajectory]], verdicts: list[Verdict], most: int | None) -> dict[int, str]:
+    """Groups that do not train because of ``trainer.train_prompts``, by index, and why: "no signal" or "not needed"."""
+    found: dict[int, str] = {}
+    if most is None:
+        return found
+    training = 0
+    for index, (group, verdict) in enumerate(zip(groups, verdicts, strict=True)):
+        rewards = [] if verdict is Verdict.DROP else [t.reward for t in group if t.failure.trains]
+        if not rewards or min(rewards) == max(rewards):
+            found[index] = NO_SIGNAL
+        elif training == most:
+            found[index] = NOT_NEEDED
+        else:
+            training += 1
+    return found
+
+
+def spare_numbers(rows: list[dict[str, Any]], most: int | None) -> dict[str, int]:
+    """Metrics of ``trainer.train_prompts``, by the rows of a batch; none without it."""
+    if most is None:
+        return {}
+    reasons = [row.get("spare") for row in rows]
+    return {
+        "groups_trained": reasons.count(None),
+        "groups_replaced": sum(reason is None for reason in reasons[most:]),
+        "groups_spare": reasons.count(NOT_NEEDED),
+    }
 
 
 def oldest_version(group: list[Trajectory], batch: int) -> int:

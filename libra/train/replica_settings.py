@@ -23,6 +23,7 @@ _BEFORE_THE_STEP = {
     "normalize_std",
     "std_eps",
     "drop_uniform_groups",
+    "train_prompts",
     "drop_truncated",
     "dispatch",
     "streaming",

@@ -88,7 +88,6 @@ These are functions of the library, with the same tests; a test compares this li
 | `libra.train.advantages.group_advantages` | one group alone, with tensors; a run has `batch_advantages` |
 | `libra.train.advantages.not_overlong` | DAPO's filter by length; `trainer.drop_truncated` goes by why a trajectory ended |
 | `libra.train.corrections.two_factor_metrics` | both factors of a batch on one process; a step adds up the same |
-| DAPO's dynamic sampling | prompts beyond the batch to replace what `libra.train.advantages.informative` leaves out |
 """
 
 
