@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from libra.config.distil_checks import distil_contradictions
 from libra.config.models import RunSections
+from libra.config.spare_groups import spare_group_contradictions
 from libra.config.streaming import GROUP_ADVANTAGES, most_waves, streaming_obstacle, turning_obstacle
 
 _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
@@ -21,10 +22,9 @@ _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
-        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _train_prompts,
-        _loss, _masks,
+        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _loss, _masks,
         _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
-        distil_contradictions,
+        distil_contradictions, spare_group_contradictions,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -180,34 +180,6 @@ def _algorithm(config: RunSections) -> Iterator[str]:
     low, high = trainer.correction_low, trainer.correction_high
     if low is not None and high is not None and low > high:
         yield f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less"
-
-
-def _train_prompts(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.train_prompts is None:
-        return
-    if trainer.train_prompts > trainer.prompts:
-        yield (
-            f"trainer.train_prompts: {trainer.train_prompts} groups are to train, and trainer.prompts={trainer.prompts} are made; "
-            f"type trainer.prompts={2 * trainer.train_prompts}, or trainer.train_prompts={trainer.prompts} or less"
-        )
-    if trainer.group_size == 1:
-        yield (
-            "trainer.train_prompts: a group of one has no rewards that differ, so none would train; type trainer.group_size=8, or "
-            "leave trainer.train_prompts out"
-        )
-    if trainer.streaming != "off":
-        yield (
-            f"trainer.train_prompts: chosen among all groups of a batch, and trainer.streaming={trainer.streaming} trains on some "
-            "before the last is complete; type trainer.streaming=off"
-        )
-    if trainer.late == "correct":
-        yield (
-            "trainer.train_prompts: chosen once, and with trainer.late=correct a group may have another signal later; type "
-            "trainer.late=wait"
-        )
-    if trainer.algorithm == "opd":
-        yield "trainer.train_prompts: goes by rewards, and trainer.algorithm=opd learns without them; leave it out"
 
 
 def _staleness(config: RunSections) -> Iterator[str]:

@@ -19,6 +19,7 @@ from libra.errors import ConfigError
 
 # Another value for each field than its default, where one cannot be made from its type.
 OTHER: dict[str, Any] = {
+    "planner.trained_frac": 0.5,
     "run.name": "another",
     "model.path": "some/model",
     "model.master_dtype": None,
