@@ -17,7 +17,7 @@ from libra import events
 from libra.events import Event
 from libra.observe.decision_words import DECISIONS, TROUBLES, TURNS, decision_words, trouble_words, turn_words
 from libra.observe.html import percent
-from libra.observe.streamed_steps import StreamedSteps
+from libra.observe.streamed_steps import OF_STEPS, StreamedSteps
 from libra.observe.worker_time import WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
@@ -141,11 +141,14 @@ class RunFacts:
 
     def add(self, event: Event) -> None:
         """Take the next event of the log."""
-        now_s = self.times.time_of(event)
-        self.sample(now_s)
-        self.times.add(event, now_s)
-        self.streamed.add(event, now_s)
-        handler = _HANDLERS.get(type(event))
+        kind, times = type(event), self.times
+        now_s = times.time_of(event)
+        if self._next_s <= now_s:
+            self.sample(now_s)
+        times.add(event, now_s)
+        if kind in OF_STEPS:  # few: most events are of trajectories
+            self.streamed.add(event, now_s)
+        handler = _HANDLERS.get(kind)
         if handler is not None:
             handler(self, event)
 

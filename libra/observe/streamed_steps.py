@@ -17,6 +17,16 @@ MAX_STEPS: Final = 60
 MAX_TURNS: Final = 400
 
 
+OF_STEPS: Final = frozenset(
+    {
+        events.RunStarted, events.WaveParked, events.WaveOpened, events.WaveTrained, events.StepFinished, events.StepsPlanned,
+        events.StepsChosen, events.EngineTurned, events.TurnRefused, events.RoleChangeStarted, events.RoleChanged,
+        events.RoleChangeFailed, events.RoleChangeCancelled,
+    }
+)  # fmt: skip
+"""The kinds of events that `StreamedSteps.add` takes; others change nothing."""
+
+
 @dataclass(slots=True)
 class Wave:
     """A wave of ``groups`` groups; ``train_s`` None: it is not trained yet. ``hybrids`` that can change roles trained in it.

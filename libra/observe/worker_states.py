@@ -185,8 +185,9 @@ class WorkerClock:
         return used_s / room_s if room_s > 0 else None
 
     def _slot_time(self, t_s: float) -> tuple[float, float]:
-        elapsed = 0.0 if self.away else max(0.0, t_s - self.slot_at_s)
-        used = min(self.num_slots, len(self.acting if self.kind == "tools" else self.running))
+        elapsed = 0.0 if self.away or t_s <= self.slot_at_s else t_s - self.slot_at_s
+        running, used = len(self.acting if self.kind == "tools" else self.running), self.num_slots
+        used = running if running < used else used
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 
     def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 
 from libra import events
 from libra.hardware.prices import load_prices
+from libra.observe import streamed_steps
 from libra.observe.page_html import waves_html
 from libra.observe.report import write_report
 from libra.observe.run_facts import RunFacts
@@ -127,3 +129,8 @@ def test_the_report_has_a_table_of_waves_and_one_of_turns(tmp_path):
         ["2.5 s", "c", "training", "refused: it moves", "–", "few open"],
         ["5.0 s", "b", "training", "under way", "–", "few open"],
     ]
+
+
+def test_every_kind_of_event_that_is_taken_is_passed_on_by_the_facts_of_a_run() -> None:
+    source = inspect.getsource(streamed_steps.StreamedSteps)
+    assert {getattr(events, name) for name in re.findall(r"events\.(\w+)\(", source)} == streamed_steps.OF_STEPS
