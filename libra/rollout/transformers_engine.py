@@ -154,12 +154,12 @@ class TransformersEngine:
         return cast("NDArray[np.float32]", await self._ask(self._open().score, token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Random projections of every layer as used; see RolloutEngine."""
-        return cast("dict[str, tuple[float, ...]]", await self._ask(self._open().project, seed))
+        """Random projections of every layer as used, beside the engine's thread; see RolloutEngine. Not during a load."""
+        return await asyncio.to_thread(self._open().project, seed)
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Columns of layers as used; see ReadsColumns."""
-        return cast("dict[str, NDArray[np.float32]]", await self._ask(self._open().columns, wanted))
+        """Columns of layers as used, beside the engine's thread; see ReadsColumns. Not during a load."""
+        return await asyncio.to_thread(self._open().columns, wanted)
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """The KV of a trajectory that is between two turns; see MovesKV."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from libra.errors import LibraError, WeightsError
 from libra.projections import project_tensors
@@ -106,7 +108,12 @@ def no_answer(check: VersionCheck, error: LibraError) -> CheckVerdict:
 
 
 async def _answers(engine: RolloutEngine, check: VersionCheck, columns: dict[str, tuple[int, ...]]) -> Answers:
-    read = await engine.columns(columns) if columns and isinstance(engine, ReadsColumns) else {}
-    projections = await engine.project(check.seed) if check.projections else {}
-    logp = [await engine.score(np.array(row, np.int32)) for row in check.probe]
-    return Answers(tuple(logp), projections, read)
+    async def layers() -> tuple[dict[str, tuple[float, ...]], dict[str, NDArray[np.float32]]]:
+        read = await engine.columns(columns) if columns and isinstance(engine, ReadsColumns) else {}
+        return await engine.project(check.seed) if check.projections else {}, read
+
+    async def probe() -> tuple[NDArray[np.float32], ...]:
+        return tuple([await engine.score(np.array(row, np.int32)) for row in check.probe])
+
+    (projections, read), logp = await asyncio.gather(layers(), probe())
+    return Answers(logp, projections, read)
