@@ -3,7 +3,7 @@
 Invariants
 ----------
 1. Only `prune_groups` writes. The same directory gives the same point.
-2. Batches are committed in order without gaps: batch ``j`` opens only when version ``j``, the outcome of batch ``j - 1``, is
+2. Batches are committed in order without gaps: batch ``j`` opens only when step ``j - 1`` has ended, whose version may be being
    published.
 3. A group is consumed by a committed batch, committed and waiting, or not committed. Only a group that is not committed is
    generated for, and only what its journal lacks.

@@ -236,11 +236,12 @@ class NotReadyReport(SetupReport, frozen=True, tag="not_ready"):
 
 
 class StepReport(Report, frozen=True, tag="step"):
-    """All ranks took an optimizer step."""
+    """All ranks took an optimizer step; fields as in `libra.events.StepFinished`."""
 
     step: int
     loss: float
     train_s: float
+    beside: bool = False
 
 
 class WaveReport(Report, frozen=True, tag="wave"):

@@ -141,11 +141,12 @@ class StepsChosen(Event, frozen=True):
 
 
 class StepFinished(Event, frozen=True):
-    """All ranks took step ``step``."""
+    """All ranks took step ``step``. ``beside``: its weights are published beside the next step, which may begin now."""
 
     step: int
     loss: float
     train_s: float
+    beside: bool = False
 
 
 class LateRewardsTaken(Event, frozen=True):

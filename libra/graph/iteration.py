@@ -123,8 +123,9 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
         stored = node(batch_nodes.store, spec.key("store", k), run, batch)
     with on(keys.GRADE):
         updated = node(training_nodes.update, spec.key("update", k), run, steps)
-    published = on_every_rank(spec, training_nodes.publish, "publish", (k,), updated)
-    with on_ranks(spec, beside(keys.TRAIN)):  # the next step does not wait for the disk: libra.worker.checkpoint_writer
+    # The next step waits for the disk neither here (libra.worker.publications) nor there (libra.worker.checkpoint_writer):
+    published = on_every_rank(spec, training_nodes.publish, "publish", (k,), updated, resource=beside(keys.TRAIN))
+    with on_ranks(spec, beside(keys.TRAIN)):
         due = checkpoint_is_due(spec.config, k + 1)
         saved = node(training_nodes.checkpoint, spec.key("checkpoint", k), run, published) if due else None
     with on(keys.GRADE):
@@ -161,11 +162,19 @@ def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
 
 
 def on_every_rank(
-    spec: RunSpec, function: Callable[..., Any], name: str, indices: tuple[int, ...], *args: Any
+    spec: RunSpec,
+    function: Callable[..., Any],
+    name: str,
+    indices: tuple[int, ...],
+    *args: Any,
+    resource: AbstractContextManager[Any] | None = None,
 ) -> Delayed:
-    """A function of the training replica on ``args``: it runs on every rank, and the result is that of rank 0."""
+    """A function of the training replica on ``args``: it runs on every rank, and the result is that of rank 0.
+
+    ``resource``: of a single rank; None: its place of training.
+    """
     num_ranks = spec.config.cluster.train_workers
-    with on_ranks(spec, on(keys.TRAIN)):
+    with on_ranks(spec, on(keys.TRAIN) if resource is None else resource):
         if num_ranks == 1:
             return node(function, spec.key(name, *indices), spec.run, *args)
         answers = [node(function, spec.key(name, *indices, r), spec.run, *args, r) for r in range(num_ranks)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from libra.errors import MismatchAlarm, TrainError, shell_path
-from libra.events.reports import IterationReport, PublishedReport, StepReport
+from libra.events.reports import IterationReport, StepReport
 from libra.train.mismatch import alarm_text
 from libra.train.mismatch_parts import metrics_of
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
@@ -18,7 +18,7 @@ from libra.worker.gang_member import turn
 from libra.worker.host import LibraHost, host_here
 from libra.worker.run_spec import RunSpec
 from libra.worker.step_records import read_step_record, write_step_record
-from libra.worker.weight_publishing import assist, publish_checked
+from libra.worker.weight_publishing import assist
 
 if TYPE_CHECKING:
     from libra.train import StepReport as TrainReport
@@ -58,6 +58,9 @@ def finished_step(
     numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
     if rank == 0:
         write_step_record(host.spec, result.step, numbers)
+    if trainer.publications.alone:  # no other rank has to agree: the next step and the publication may begin
+        host.context.report(StepReport(result.step, result.loss, train_s, trainer.publications.beside))
+        trainer.publications.begin(result.step + 1)
     return numbers
 
 
@@ -71,13 +74,15 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
                 f"rank {other['rank']} at {other['step']} with {other['digest']}"
             )
     fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
-    host_here(run).context.report(StepReport(first["step"], first["loss"], first["train_s"]))
+    if len(steps) > 1:  # a single rank has reported
+        host_here(run).context.report(StepReport(first["step"], first["loss"], first["train_s"]))
     fullest = max(int(each.get("peak_bytes", 0)) for each in steps)
     return first | fetched | {"train_peak_bytes": fullest}
 
 
 def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Publish the replica's weights as the next version; where each rank has a shard, ranks other than 0 send theirs."""
+    """Publish the replica's weights as the next version, of a single rank beside its next step; where each rank has a shard,
+    ranks other than 0 send theirs."""
     host = host_here(run)
     with turn(host.gang, rank):
         return _publish(host, updated["step"] + 1, rank)
@@ -92,18 +97,7 @@ def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
         if replica.is_sharded and replica.steps_done == version:
             assist(replica, config.rollout.max_context_tokens)
         return {"version": version, "rank": rank}
-    if replica.steps_done > version:  # the task runs again, after later steps: the version is there
-        published = weights.store.get(version)
-    else:
-        published = publish_checked(weights.store, replica, version, config.rollout.max_context_tokens)
-    report = PublishedReport(
-        version=published.number,
-        digest=published.digest,
-        num_bytes=published.num_bytes,
-        address=host.context.address,
-        weights=weights.offered,
-    )
-    host.context.report(report)
+    published = trainer.publications.publish(version)
     # After the report, so that no engine waits for it:
     weights.store.drop(keep_last=config.store.keep_versions, pinned=trainer.pinned(published.number))
     return {"version": published.number, "digest": published.digest, "publish_s": time.time() - started_s}
@@ -117,10 +111,23 @@ def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any
     host = host_here(run)
     started_s = time.time()
     with turn(host.gang, rank):
-        replayed = [*host.training.replayed, *host.training.recover(batches)]
+        replayed = [*host.training.replayed]
+        if host.gang is None and _was_lost(host, batches - 1):
+            replayed += host.training.recover(batches - 1)
+            _publish(host, batches - 1, rank)
+        replayed += host.training.recover(batches)
         published = _publish(host, batches, rank)
         saved = [str(path) for path in host.training.checkpoints.save_due(batches)]
     return {**published, "saved": saved, "replayed": replayed, "stored": stored, "restore_s": time.time() - started_s}
+
+
+def _was_lost(host: LibraHost, version: int) -> bool:
+    """Whether a version was being published when its trainer was killed, while batch ``version`` was committed already."""
+    from libra.train.checkpoint import checkpoint_name
+
+    newest = host.context.weights.store.latest()
+    passed = (host.spec.checkpoints_dir / checkpoint_name(version + 1)).exists()
+    return newest is not None and newest.number == version - 1 and not passed
 
 
 def checkpoint(run: str, published: dict[str, Any]) -> str:

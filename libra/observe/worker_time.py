@@ -111,8 +111,9 @@ class WorkerTimes:
 
     def time_of(self, event: Event) -> float:
         """Its time over all starts of the run, if it is the next one."""
-        base_s = self.now_s if isinstance(event, events.RunStarted) else self._base_s
-        return max(self.now_s, base_s + event.t_s)
+        now_s = self.now_s
+        event_s = (now_s if type(event) is events.RunStarted else self._base_s) + event.t_s
+        return event_s if event_s > now_s else now_s
 
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
         """(start, stop, state) of each worker, those kept, without absences; in seconds of `now_s`."""
@@ -127,13 +128,14 @@ class WorkerTimes:
 
     def add(self, event: Event, now_s: float | None = None) -> None:
         """Take the next event of the log, whose `time_of` may be given; kinds that say nothing about workers advance the time."""
-        if isinstance(event, events.RunStarted):
+        kind = type(event)
+        if kind is events.RunStarted:
             self._base_s = self.now_s
             self._begin()
             for name in self._trainers:
                 self._clock(name, "trainer")
         self.now_s = self.time_of(event) if now_s is None else now_s
-        handler = _HANDLERS.get(type(event))
+        handler = _HANDLERS.get(kind)
         if handler is not None:
             handler(self, event)
             self._update_all()
@@ -207,17 +209,17 @@ class WorkerTimes:
             return "starting"
         if self._group_lost:
             return "lost"
+        if self._batches_opened or self._waves_opened:  # while the version before may still be published beside it
+            return "training"
         if self._stepped >= self._published:
             return "moving"
-        if self._batches_opened or self._waves_opened:
-            return "training"
         if self._batches_parked:
             return "trajectories" if self._open or not self._has_ended else "grading"
         return "evaluation" if self._open else "nothing"
 
     @property
     def _newest_wave_s(self) -> float:
-        return max(self._waves_opened.values(), default=-1.0)
+        return max(self._waves_opened.values()) if self._waves_opened else -1.0
 
     def _tool_idle(self) -> str:
         if self._published < 0:
@@ -257,7 +259,10 @@ class WorkerTimes:
 
     def _stopped(self, key: str) -> None:
         """The trajectory has no slot any more."""
-        worker, phase = self._place.pop(key, ("", Phase.ROLLOUT))
+        place = self._place.pop(key, None)
+        if place is None:  # it was stopped before, as most that park
+            return
+        worker, phase = place
         clock = self._clocks.get(worker)
         if clock is None:
             return

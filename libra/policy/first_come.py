@@ -7,7 +7,8 @@ Invariants
 ----------
 1. What is left behind, complete or being generated, can meet its deadlines in the other places of the batch and in later batches:
    at most ``(i - j) * B`` plus the places left have a deadline of ``i`` or before, for each ``i``. A group that has not begun needs
-   no place: it begins with version ``j`` or later, and has the last deadline of all.
+   no place: it begins with version ``j`` or later, and has the last deadline of all. While version ``j`` is being published it may
+   begin with ``j - 1``; then only iterations before ``j + eta`` have begun, and batches up to its deadline have places for them.
 2. So places are kept for groups that are late, no order of arrival leads to a batch that can never be full, and **lag <= eta**.
 3. Taking only some of the groups found keeps 1.
 4. Those with the nearest deadline are first, then by (iteration, group).

@@ -123,6 +123,8 @@ class ReplayedObjects:
                 return self.admission.batch_parked(batch)
             case events.WaveParked(batch=batch, wave=wave):
                 return self.admission.wave_parked(batch, wave)
+            case events.StepFinished(step=step) if event.beside:
+                return self.admission.step_ended(step)
             case events.WaveTrained(batch=batch, wave=wave):
                 return self.admission.wave_trained(batch, wave)
             case events.StepMeasured():

@@ -454,8 +454,10 @@ class LibraPlugin(SchedulerPlugin):
 
     def _training_reported(self, state: RunState, report: Report) -> None:
         match report:
-            case StepReport(step=step, loss=loss, train_s=train_s):
-                state.log.emit(events.StepFinished, step=step, loss=loss, train_s=train_s)
+            case StepReport(step=step):
+                state.log.emit(events.StepFinished, **structs.asdict(report))
+                if report.beside:
+                    self._apply(state, state.admission.step_ended(step))
             case WaveReport(batch=batch, wave=wave):
                 state.log.emit(events.WaveTrained, **structs.asdict(report))
                 state.tail.handle(WaveDone(batch, wave, report.train_s, report.hybrids))

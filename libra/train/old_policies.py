@@ -42,6 +42,7 @@ Published = Callable[[int], Mapping[str, Tensor] | None]
 @contextmanager
 def holding(state: ReplicaState, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with ``weights``, each in its local part; afterwards with its own, bit for bit. Takes a second copy of them."""
+    state.before_change(state.steps_done)
     own = {name: local(tensor).clone() for name, tensor in state.tensors().items()}
     try:
         _put(state, weights)

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from libra.errors import TrainError
-from libra.tensors import digest
 from libra.train import mismatch
 from libra.train.balanced_partition import karmarkar_karp
 from libra.train.checkpoint import ReplicaSnapshot, load_checkpoint, load_optimizer, save_checkpoint
@@ -86,6 +85,8 @@ class Replica(ReplicaState):
         The step whose waves are being added.
     published : callable or None
         The weights of an earlier version, for ``trainer.old_logp=version``.
+    digests : bool
+        Whether the report of a step has the digest of its weights. False: it is empty, and who publishes them computes it.
 
     Raises
     ------
@@ -122,6 +123,7 @@ class Replica(ReplicaState):
         self.gradient = SliceGradient(model, settings, group, place, reference)
         self.open_step: OpenStep | None = None
         self.published: Published | None = None
+        self.digests = True
         wide = None if master_dtype is None else _dtype(master_dtype)
         super().__init__(model, settings, group, device=place, master_dtype=wide, seed=seed, base_dir=base)
 
@@ -304,19 +306,23 @@ class Replica(ReplicaState):
             settings = self.settings
             alarms = settings.mismatch_alarm, settings.mismatch_k3_alarm
             mismatch.raise_alarm(tally, *alarms, settings.mismatch_action, step)
+        waited_s = self.before_change(step)
         self.apply_gradient(step, tally)
         if partial.connected:
             offer_weights(self)
-        tally.add(forward_backward_s=summed - began, optimizer_s=time.perf_counter() - summed)
+        optimizer_s = time.perf_counter() - summed - waited_s
+        tally.add(forward_backward_s=summed - began, optimizer_s=optimizer_s, publish_wait_s=waited_s)
 
     def _report(self, step: int, tally: Tally, began_s: float) -> StepReport:
         """Count the step as taken; its report, with the seconds since ``began_s``."""
+        tally.add(publish_wait_s=self.before_change(step))  # without a gradient too
         if self.average is not None:
             self.average.move(self.tensors())
         tally.add(kl_coef=self.kl.value)
         if self.settings.kl_target is not None:
             self.kl.adapt(self.settings.kl_target, self.settings.kl_horizon)
-        self.content = content = digest(self.weights())
+        self.content = None
+        content = self.hashed() if self.digests else ""
         if self.hybrids is not None:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
                 offer_weights(self)  # to one that came while the step was under way

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.scoring import score_alone
-from libra.tensors import untied
+from libra.tensors import digest, untied
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.kl import KLCoefficient
 from libra.train.low_rank import LowRankWeights
@@ -34,6 +35,8 @@ from libra.train.moving_average import MovingAverage
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.step_report import StepReport, Tally
+
+logger = logging.getLogger(__name__)
 
 _SAME_RESULT = {
     "layout",
@@ -45,6 +48,11 @@ _SAME_RESULT = {
     "share_prompts",
 }
 """Settings in which two replicas may differ and compute the same gradient."""
+
+
+def _at_once(step: int) -> float:
+    """No other thread uses the weights."""
+    return 0.0
 
 
 class ReplicaState:
@@ -67,6 +75,9 @@ class ReplicaState:
         Of the weights after each batch, with ``trainer.old_logp=ewma``.
     content : str or None
         Digest of the current weights, if it was computed since they last changed.
+    before_change : callable
+        Called with the number of the step that is about to change the weights, whose present ones may still be in use by
+        another thread; returns the seconds for which it waited for that.
     """
 
     def __init__(
@@ -86,6 +97,8 @@ class ReplicaState:
         self.steps_done = 0
         self.last_report: StepReport | None = None
         self.content: str | None = None
+        self.before_change: Callable[[int], float] = _at_once
+        self._scored: Any = None
         kept, self._aliases = untied(model.state_dict())
         self._names = tuple(kept)
         if settings.gradient_checkpointing:
@@ -165,8 +178,33 @@ class ReplicaState:
         return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first under the present weights (T - 1,), at temperature 1."""
-        return score_alone(self.model, token_ids)
+        """Log-probability in nats of each token but the first under the present weights (T - 1,), at temperature 1.
+
+        Beside the passes of a step only after `score_beside`.
+        """
+        return score_alone(self._scored or self.model, token_ids)
+
+    def hashed(self) -> str:
+        """`content`, computed now if it is not known."""
+        if self.content is None:
+            self.content = digest(self.weights())
+        return self.content
+
+    def score_beside(self) -> bool:
+        """From now on `score` may be called beside the passes of a step; call it between steps. False: this model cannot be copied.
+
+        It scores with the model's modules once more, over the same weights: hooks and other buffers of its passes are its own.
+        """
+        saved = self.model.state_dict().keys()
+        buffers = (buffer for name, buffer in self.model.named_buffers() if name in saved)
+        try:
+            self._scored = copy.deepcopy(self.model, {id(each): each for each in (*self.model.parameters(), *buffers)})
+        except (TypeError, RuntimeError) as error:  # what cannot be pickled, or a tensor with a history
+            logger.warning(
+                "versions are published before the next step, not beside it: the model cannot be copied: %s", error
+            )
+            return False
+        return True
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""

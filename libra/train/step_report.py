@@ -16,7 +16,7 @@ class StepReport:
     step : int
         0-based; the step turned weights ``step`` into weights ``step + 1``.
     digest : str
-        Content hash of the weights after the step (`libra.tensors.digest`).
+        Content hash of the weights after the step (`libra.tensors.digest`); empty if it is computed as they are published.
     loss, grad_norm, lr
         Loss with KL term and entropy bonus, aggregated as configured; 2-norm of the gradient before clipping; means over
         optimizer steps.
@@ -42,7 +42,7 @@ class StepReport:
         The tokens with the largest gaps: trajectory, token (position), token_id, engine, and both log-probabilities (rollout,
         trainer).
     pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
-        Wall seconds, the total with the digest; forwarded tokens over total_s.
+        Wall seconds, the total with what is not in the others; forwarded tokens over total_s.
     expert_load_ratio : float
         Mean over micro-batches and layers of the busiest expert's tokens over the mean of all experts, by recorded routes; 0: none.
     routes_replayed_frac, routes_equal_frac : float
@@ -62,6 +62,8 @@ class StepReport:
         Probability that teacher and student give to the teacher's top-k, means over those tokens; 0 without a top-k.
     old_logp_s : float
         Seconds of the passes before the step for old log-probabilities (``trainer.old_logp``).
+    publish_wait_s : float
+        Seconds for which the step waited, its gradient complete, until the weights before it were published.
     replicas, hybrids, hybrids_joining, hybrids_lost : int
         Core replicas; hybrid replicas that computed a slice, had not received their state yet, or were lost or failed with
         a slice that the core then computed. Maxima over the optimizer steps; lost ones in total.
@@ -135,6 +137,7 @@ class StepReport:
     taught_frac: float = 0.0
     top_k_teacher_frac: float = 0.0
     top_k_student_frac: float = 0.0
+    publish_wait_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""

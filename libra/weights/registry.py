@@ -123,19 +123,17 @@ class WeightStore:
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
         if self.directory(number).exists():
             return self._same(number, digest(kept, like=self.get(number).digest))
-        content = digest(kept) if content is None else content
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
         facts = {name: TensorFacts(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in kept.items()}
-        manifest = Manifest(SCHEMA, number, content, num_bytes, facts, tied)
         temporary = self.temporary()
         try:
             temporary.mkdir()
             with ThreadPoolExecutor(3) as disk:  # each file waits for the device, all of them at once
+                written = [disk.submit(_save, kept, temporary / TENSORS_FILE)]
+                content = digest(kept) if content is None else content  # while they are written
+                manifest = Manifest(SCHEMA, number, content, num_bytes, facts, tied)
                 text = sealed_text(msgspec.to_builtins(manifest))
-                written = [
-                    disk.submit(_save, kept, temporary / TENSORS_FILE),
-                    disk.submit(_write, temporary / MANIFEST_FILE, text),
-                ]
+                written.append(disk.submit(_write, temporary / MANIFEST_FILE, text))
                 if check is not None:
                     written.append(disk.submit(_write, temporary / CHECK_FILE, check(content)))
                 for each in written:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from distributed.comm import get_address_host
 
 from libra.errors import WeightsError
-from libra.events.reports import HybridPoolReport
+from libra.events.reports import HybridPoolReport, PublishedReport
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.wave_records import Rows, in_waves, read_waves
 from libra.tensors import digest as tensors_digest
-from libra.weights import WeightStore
+from libra.weights import WeightStore, WeightVersion
 from libra.worker.batch_rows import late_rows, members_of
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.context import WorkerContext
+from libra.worker.publications import Publications
 from libra.worker.replica_factory import make_replica
 from libra.worker.run_spec import RunSpec
 
@@ -56,6 +57,9 @@ class Trainer:
         """Metrics of the steps that were repeated when its group formed."""
         self.paused: tuple[int, str] | None = None
         """The step after which no step is taken, and why."""
+        self.publications = Publications(
+            context.weights.store, context.spec.config.rollout.max_context_tokens, self._report_version
+        )
         self._checkpoints: CheckpointWriter | None = None
 
     @property
@@ -81,6 +85,9 @@ class Trainer:
         spec = self.context.spec
         replica = make_replica(spec, self.context.model_dir, group)
         replica.published = self._published
+        alone = spec.config.cluster.train_workers == 1
+        replica.digests = not alone  # ranks compare them; of a single one the publication has it
+        self.publications.of(replica, alone=alone)
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
     def _published(self, version: int) -> dict[str, Tensor] | None:
@@ -91,6 +98,12 @@ class Trainer:
         except WeightsError as error:
             logger.warning("run %s: %s", self.context.spec.run, error)
             return None
+
+    def _report_version(self, version: WeightVersion) -> None:
+        weights, address = self.context.weights, self.context.address
+        self.context.report(
+            PublishedReport(version.number, version.digest, version.num_bytes, address, weights.offered)
+        )
 
     def pinned(self, newest: int) -> range:
         """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and so may a resumed
@@ -105,7 +118,8 @@ class Trainer:
 
     def recover(self, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
         """Bring the replica to the weights after ``steps`` steps; see `recover`."""
-        return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
+        with self.publications.repeating():
+            return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
 
     def add_waves(self, batch: int, upto: int, *, last: LazyBatch | None = None) -> int:
         """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; returns how many it has.
@@ -167,8 +181,9 @@ def recover(
             batch = replica.steps_done
             result = _retaken(checkpoints, spec, read_batch_facts(spec.batches_dir, batch), batch)
             logger.info("batch %d was committed before: its step is repeated", batch)
-            replayed.append(result.as_dict())
-            _load_published(checkpoints, spec, store, batch + 1, result.digest)
+            content = result.digest or replica.hashed()
+            replayed.append(result.as_dict() | {"digest": content})
+            _load_published(checkpoints, spec, store, batch + 1, content)
     return replayed
 
 

@@ -12,8 +12,8 @@ from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate
 from libra.policy.admission import KEPT_BATCHES
 
 
-def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, list[int]]:
-    """Run a whole training under a random schedule; lag of every group, by batch."""
+def simulate(eta: int, groups: int, iterations: int, seed: int, *, beside: bool = True) -> dict[int, list[int]]:
+    """Run a whole training under a random schedule, versions published ``beside`` steps or before; lag of every group, by batch."""
     rng = random.Random(seed)
     admission = Admission(eta, groups)
     version = -1
@@ -23,6 +23,7 @@ def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, lis
     submitted = 0
     lags: dict[int, list[int]] = {}
     training: list[int] = []
+    trained: list[int] = []  # the step whose weights are not published yet
 
     def apply(commands: tuple[object, ...]) -> None:
         for command in commands:
@@ -30,6 +31,7 @@ def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, lis
                 assert command.iteration - eta <= version
                 waiting.extend((command.iteration, g) for g in range(groups))
             elif isinstance(command, OpenBatch):
+                assert command.batch <= version + (beside and bool(trained))
                 lags[command.batch] = [command.batch - started_with[m] for m in command.members]
                 training.append(command.batch)
 
@@ -39,8 +41,9 @@ def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, lis
         apply(admission.version_published(version))
 
     publish()
-    while len(lags) < iterations or training:
-        moves = ["start"] * bool(waiting) + ["finish"] * bool(running) + ["train"] * bool(training)
+    while len(lags) < iterations or training or trained:
+        moves = ["start"] * bool(waiting) + ["finish"] * bool(running)
+        moves += ["publish"] * bool(trained) + ["pass"] * bool(training)
         if submitted < iterations and submitted <= version + eta + 1:
             moves.append("submit")
         assert moves, f"dead end at version {version}, submitted {submitted}, batches {sorted(lags)}"
@@ -56,8 +59,13 @@ def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, lis
             case "finish":
                 group = rng.choice(list(running))
                 apply(admission.group_committed(CommittedGroup(*group, running.pop(group))))
-            case "train":
-                assert training.pop(0) == version
+            case "pass" if not trained:  # a step ends only once the version before it is published
+                assert training[0] == version
+                trained.append(training.pop(0))
+                if beside:
+                    apply(admission.step_ended(version))
+            case "publish":
+                trained.pop()
                 publish()
     consumed = [m for members in admission.opened.values() for m in members]
     assert len(consumed) == len(set(consumed)) == iterations * groups
@@ -65,9 +73,11 @@ def simulate(eta: int, groups: int, iterations: int, seed: int) -> dict[int, lis
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32))
-def test_lag_never_above_eta_and_every_group_consumed_once(eta: int, groups: int, iterations: int, seed: int) -> None:
-    lags = simulate(eta, groups, iterations, seed)
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
+def test_lag_never_above_eta_and_every_group_consumed_once(
+    eta: int, groups: int, iterations: int, seed: int, beside: bool
+) -> None:
+    lags = simulate(eta, groups, iterations, seed, beside=beside)
     assert sorted(lags) == list(range(iterations))
     assert all(0 <= lag <= eta for batch in lags.values() for lag in batch)
 

@@ -65,6 +65,7 @@ class Run:
         self.eta, self.groups, self._waves = eta, groups, waves
         self.admission = Admission(eta, groups, Waves(*waves), first_come=True)
         self.version = -1
+        self.ended = 0  # steps that the trainer has taken; the version after the last may be on its way
         self.waiting: list[Group] = []
         self.begun: dict[Group, int] = {}  # with the version of the oldest token
         self.running: list[Group] = []
@@ -82,7 +83,7 @@ class Run:
                     known = {*self.begun, *self.waiting}
                     self.waiting += [(iteration, g) for g in range(self.groups) if (iteration, g) not in known]
                 case OpenWave(batch=batch, wave=wave, members=members):
-                    assert batch == self.version and all(group in self.committed for group in members)
+                    assert batch == self.ended <= self.version + 1 and all(group in self.committed for group in members)
                     if wave < len(self.waves[batch]):
                         assert self.waves[batch][wave] == members, "a committed wave keeps its groups"
                         continue
@@ -111,6 +112,25 @@ class Run:
         self.version += 1
         self.told(self.admission.version_published(self.version))
 
+    def moves(self, steps: int) -> list[str]:
+        """What may happen next."""
+        k = self.ended
+        moves = ["start"] * bool(self.waiting) + ["commit"] * bool(self.running) + ["train"] * bool(self.untrained)
+        moves += ["report"] * bool(self.unreported)
+        if self.submitted < steps and self.submitted <= self.version + self.eta + 1:
+            moves.append("submit")
+        if not self.untrained and sum(map(len, self.waves[k])) == self.groups and k not in self.batches:
+            moves.append("close")
+        if self.version < k:
+            moves.append("publish")
+        elif k in self.batches:
+            moves.append("end")
+        return moves
+
+    def end(self) -> None:
+        self.ended += 1
+        self.told(self.admission.step_ended(self.ended - 1))
+
     def killed(self, rng: random.Random) -> None:
         """Everything but the disk is gone: committed batches, waves and groups, and which groups have begun."""
         consumed = {group for members in self.batches.values() for group in members}
@@ -125,6 +145,7 @@ class Run:
         self.waiting = again + self.waiting
         self.untrained, last, self.submitted = [], self.submitted, len(self.batches)
         self.waves = defaultdict(list, {k: [w for w in waves if w] for k, waves in self.waves.items()})
+        self.version = self.ended = len(self.batches)  # their steps are repeated, and what is missing is published
         self.told(self.admission.version_published(self.version))
         self.untrained = [(k, j) for k, waves in self.waves.items() if k not in self.batches for j in range(len(waves))]
         while self.submitted < last:
@@ -151,13 +172,8 @@ def test_every_group_is_in_one_wave_in_time_whatever_is_killed(
     run = Run(eta, groups, waves)
     run.publish()
     while len(run.batches) < steps:
-        k = run.version
-        moves = ["start"] * bool(run.waiting) + ["commit"] * bool(run.running) + ["train"] * bool(run.untrained)
-        moves += ["report"] * bool(run.unreported)
-        if run.submitted < steps and run.submitted <= k + eta + 1:
-            moves.append("submit")
-        if not run.untrained and sum(map(len, run.waves[k])) == groups:
-            moves.append("close")
+        k = run.ended
+        moves = run.moves(steps)
         assert moves, f"dead end at version {k}"
         if kills and rng.random() < 0.05:
             kills -= 1
@@ -168,9 +184,9 @@ def test_every_group_is_in_one_wave_in_time_whatever_is_killed(
                 run.submit()
             case "start":
                 group = run.waiting.pop(rng.randrange(len(run.waiting)))
-                run.begun.setdefault(group, k)
+                run.begun.setdefault(group, run.version)
                 run.running.append(group)
-                run.admission.generation_started(*group, k)
+                run.admission.generation_started(*group, run.version)
             case "commit":
                 run.commit(rng.choice(run.running))
             case "report":
@@ -180,6 +196,9 @@ def test_every_group_is_in_one_wave_in_time_whatever_is_killed(
             case "close":
                 run.told(run.admission.batch_parked(k))
                 assert len(run.batches[k]) == groups
+            case "end":
+                run.end()
+            case "publish":
                 run.publish()
         snapshot = json.loads(json.dumps(run.admission.snapshot()))
         run.admission = Admission(9, 9)

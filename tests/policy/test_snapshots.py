@@ -67,6 +67,7 @@ CALLS = st.lists(
         st.tuples(st.just("gate_parked"), NUMBERS),
         st.tuples(st.just("batch_parked"), NUMBERS),
         st.tuples(st.just("version_published"), NUMBERS),
+        st.tuples(st.just("step_ended"), NUMBERS),
         st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
         st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
     ),
@@ -140,7 +141,7 @@ def live(disk: Disk, eta: int, groups: int, rng: random.Random, moves: int) -> N
     admission = disk.admission(eta, groups)
     waiting: list[Group] = []
     running: list[Group] = []
-    training = [batch for batch in disk.opened if batch >= disk.version]
+    training: list[int] = []
     submitted = 0
 
     def apply(commands: tuple[Any, ...]) -> None:
@@ -156,12 +157,15 @@ def live(disk: Disk, eta: int, groups: int, rng: random.Random, moves: int) -> N
         disk.version += 1
         apply(admission.version_published(disk.version))
 
-    if disk.version < 0:
+    while disk.version < len(disk.opened):  # the steps of committed batches are repeated, what is missing is published
         publish()
+    trained = 0
     for _ in range(moves):
-        possible = ["start"] * bool(waiting) + ["finish"] * bool(running) + ["train"] * bool(training)
-        if submitted < ITERATIONS and submitted <= disk.version + eta + 1:
-            possible.append("submit")
+        submits = submitted < min(ITERATIONS, disk.version + eta + 2)
+        ready = (waiting, running, trained, training and not trained, submits)
+        possible = [
+            move for move, able in zip(("start", "finish", "publish", "train", "submit"), ready, strict=True) if able
+        ]
         if disk.version == ITERATIONS:
             return
         assert possible, f"dead end at version {disk.version}"
@@ -184,6 +188,10 @@ def live(disk: Disk, eta: int, groups: int, rng: random.Random, moves: int) -> N
                 training.remove(batch)
                 assert batch == disk.version
                 assert all(0 <= batch - disk.started[group] <= eta for group in disk.opened[batch])
+                trained = 1
+                apply(admission.step_ended(batch))
+            case "publish":
+                trained = 0
                 publish()
 
 

@@ -188,6 +188,7 @@ class Schedule:
     began: dict[tuple[int, int], int] = field(default_factory=dict)
     waiting: list[tuple[int, int]] = field(default_factory=list)
     training: list[int] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)  # the step whose weights are not published yet
     taken: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     lags: list[int] = field(default_factory=list)
     held_back: int = 0  # times that a batch could have been taken but for the window or a deadline
@@ -196,11 +197,12 @@ class Schedule:
         rng, admission, submitted = random.Random(self.seed), Admission(self.policy, self.groups), 0
         lazy = rng.choice((0.1, 1.0, 8.0))  # how much rarer than its start a group's end is
         self.published(admission)
-        while len(self.taken) < self.iterations or self.training:
+        while len(self.taken) < self.iterations or self.training or self.trained:
             moves = {
                 "start": len(self.waiting),
                 "finish": len(self.running) / lazy,
-                "train": len(self.training),
+                "train": len(self.training) * (not self.trained),
+                "publish": len(self.trained) / lazy,
                 "submit": submitted < self.iterations and submitted <= self.version + self.policy.eta + 1,
             }
             assert any(moves.values()), f"dead end at version {self.version} with {sorted(self.taken)} taken"
@@ -217,9 +219,13 @@ class Schedule:
                     group = rng.choice(list(self.running))
                     self.obeyed(admission.group_committed(CommittedGroup(*group, self.running.pop(group))))
                     done = len(self.began) - len(self.running) - self.groups * len(self.taken)
-                    self.held_back += done >= self.groups and len(self.taken) == self.version
+                    self.held_back += done >= self.groups and len(self.taken) == self.version + len(self.trained)
                 case "train":
-                    self.training.pop(0)
+                    assert self.training[0] == self.version
+                    self.trained.append(self.training.pop(0))
+                    self.obeyed(admission.step_ended(self.version))
+                case "publish":
+                    self.trained.pop()
                     self.published(admission)
 
     def published(self, admission: Admission) -> None:
@@ -236,7 +242,7 @@ class Schedule:
                 assert command.iteration < len(self.taken) + (policy.in_flight or policy.eta + 1)
                 self.waiting += [(command.iteration, group) for group in range(self.groups)]
             elif isinstance(command, OpenBatch):
-                assert command.batch == len(self.taken) == self.version
+                assert command.batch == len(self.taken) == self.version + len(self.trained)
                 assert len(command.members) == self.groups
                 assert not set(command.members) & set(self.running)
                 self.taken[command.batch] = command.members
