@@ -3,8 +3,10 @@
 Random models of three sizes: 2.4 M parameters (Qwen3, float32), 135 M (the shape of SmolLM2-135M: Llama, tied, bfloat16) and
 1 GB (Llama, untied, bfloat16). Each takes ``--versions`` steps in which every weight moves by 1e-3, and each step is
 
-* published by the trainer: tensors, digest, and what an engine must answer (``trainer_stall_s``, at 135 M: the wall time for
-  which the trainer can take no step; all of it is in the publishing thread);
+* published by the trainer: tensors, digest, and what an engine must answer, beside the passes of the next step, as a training
+  worker does (`libra.worker.publications`). ``trainer_stall_s``, at 135 M: wall time in which the trainer can compute nothing, from
+  the end of the step to the begin of the passes, and from their end until the weights may change. The passes are of a few hundred
+  tokens; where a publication takes longer than they do, the rest is a stall. ``publication_s_135m``: the publication, beside them;
 * loaded and checked by a running engine, as a rollout worker does (``libra.worker.verified_engine``). *Served* is when the check
   has passed. ``published_to_served_s_135m`` is from the announcement on; ``check_s_135m`` is that less the loading;
 * copied once in memory, as bytes of the file's size: ``served_over_memcpy_1gb`` is served over that copy, in pairs.
@@ -27,18 +29,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.random_training import save_random_model
+from benchmarks.random_training import random_trajectories, save_random_model
 from benchmarks.report import MIN_PAIRS, Figure, Pairs, command_parser, emit
 from libra.errors import ConfigError
 from libra.events.reports import EngineReport, ServedReport
 from libra.rollout import RolloutEngine, TransformersEngine
 from libra.train import Replica, TrainSettings
+from libra.types import Trajectory
 from libra.weights import WeightStore
 from libra.weights.transfer import WeightServer, fetch
+from libra.worker.publications import Publications
 from libra.worker.verified_engine import Serving
-from libra.worker.weight_publishing import publish_checked
 
 CONTEXT, SLOTS = 256, 4
+SEQUENCE = 64
+TOKENS = {"2m4": 2048, "135m": 512, "1gb": 128}
+"""Tokens of the step beside a publication, in sequences of `SEQUENCE`."""
 STEP_SIZE = 1e-3
 SIZES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "2m4": (
@@ -75,6 +81,8 @@ class Times:
 
     num_bytes: int
     stall: list[float]
+    passes: list[float]
+    publication: list[float]
     served: list[float]
     check: list[float]
     stopped: list[float]
@@ -117,6 +125,21 @@ def take_step(replica: Replica, generator: torch.Generator) -> None:
             signs = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.int8)
             parameter.add_(signs.to(parameter.dtype).mul_(2).sub_(1), alpha=STEP_SIZE)
     replica.steps_done += 1
+    replica.content = None
+
+
+def published_s(publications: Publications, version: int) -> float:
+    """Seconds of a publication."""
+    began = time.perf_counter()
+    publications.publish(version)
+    return time.perf_counter() - began
+
+
+def passes(replica: Replica, batch: list[Trajectory], step: int) -> tuple[float, float]:
+    """When the forward and backward passes of a step began and ended."""
+    began = time.perf_counter()
+    replica.accumulate(batch, step)
+    return began, time.perf_counter()
 
 
 def memcpy_s(num_bytes: int) -> float:
@@ -133,6 +156,9 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
     replica = Replica(directory / "model", TrainSettings(), dtype=dtype, threads=threads)
     store, generator = WeightStore(directory / "weights"), torch.Generator().manual_seed(1)
     reports: list[EngineReport] = []
+    publications = Publications(store, CONTEXT, lambda _: None)
+    publications.of(replica, alone=True)
+    vocab = int(replica.model.config.vocab_size)
 
     async def newest() -> Any:
         return store.latest()
@@ -144,15 +170,22 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
         report=reports.append,
         store=store,
     )
-    times = Times(publish_checked(store, replica, 0, CONTEXT).num_bytes, [], [], [], [], [], [])
+    times = Times(publications.publish(0).num_bytes, [], [], [], [], [], [], [], [])
     server = WeightServer(store, "secret", "127.0.0.1")
     await serving.start()
     try:
         await serving.pull()
         for version in range(1, versions + 1):
             take_step(replica, generator)
-            began = time.perf_counter()
-            publish_checked(store, replica, version, CONTEXT)
+            batch = random_trajectories(TOKENS[size] // SEQUENCE, SEQUENCE, SEQUENCE // 2, vocab, version)
+            ended = time.perf_counter()
+            publication = asyncio.create_task(asyncio.to_thread(published_s, publications, version))
+            began, done = await asyncio.to_thread(passes, replica, batch, version)
+            waited_s = await asyncio.to_thread(publications.before_change, version)
+            replica.abandon()
+            times.stall.append(began - ended + waited_s)
+            times.passes.append(done - began)
+            times.publication.append(await publication)
             announced = time.perf_counter()
             serving.announced = version
             await serving.pull()
@@ -160,7 +193,6 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
             last = reports[-1]
             if not isinstance(last, ServedReport) or len(reports) != version + 1:
                 raise ConfigError(f"{size}: version {version} was not served as it should: {last}")
-            times.stall.append(announced - began)
             times.served.append(served - announced)
             times.check.append(last.check.check_s)
             times.stopped.append(last.check.stopped_s)
@@ -174,7 +206,8 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
         await serving.close()
         server.close()
     print(
-        f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s; published to served "
+        f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s beside {TOKENS[size]} tokens "
+        f"({times.median('passes'):.3f} s; publication {times.median('publication'):.3f} s); published to served "
         f"{times.median('served'):.3f} s, of which the check {times.median('check'):.3f} s and the engine stopped "
         f"{times.median('stopped'):.3f} s; memcpy {times.median('memcpy'):.3f} s; fetched over loopback in "
         f"{times.median('fetched'):.3f} s; the check said {last.check.method}",
@@ -202,6 +235,7 @@ def main() -> None:
     figures = {
         "trainer_stall_s": Figure(small.median("stall"), "s", "lower", 0.1),
         "served_over_memcpy_1gb": Figure(Pairs(tuple(large.served), tuple(large.memcpy)).ratio, "ratio", "lower", 10.0),
+        "publication_s_135m": Figure(small.median("publication"), "s", "lower"),
         "published_to_served_s_135m": Figure(small.median("served"), "s", "lower"),
         "check_s_135m": Figure(small.median("check"), "s", "lower"),
     }
