@@ -5,8 +5,8 @@ staleness policy; no Dask), of 8 prompts x 8 samples a step at a learning rate o
 engines, which is less than a rollout: with a bound above 0 the trainer never waits, and tokens are as old as the bound allows.
 
 * ``correct``: ``staleness.over_age=correct``, old log-probabilities of the trainer at the start of a step, tokens weighed by the
-  ratio to the engine's (``trainer.correction=truncate``). ``drop``: the same, and groups over age are dropped. ``none``: nothing is weighed,
-and batches wait for what would be over age.
+  ratio to the engine's (``trainer.correction=truncate``). ``drop``: the same, and groups over age are dropped. ``none``:
+  nothing is weighed, and batches wait for what would be over age.
 * ``one``, ``many``: ``staleness.versions``.
 
 Figures: ``final_reward_gap_se``, how far the held-out reward of eta 0 is above that of a corrected run at most, over eta up to 4
